@@ -1,0 +1,53 @@
+# Everything runs from .venv, which is made at first use. Options, given as VARIABLE=value after the target:
+#   PYTHON      the interpreter that makes .venv (3.11 or newer)
+#   PIP_FLAGS   passed to pip, for example --extra-index-url=https://download.pytorch.org/whl/cpu for a smaller PyTorch
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo demo-quick test test-full lint clean
+
+help:
+	@echo "make demo         train under a memory budget and compare with plain PyTorch"
+	@echo "make demo-quick   the same, smaller"
+	@echo "make test         style, types, layers and tests, as CI runs them"
+	@echo "make test-full    the full product of models, planners, budgets and engines too"
+	@echo "make clean        remove .venv and all caches"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "tapestream needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)."; \
+	  echo "Try: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "installing into .venv (minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: venv
+	@$(BIN)/tapestream demo
+
+demo-quick: venv
+	@$(BIN)/tapestream demo --quick
+
+lint: venv
+	@echo "ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@echo "mypy";         $(BIN)/mypy --no-error-summary
+	@echo "lint-imports"; $(BIN)/lint-imports > .lint-imports.tmp 2>&1 || { cat .lint-imports.tmp; exit 1; }
+
+test: lint
+	@echo "pytest";       $(BIN)/python -m pytest
+
+test-full: lint
+	@echo "pytest, in full"; $(BIN)/python -m pytest -m "full or not full"
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f .lint-imports.tmp

@@ -1,0 +1,62 @@
+"""`Machine`: how fast bytes move between tiers and how fast the device computes."""
+
+from dataclasses import dataclass, field
+
+from tapestream.errors import InputError
+from tapestream.ir.actions import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two tiers.
+
+    ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy (None: the
+    same). ``latency_seconds`` is paid once per copy.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    mixed_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
+            raise InputError(
+                "Link: bytes_per_second must be positive and latency_seconds at least 0, "
+                f"found {self.bytes_per_second!r} and {self.latency_seconds!r}"
+            )
+
+    @property
+    def mixed(self) -> float:
+        """Bytes per second while both directions are busy."""
+        return self.mixed_bytes_per_second or self.bytes_per_second
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds of one copy alone on the link."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The links by (source, target), the device's FLOP/s (None when unknown) and a name for people."""
+
+    links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
+    flops_per_second: float | None = None
+    name: str = ""
+
+    def link(self, source: Tier, target: Tier) -> Link:
+        """The link from ``source`` to ``target``; raises InputError where the machine has none."""
+        found = self.links.get((source, target))
+        if found is None:
+            raise InputError(
+                f"the machine has no link from {source.name} to {target.name}; measure one with "
+                "tapestream.measure_machine(folder=...) or give Machine(links={...})"
+            )
+        return found
+
+    def route(self, home: Tier) -> tuple[Tier, ...]:
+        """Tiers that a value passes from ``home`` up to the device, both included."""
+        if home is Tier.DEVICE:
+            return (Tier.DEVICE,)
+        if home is Tier.DISK and (Tier.DISK, Tier.DEVICE) not in self.links:
+            return (Tier.DISK, Tier.HOST, Tier.DEVICE)
+        return (home, Tier.DEVICE)

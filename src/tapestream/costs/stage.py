@@ -1,0 +1,74 @@
+"""What one stage and one parameter block cost."""
+
+from dataclasses import dataclass
+
+from tapestream.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage: seconds and bytes.
+
+    ``output_nbytes``: the state that it makes, storages listed in ``Profile.carried`` excluded.
+    ``saved_nbytes``: what autograd saves inside the stage beyond states and parameters.
+    ``reads_input`` / ``reads_output``: whether backward reads state k / state k+1.
+    ``forward_extra_nbytes`` / ``backward_extra_nbytes``: transient bytes at the peak of a run, beyond input, output,
+    saved tensors, cotangents and the gradient block.
+    ``cotangent_nbytes``: bytes of the cotangent of the *output*; None means ``output_nbytes``.
+    ``block``: the parameter block that the stage uses, None for none.
+    ``record_seconds``: a forward that keeps its saved tensors; None means ``forward_seconds``.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    output_nbytes: int
+    saved_nbytes: int
+    reads_input: bool = True
+    reads_output: bool = False
+    forward_extra_nbytes: int = 0
+    backward_extra_nbytes: int = 0
+    cotangent_nbytes: int | None = None
+    block: int | None = None
+    record_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
+                     "forward_extra_nbytes", "backward_extra_nbytes"):  # fmt: skip
+            if not getattr(self, name) >= 0:
+                raise InputError(
+                    f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}"
+                )
+
+    @property
+    def recorded_seconds(self) -> float:
+        """Seconds of one Record."""
+        return self.forward_seconds if self.record_seconds is None else self.record_seconds
+
+    @property
+    def cotangent_bytes(self) -> int:
+        """Bytes of the cotangent of the output."""
+        return self.output_nbytes if self.cotangent_nbytes is None else self.cotangent_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """One parameter block: bytes of each of its values and the seconds of one optimizer update.
+
+    ``update_extra_nbytes``: transient bytes of one update. ``gradient_nbytes`` is 0 for frozen blocks and for chains whose gradients go straight to the user.
+    """
+
+    parameters_nbytes: int
+    gradient_nbytes: int = 0
+    optimizer_state_nbytes: int = 0
+    buffers_nbytes: int = 0
+    update_seconds: float = 0.0
+    update_extra_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A storage that passes unchanged through states ``first`` .. ``last``: counted once however many hold it."""
+
+    first: int
+    last: int
+    nbytes: int

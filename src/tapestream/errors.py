@@ -1,0 +1,51 @@
+"""Every exception that tapestream raises on purpose.
+
+    TapestreamError
+    ├── BudgetError          the budget cannot be met (also a ValueError)
+    ├── InputError           an argument, knob, file or model cannot be used as given (also a ValueError)
+    ├── ScheduleError        a schedule breaks a rule of the instruction set (also a ValueError)
+    ├── GradientError        going on would give a wrong gradient (also a RuntimeError)
+    └── StorageError         a folder, file or memory tier failed (also an OSError)
+"""
+
+
+class TapestreamError(Exception):
+    """Base class: ``except tapestream.TapestreamError`` catches everything below."""
+
+
+class BudgetError(TapestreamError, ValueError):
+    """The budget cannot be met.
+
+    ``least_nbytes`` is the least device budget in bytes that can (None if unknown), ``stage`` the index
+    of the stage that binds (None if no single stage does).
+    """
+
+    def __init__(
+        self, message: str, *, least_nbytes: int | None = None, stage: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.least_nbytes = least_nbytes
+        self.stage = stage
+
+
+class InputError(TapestreamError, ValueError):
+    """An argument, knob, file or model cannot be used as given."""
+
+
+class ScheduleError(TapestreamError, ValueError):
+    """A schedule breaks a rule of the instruction set; the message shows the surrounding actions.
+
+    ``position`` is the index of the offending action in the flat schedule, None when unknown.
+    """
+
+    def __init__(self, message: str, *, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class GradientError(TapestreamError, RuntimeError):
+    """Going on would give a wrong gradient, so tapestream stops instead."""
+
+
+class StorageError(TapestreamError, OSError):
+    """A folder, file or memory tier failed; what was stored before is intact."""

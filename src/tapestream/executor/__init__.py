@@ -1,0 +1,1 @@
+"""Obeys a Schedule: the interpreter, what it moves, and the copy engines."""

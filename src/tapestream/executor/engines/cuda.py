@@ -1,0 +1,127 @@
+"""`cuda`: copies between device and pinned host memory on streams of their own, and on to disk by worker threads.
+
+Four edges order a copy with everything else, and the fake streams of the tests fail when any is missing:
+1. a stream copy starts after all compute issued before it, which is also when the simulator starts it; this covers
+   what compute wrote, what it still reads, and memory that the allocator took back from it;
+2. compute issued after `wait` starts after the copy;
+3. a disk transfer starts after the last stream copy from or to its host region (waited for on the worker thread);
+4. compute on the CPU begins after the last stream copy from or to the host regions it uses.
+Copies that follow each other through one region are ordered by 2 and then 1, since a region in flight is refused. So
+the calling thread never waits for the device, but for 4 and, in `wait`, for the disk.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Generic
+from weakref import WeakKeyDictionary
+
+from tapestream.errors import InputError
+from tapestream.executor.engines.flight import Flight
+from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
+from tapestream.executor.engines.streams import EventT, StreamApi, StreamT
+from tapestream.executor.engines.threads import DiskLanes
+from tapestream.ir import Tier
+from tapestream.storage import Region
+
+
+class CudaEngine(Generic[StreamT, EventT]):
+    """One stream per direction between DEVICE and HOST, one thread per direction between HOST and DISK."""
+
+    def __init__(self, api: StreamApi[StreamT, EventT], *, name: str = "cuda") -> None:
+        self.name = name
+        self._api = api
+        self._flight = Flight()
+        self._disk = DiskLanes()
+        self._streams: dict[Lane, StreamT] = {}
+        self._events: dict[Ticket, EventT] = {}
+        self._host_uses: WeakKeyDictionary[Region, EventT] = WeakKeyDictionary()
+
+    def copy(self, source: Region, target: Region, nbytes: int | None = None) -> Ticket:
+        """See `CopyEngine.copy`. Raises InputError for a copy between DEVICE and DISK: it goes through HOST."""
+        tiers = {source.tier, target.tier}
+        if tiers == {Tier.DEVICE, Tier.DISK}:
+            raise InputError(
+                f"the {self.name} engine has no lane {source.tier.name} -> {target.tier.name}; "
+                "copy to HOST, wait, and copy on from there"
+            )
+        ticket = self._flight.begin(source, target, nbytes)
+        if Tier.DEVICE in tiers:
+            self._start_on_stream(ticket)
+        else:
+            self._start_on_thread(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make compute on the current stream wait; for a disk transfer, block until it has ended."""
+        self._flight.end(ticket)
+        event = self._events.pop(ticket, None)
+        if event is not None:
+            self._api.wait(self._api.current_stream(), event)
+            return
+        start = perf_counter()
+        try:
+            self._disk.finish(ticket)
+        finally:
+            self._flight.waited_since(start)
+
+    def compute_begins(self, regions: Sequence[Region]) -> None:
+        """See `CopyEngine.compute_begins`. Compute on HOST regions is taken to run on the CPU."""
+        self._flight.check_arrived(regions)
+        for event in self._uses_of(regions):
+            self._api.synchronize(event)
+        for region in regions:
+            self._api.compute_begins(region)
+
+    def compute_ended(self, regions: Sequence[Region]) -> None:
+        """No event is needed: each later copy waits for all compute issued before it (edge 1)."""
+        for region in regions:
+            self._api.compute_ended(region)
+
+    def release(self, region: Region) -> None:
+        """See `CopyEngine.release`. Compute may have the memory at once; copies into it wait as ever (edges 1, 3)."""
+        self._flight.check_untouched(region)
+        self._api.released(region)
+
+    def abandon(self) -> None:
+        """See `CopyEngine.abandon`: blocks until streams and threads are done with every region."""
+        self._flight.clear()
+        for event in self._events.values():
+            self._api.wait(self._api.current_stream(), event)
+            self._api.synchronize(event)
+        self._events.clear()
+        self._disk.abandon()
+
+    def close(self) -> None:
+        """See `CopyEngine.close`."""
+        self.abandon()
+        self._disk.close()
+
+    def statistics(self) -> EngineStatistics:
+        """See `CopyEngine.statistics`; time that the device's compute waited for copies is not known to the host."""
+        return self._flight.statistics()
+
+    def _start_on_stream(self, ticket: Ticket) -> None:
+        if ticket.lane not in self._streams:
+            self._streams[ticket.lane] = self._api.new_stream()
+        stream = self._streams[ticket.lane]
+        self._api.wait(stream, self._api.record(self._api.current_stream()))
+        self._api.copy(stream, ticket.source, ticket.target, ticket.nbytes)
+        event = self._events[ticket] = self._api.record(stream)
+        for region in (ticket.source, ticket.target):
+            if region.tier is Tier.HOST:
+                self._host_uses[region] = event
+
+    def _start_on_thread(self, ticket: Ticket) -> None:
+        regions = [region for region in (ticket.source, ticket.target) if region.tier is Tier.HOST]
+        pending = self._uses_of(regions)
+
+        def before() -> None:
+            for event in pending:
+                self._api.synchronize(event)
+            for region in regions:
+                self._api.host_uses(region, writes=region is ticket.target)
+
+        self._disk.start(ticket, before)
+
+    def _uses_of(self, regions: Sequence[Region]) -> list[EventT]:
+        return [event for region in regions if (event := self._host_uses.get(region)) is not None]

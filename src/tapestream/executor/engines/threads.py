@@ -1,0 +1,158 @@
+"""`threads`: copies between RAM and disk on worker threads, one for each pair of tiers."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from queue import SimpleQueue
+from threading import Thread
+from time import perf_counter
+from typing import TypeAlias
+
+import torch
+
+from tapestream.executor.engines.flight import Flight
+from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
+from tapestream.storage import Region
+
+_Job: TypeAlias = tuple[Future[None], Callable[[], None]]
+
+
+class Worker:
+    """A daemon thread that runs jobs in order; it ends after `close` or when the object is garbage collected."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` after those submitted before; the future has its exception, if any."""
+        future: Future[None] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the jobs submitted so far."""
+        self._end()
+        self._thread.join()
+
+
+class DiskLanes:
+    """Copies that end in, or start from, RAM and that the calling thread need not make: a `Worker` for each lane."""
+
+    def __init__(self) -> None:
+        self._workers: dict[Lane, Worker] = {}
+        self._futures: dict[Ticket, Future[None]] = {}
+
+    def start(self, ticket: Ticket, before: Callable[[], None] | None = None) -> None:
+        """Copy in the lane's turn, after calling ``before`` on its thread."""
+
+        def job() -> None:
+            if before is not None:
+                before()
+            transfer(ticket.source, ticket.target, ticket.nbytes)
+
+        worker = self._workers.get(ticket.lane)
+        if worker is None:
+            source, target = ticket.lane
+            worker = self._workers[ticket.lane] = Worker(f"tapestream {source.name} to {target.name}")
+        self._futures[ticket] = worker.submit(job)
+
+    def finish(self, ticket: Ticket) -> None:
+        """Block, with the GIL released, until the copy has ended; raises what ended it."""
+        self._futures.pop(ticket).result()
+
+    def abandon(self) -> None:
+        """Drop the copies that have not begun and block until those that have are over, whatever their result."""
+        futures = list(self._futures.values())
+        self._futures.clear()
+        wait_for_all([future for future in futures if not future.cancel()])
+
+    def close(self) -> None:
+        """Abandon, then end the threads."""
+        self.abandon()
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+
+class ThreadsEngine:
+    """Copies run beside compute on one daemon thread per lane, made when the lane is first used."""
+
+    name = "threads"
+
+    def __init__(self) -> None:
+        self._flight = Flight()
+        self._lanes = DiskLanes()
+
+    def copy(self, source: Region, target: Region, nbytes: int | None = None) -> Ticket:
+        """See `CopyEngine.copy`."""
+        ticket = self._flight.begin(source, target, nbytes)
+        self._lanes.start(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """See `CopyEngine.wait`."""
+        self._flight.end(ticket)
+        start = perf_counter()
+        try:
+            self._lanes.finish(ticket)
+        finally:
+            self._flight.waited_since(start)
+
+    def compute_begins(self, regions: Sequence[Region]) -> None:
+        """See `CopyEngine.compute_begins`."""
+        self._flight.check_arrived(regions)
+
+    def compute_ended(self, regions: Sequence[Region]) -> None:
+        """Nothing to do: compute on the CPU is over when its call returns."""
+
+    def release(self, region: Region) -> None:
+        """See `CopyEngine.release`. Raises GradientError while a copy uses the region."""
+        self._flight.check_untouched(region)
+
+    def abandon(self) -> None:
+        """See `CopyEngine.abandon`."""
+        self._flight.clear()
+        self._lanes.abandon()
+
+    def close(self) -> None:
+        """See `CopyEngine.close`."""
+        self._flight.clear()
+        self._lanes.close()
+
+    def statistics(self) -> EngineStatistics:
+        """See `CopyEngine.statistics`."""
+        return self._flight.statistics()
+
+
+def transfer(source: Region, target: Region, nbytes: int) -> None:
+    """Copy bytes between two regions of any tiers now, on this thread. Raises StorageError when a file fails."""
+    if source.extent is not None:
+        into = target.memory[:nbytes] if target.tensor is not None else torch.empty(nbytes, dtype=torch.uint8)
+        landing = into if into.is_cpu else torch.empty(nbytes, dtype=torch.uint8)
+        source.extent.read_into(landing)
+        if target.extent is not None:
+            target.extent.write_from(landing)
+        elif landing is not into:
+            into.copy_(landing)
+    elif target.extent is not None:
+        target.extent.write_from(source.memory[:nbytes].cpu())
+    else:
+        target.memory[:nbytes].copy_(source.memory[:nbytes])
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (item := jobs.get()) is not None:
+        future, job = item
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            job()
+        except BaseException as error:  # it belongs to whoever waits, and the lane goes on
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del item, future, job  # an idle thread must not keep regions alive

@@ -1,0 +1,69 @@
+"""Saved-tensor hooks for streamed parameters: a saved view of a block's bytes is kept as a place, not as bytes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.executor.blocks import BlockStore
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.runner.runner import Pack, Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor inside a block, ``offset`` bytes from its start."""
+
+    block: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    tensor: torch.Tensor
+    version: int
+
+
+def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack, Unpack]:
+    """Hooks under which a stage that uses ``block`` is recorded.
+
+    Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to. Hooks switch
+    autograd's own check of version counters off, so both kinds are checked here.
+    """
+    value = None if block is None else Value(Kind.PARAMETERS, block)
+    region = None if value is None else store.regions.get((value, Tier.DEVICE))
+    lent = None if region is None else region.memory
+    address = 0 if lent is None else lent.untyped_storage().data_ptr()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if lent is None or tensor.untyped_storage().data_ptr() != address:
+            return _Saved(tensor, tensor._version)
+        assert block is not None
+        offset = tensor.data_ptr() - lent.data_ptr()
+        version = store.version(block)
+        return _Place(block, offset, tensor.shape, tensor.stride(), tensor.dtype, version)
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Saved):
+            if saved.tensor._version != saved.version:
+                raise GradientError(
+                    f"a tensor that {name} saved for its backward was modified by an in-place operation afterwards; clone() it first"
+                )
+            return saved.tensor
+        if store.version(saved.block) != saved.version:
+            raise GradientError(
+                f"the parameters of {name} were changed after this forward, so its gradient would be that of other weights; "
+                "call backward() before the update, or run the forward again"
+            )
+        home = store.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory
+        start = home.storage_offset() + saved.offset
+        return torch.empty(0, dtype=saved.dtype, device=home.device).set_(
+            home.untyped_storage(), start // saved.dtype.itemsize, saved.shape, saved.stride
+        )
+
+    return pack, unpack

@@ -1,0 +1,1 @@
+"""How users' programs become chains: `Chain`, `stream`."""

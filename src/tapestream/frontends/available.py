@@ -1,0 +1,34 @@
+"""How much memory is free now, where the user gives no budget."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+_SHARE = 0.95
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Bytes free on ``device`` now, less 5%. On the CPU: of the lesser of available memory and the control group's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _SHARE)
+    return int(host_nbytes() * _SHARE)
+
+
+def host_nbytes() -> int:
+    """Bytes of RAM that this process could still take."""
+    available = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        root = Path("/sys/fs/cgroup")
+        try:
+            allowed = (root / limit).read_text().strip()
+            taken = (root / used).read_text().strip()
+        except OSError:
+            continue
+        if allowed.isdigit() and taken.isdigit():
+            available = min(available, max(0, int(allowed) - int(taken)))
+    return available

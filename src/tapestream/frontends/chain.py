@@ -1,0 +1,236 @@
+"""`Chain`: stages one after the other as one differentiable function under a budget."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.costs import Budget
+from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.executor.interpreter import Interpreter
+from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.check import check_deterministic
+from tapestream.ir.actions import PhaseKind
+from tapestream.planning.auto import make_plan
+from tapestream.planning.cache import PlanCache, Prepared
+from tapestream.planning.plan import Plan
+from tapestream.planning.profile import profile_stages
+from tapestream.runner.runner import Gradients, Runner
+from tapestream.runner.stage import Stage
+from tapestream.runner.state import State, take_apart
+
+
+class Chain(nn.Module):
+    """``stages`` applied one after the other, differentiated within ``budget`` bytes.
+
+    ``stages``: modules or functions from state to state; a state is a tensor or any pytree of tensors. ``budget``: bytes that
+    may be held beyond arguments and resident parameters (``"512MiB"``, int, Budget; None: what is free now less 5%).
+    ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` go to it. ``plan``: a Plan to use as it is.
+    ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the first time and raises
+    GradientError if the two differ.
+
+    A plan is made at the first call with new shapes or modes and reused. Gradients equal plain PyTorch's bit for bit, except that a
+    parameter used twice inside the chain *and* outside it may have its parts added in another order.
+
+    Raises BudgetError when no plan fits, InputError for unusable stages, inputs or knobs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[[Any], Any]],
+        *,
+        budget: Budget | str | int | None = None,
+        planner: str = "auto",
+        device: torch.device | str | None = None,
+        plan: Plan | None = None,
+        verify: bool = False,
+        **knobs: Any,
+    ) -> None:
+        super().__init__()
+        stages = list(stages)
+        if not stages:
+            raise InputError("Chain: at least one stage is needed, found none")
+        self.stages = nn.ModuleList(s for s in stages if isinstance(s, nn.Module))
+        self._stages = [Stage(k, stage) for k, stage in enumerate(stages)]
+        self._modules_behind = _also_reached(self._stages, self.stages)
+        self.budget = Budget.of(budget)
+        self.planner, self.verify = planner, verify
+        self._device = None if device is None else torch.device(device)
+        self._knobs, self._given, self._plans = knobs, plan, PlanCache()
+        self._live_nbytes = 0
+        if plan is not None and plan.schedule.stages != len(stages):
+            raise InputError(
+                f"plan= was made for a chain of {plan.schedule.stages} stages, this one has {len(stages)}; "
+                "make a plan for this chain (plan=None)"
+            )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last call, None before the first one that needs gradients."""
+        return self._plans.last
+
+    def forward(self, state: Any) -> Any:
+        """The last state; differentiable like any other tensor."""
+        initial, tensors = take_apart(state)
+        device = self._check_device(initial)
+        parameters = [p for s in self._stages for p in s.parameters()]
+        wants = any(initial.requires) or any(p.requires_grad for p in parameters)
+        if not torch.is_grad_enabled():
+            return self._plain(state)
+        prepared = self._prepare(initial, device)
+        if not (wants or prepared.reaches_leaves):
+            return self._plain(state)
+        call = _Call(self, prepared, initial, device)
+        inputs = (*tensors, *prepared.leaves)
+        out = _ChainNode.apply(call, len(tensors), *inputs)  # type: ignore[no-untyped-call]
+        template = call.output
+        assert template is not None
+        return template.tree(out)
+
+    def _plain(self, state: Any) -> Any:
+        for stage in self._stages:
+            state = stage.function(state)
+        return state
+
+    def _prepare(self, initial: State, device: torch.device) -> Prepared:
+        mode = tuple(stage.mode() for stage in self._stages)
+        found = self._plans.find(initial, mode, device, live=self._live_nbytes > 0)
+        if found is not None:
+            return found
+        if self.verify:
+            check_deterministic(self._stages, initial, device)
+        profile, traits, last = profile_stages(self._stages, initial, device)
+        if self._given is not None:
+            plan = self._given.for_profile(profile)
+        else:
+            plan = make_plan(profile, self._room(device), None, planner=self.planner, **self._knobs)
+        return self._plans.add(initial, mode, device, plan, traits, last, live=self._live_nbytes > 0)
+
+    def _room(self, device: torch.device) -> Budget:
+        allowed = self.budget.device_nbytes
+        if allowed is None:
+            return Budget(free_nbytes(device))
+        if self._live_nbytes >= allowed:
+            raise BudgetError(
+                f"this chain's budget of {allowed} bytes is taken by a call whose backward has not run yet; "
+                "run that backward first, drop its result, or allow more"
+            )
+        return Budget(allowed - self._live_nbytes)
+
+    def _check_device(self, state: State) -> torch.device:
+        devices = {t.device for t in state.tensors}
+        if not devices:
+            raise InputError("Chain: the state holds no tensor; pass a tensor or a pytree of tensors")
+        if len(devices) > 1 or (self._device is not None and not _same_device(self._device, devices)):
+            raise InputError(
+                f"Chain: inputs lie on {', '.join(sorted(map(str, devices)))}, but "
+                + ("must lie on one device" if self._device is None else f"device={str(self._device)!r} was asked for")
+                + "; move them with .to(...)"
+            )
+        (device,) = devices
+        for stage in self._stages:
+            for p in stage.parameters():
+                if p.device != device:
+                    raise InputError(
+                        f"{stage.name} has parameters on {p.device} while its input lies on {device}; "
+                        f"call .to({str(device)!r}) on the stages or move the input"
+                    )
+        return device
+
+
+def _same_device(asked: torch.device, found: set[torch.device]) -> bool:
+    (device,) = found
+    return device.type == asked.type and asked.index in (None, device.index)
+
+
+def _also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.ModuleList:
+    """Modules that function stages reach: registered too, so that parameters(), state_dict() and train() find them."""
+    known = {id(m) for m in registered.modules()}
+    found: list[nn.Module] = []
+    for stage in stages:
+        for module in stage.modules:
+            if id(module) not in known:
+                known.update(id(m) for m in module.modules())
+                found.append(module)
+    return nn.ModuleList(found)
+
+
+class _Call:
+    """One live call: the interpreter, and the bytes that it holds of the chain's budget until it dies."""
+
+    def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
+        runner = Runner(chain._stages, prepared.traits, device)
+        self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner)
+        self.chain, self.prepared, self.initial = chain, prepared, initial
+        self.output: State | None = None
+        self._held = prepared.plan.device_nbytes
+        chain._live_nbytes += self._held
+
+    def run(self) -> State:
+        """The forward phase."""
+        interpreter = self.interpreter
+        assert interpreter is not None
+        interpreter.begin(self.initial)
+        try:
+            interpreter.run_phase(PhaseKind.FORWARD)
+        except BaseException:
+            self.release()
+            raise
+        out = interpreter.live
+        assert out is not None
+        interpreter.live = None
+        if not out.same_structure(self.prepared.output):
+            raise InputError(
+                f"{self.chain._stages[-1].name} returned another structure ({out.spec}) than when it was profiled "
+                f"({self.prepared.output.spec}); a stage must return the same structure for the same shapes"
+            )
+        self.output = out
+        return out
+
+    def differentiate(self, cotangents: Gradients) -> tuple[Gradients, dict[int, torch.Tensor]]:
+        """The backward phase: cotangents of the initial state, gradients by id of leaf."""
+        interpreter, self.interpreter = self.interpreter, None
+        if interpreter is None:
+            raise GradientError(
+                "this chain was differentiated a second time, but its tape is gone after one backward (retain_graph=True "
+                "is not supported); call the chain again"
+            )
+        n = len(self.chain._stages)
+        interpreter.cotangents[n] = cotangents
+        try:
+            interpreter.run_phase(PhaseKind.BACKWARD)
+        finally:
+            self.release()
+        return interpreter.cotangents[0], {key: g for key, (_, g) in interpreter.sums.items()}
+
+    def release(self) -> None:
+        """Give the budget back and drop what is held."""
+        self.interpreter = None
+        self.chain._live_nbytes -= self._held
+        self._held = 0
+
+    def __del__(self) -> None:
+        if self._held:
+            self.release()
+
+
+class _ChainNode(torch.autograd.Function):
+    """The one autograd node of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, states: int, *inputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.states = call, states
+        ctx.leaves = [id(leaf) for leaf in inputs[states:]]
+        out = call.run()
+        ctx.mark_non_differentiable(
+            *(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires)
+        )
+        return out.tensors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        given, sums = ctx.call.differentiate(list(cotangents))
+        return (None, None, *given, *(sums.get(key) for key in ctx.leaves))

@@ -1,0 +1,35 @@
+"""`verify=True`: a stage that gives two results for one input cannot be recomputed."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.planning.profile import undisturbed
+from tapestream.runner.runner import Runner
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State
+
+
+def check_deterministic(stages: Sequence[Stage], state: State, device: torch.device) -> None:
+    """Run every stage twice with the same RNG and buffers; raise GradientError naming the first that differs."""
+    for stage in stages:
+        with undisturbed((stage,), device):
+            cautious = Traits(
+                mutates=frozenset(range(len(state.tensors))),
+                buffers=stage.buffer_slots(),
+                leaves=tuple(p for p in stage.parameters() if p.requires_grad),
+                calls_autograd=True,
+            )
+            runner = Runner([stage], [cautious], device)
+            first = runner.forward(0, state)
+            second = runner.forward(0, state)
+        if not first.same_structure(second):
+            raise GradientError(f"{stage.name} returned two structures for one input")
+        for a, b in zip(first.tensors, second.tensors, strict=True):
+            if a.shape != b.shape or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+                raise GradientError(
+                    f"{stage.name} is not deterministic: two runs with the same input, random state and buffers differ. Gradients of "
+                    "a recomputed stage would be wrong; take its randomness from torch's, Python's or NumPy's global generator"
+                )
+        state = first

@@ -1,0 +1,143 @@
+"""From an observed call to plans: one per segment of linked blocks, together within the budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tapestream.costs import BlockCost, Budget, Profile
+from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.given import fit_given_plan
+from tapestream.frontends.observe import Observed, Segment
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.planning.auto import make_plan
+from tapestream.planning.plan import Plan
+from tapestream.runner.stage import Traits
+from tapestream.runner.state import storages
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.units import format_nbytes
+
+if TYPE_CHECKING:
+    from tapestream.frontends.streamed import Streamed
+
+# What a CPU reads or writes per second while an optimizer updates a block: only the order matters for plans.
+_UPDATE_BYTES_PER_SECOND = 5e9
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Plans for one kind of call. ``order``: per block call, its segment and its stage there."""
+
+    segments: tuple[Segment, ...]
+    plans: tuple[Plan, ...]
+    traits: tuple[Sequence[Traits], ...]
+    order: tuple[tuple[int, int], ...]
+    resident: frozenset[Value]
+    update: str | None
+
+
+def prepare(handle: "Streamed", observed: Observed) -> Prepared:
+    """Plan every segment. The device budget left beside what is always there is divided by the segments' needs.
+
+    Raises BudgetError (with what would help) when one does not fit.
+    """
+    segments = observed.segments
+    outside = outside_nbytes(handle) + observed.before_nbytes
+    costs = [block_cost(handle, block) for block in handle.store.blocks]
+    profiles = [_profile(handle, segment, costs, outside, observed) for segment in segments]
+    budget = handle.budget
+    allowed = budget.device_nbytes
+    assert allowed is not None
+    if allowed <= outside:
+        raise BudgetError(
+            f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, their gradients and optimizer "
+            f"state, embeddings) alone takes {format_nbytes(outside)}; allow more, or name more blocks with blocks=[...]",
+            least_nbytes=outside,
+        )
+    plans = []
+    if handle.given is not None:
+        if len(profiles) > 1:
+            raise InputError(f"plan= is for one chain of blocks, this model has {len(profiles)}; use plan=None")
+        plans.append(fit_given_plan(handle.given, profiles[0], budget))
+    else:
+        for profile, nbytes in zip(profiles, _shares(profiles, allowed - outside), strict=True):
+            plans.append(
+                make_plan(
+                    profile,
+                    Budget(outside + nbytes, host=budget.host_nbytes, disk=budget.disk_nbytes),
+                    handle.machine(),
+                    planner=handle.planner,
+                    update=handle.update,
+                    home=handle.store.home,
+                    **handle.knobs,
+                )
+            )
+    resident = frozenset(
+        value
+        for plan in plans
+        for value, tier in plan.schedule.resident
+        if tier is Tier.DEVICE
+    )
+    order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
+    traits = tuple(segment.traits for segment in segments)
+    return Prepared(tuple(segments), tuple(plans), traits, order, resident, handle.update)
+
+
+def outside_nbytes(handle: "Streamed") -> int:
+    """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
+    total = sum(
+        p.nbytes * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in handle.outside_parameters()
+    )
+    return total + sum(b.nbytes for b in handle.model.buffers())
+
+
+def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
+    """Bytes and seconds of one parameter block under the handle's optimizer."""
+    parameters = block.layout.nbytes
+    state = 0 if block.state_layout is None else block.state_layout.nbytes
+    gradient = parameters if block.trainable else 0
+    largest = max((p.nbytes for p in block.parameters if p.requires_grad), default=0)
+    return BlockCost(
+        parameters,
+        gradient_nbytes=gradient,
+        optimizer_state_nbytes=state if handle.update else 0,
+        update_seconds=(2 * parameters + gradient + 2 * state) / _UPDATE_BYTES_PER_SECOND,
+        # The rule's own temporaries: two of the size of the tensor at hand.
+        update_extra_nbytes=2 * largest,
+    )
+
+
+def _profile(
+    handle: "Streamed", segment: Segment, costs: Sequence[BlockCost], outside: int, observed: Observed
+) -> Profile:
+    """The segment's chain. Blocks of other segments cost nothing here."""
+    uses = [handle.store.uses[position] for position in segment.positions]
+    mine = {block for block in uses if block is not None}
+    blocks = tuple(cost if i in mine else BlockCost(0) for i, cost in enumerate(costs))
+    stages = list(segment.costs)
+    assert segment.travellers is not None and segment.initial is not None
+    carried = segment.travellers.carried(stages)
+    for k, block in enumerate(uses):
+        extra = stages[k].backward_extra_nbytes
+        if block is not None and handle.update != "backward":
+            # Gradients come as tensors of their own and are laid out in one run of bytes when backward has ended.
+            extra = max(extra, costs[block].gradient_nbytes)
+        stages[k] = replace(stages[k], block=block, backward_extra_nbytes=extra)
+    return Profile(
+        tuple(stages),
+        sum(storages(segment.initial.tensors).values()) or segment.initial_nbytes,
+        blocks,
+        carried,
+        outside_nbytes=outside,
+        turn_nbytes=observed.turn_nbytes,
+        turn_seconds=observed.turn_seconds,
+    )
+
+
+def _shares(profiles: Sequence[Profile], nbytes: int) -> list[int]:
+    needs = [
+        sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
+        + sum(b.parameters_nbytes + b.gradient_nbytes for b in profile.blocks)
+        for profile in profiles
+    ]
+    total = max(1, sum(needs))
+    return [nbytes * need // total for need in needs]

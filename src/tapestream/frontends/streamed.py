@@ -1,0 +1,221 @@
+"""`Streamed`: the handle behind a streamed model; watches calls, keeps plans, owns the store."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.costs import Budget, Machine
+from tapestream.errors import InputError
+from tapestream.executor.blocks import BlockStore
+from tapestream.executor.engines import make_engine
+from tapestream.frontends.available import free_nbytes, host_nbytes
+from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
+from tapestream.frontends.call import StreamCall, apply_block
+from tapestream.frontends.observe import Observation
+from tapestream.frontends.prepare import Prepared, prepare
+from tapestream.ir.actions import Tier
+from tapestream.planning.measure import measure_machine
+from tapestream.planning.plan import Plan
+from tapestream.runner.ambient import Autocast
+from tapestream.runner.state import State, take_apart
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.disk import DiskFolder
+from tapestream.storage.pool import Pool
+
+_HOST_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a swapped block knows: whose it is, and which."""
+
+    handle: "Streamed"
+    position: int
+
+
+class Streamed:
+    """One streamed model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        budget: Budget,
+        home: Tier,
+        folder: str | os.PathLike[str] | None,
+        planner: str,
+        knobs: dict[str, Any],
+        plan: Plan | None,
+        verify: bool,
+        machine: Machine | None,
+        engine: str,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self.model, self.blocks, self.device = model, list(blocks), device
+        self.budget = budget if budget.device_nbytes is not None else _with_device(budget, free_nbytes(device))
+        self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
+        self.progress = progress or (lambda what, done, total: None)
+        self.folder = None if folder is None else DiskFolder(folder)
+        self._machine, self._path = machine, folder
+        host = self.budget.host_nbytes
+        limits = {
+            Tier.DEVICE: None,
+            Tier.HOST: int(host_nbytes() * _HOST_SHARE) if host is None else host,
+            Tier.DISK: self.budget.disk_nbytes,
+        }
+        self.pool = Pool(device, folder=self.folder, limits=limits, pin=device.type == "cuda")
+        self.engine = make_engine(engine, device)
+        self.update: str | None = None
+        try:
+            self.store = self._adopt(home)
+        except BaseException:
+            self._close_storage()
+            raise
+        self._prepared: dict[object, Prepared] = {}
+        self._observation: Observation | None = None
+        self._call: StreamCall | None = None
+        self.last: Prepared | None = None
+
+    # -- what the swapped classes call -------------------------------------------------------------------------------
+
+    def call_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own ``__call__``."""
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if self._call is not None and self._call.pending:
+            self._call.check_second()
+        prepared = self._prepare(original, args, kwargs)
+        self.store.settle()
+        self.store.place(prepared.resident)
+        self._call = call = StreamCall(self.store, prepared, self.device)
+        self.last = prepared
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            call.abort()
+            raise
+        finally:
+            self._call = call if call.pending else None
+
+    def call_block(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A block's ``__call__``, within the model's."""
+        if self._observation is not None:
+            return self._observation.observe(position, original, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._without_gradients(position, original, args, kwargs)
+        if self._call is None or not self._call.forward_open:
+            raise InputError(
+                f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by itself; call the model that was given to "
+                "stream(), or call the block under torch.no_grad()"
+            )
+        return apply_block(self._call, position, original, args, kwargs)
+
+    def _without_gradients(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        block = self.store.uses[position]
+        if block is None:
+            return original(*args, **kwargs)
+        self.store.lend(block)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.store.give_back(block)
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def machine(self) -> Machine:
+        """Speeds of the links: given, or measured once."""
+        if self._machine is None:
+            needs_disk = self.store.home is Tier.DISK
+            if self.store.home is Tier.DEVICE:
+                self._machine = Machine()
+            else:
+                self._machine = measure_machine(device=self.device, folder=self._path if needs_disk else None)
+        return self._machine
+
+    def replan(self) -> None:
+        """Forget all plans: the optimizer, or what is trainable, has changed."""
+        self._prepared.clear()
+
+    def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        key = self._signature(args, kwargs)
+        found = self._prepared.get(key)
+        if found is None:
+            self.store.settle()
+            self._observation = Observation(self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify)
+            try:
+                observed = self._observation.run(original, args, kwargs)
+            finally:
+                self._observation = None
+                self.store.settle()
+            found = self._prepared[key] = prepare(self, observed)
+        return found
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        state, _ = take_apart((args, dict(sorted(kwargs.items()))))
+        modules = tuple(m.training for m in self.model.modules())
+        trainable = tuple(p.requires_grad for p in self.model.parameters())
+        return _key(state), modules, trainable, Autocast.capture(self.device), self.update
+
+    def state_nbytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of optimizer state of a parameter outside the blocks."""
+        return self.optimizer_state_nbytes(parameter)
+
+    def outside_parameters(self) -> list[nn.Parameter]:
+        """Parameters that belong to no block: they stay on the device."""
+        inside = {id(p) for block in self.store.blocks for p in block.parameters}
+        return [p for p in self.model.parameters() if id(p) not in inside]
+
+    # -- set-up and end -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, home: Tier) -> BlockStore:
+        """Bring everything outside blocks to the device, then block by block home: one block more than the homes is ever held."""
+        make_outside_real(self.model, self.blocks, self.device)
+        groups, uses = parameter_groups(self.model, self.blocks)
+        store = BlockStore(self.pool, self.engine, [], uses, home, self.device)
+        for number, members in enumerate(groups):
+            modules = [self.blocks[position] for position in members]
+            for module in modules:
+                make_real(module, torch.device("cpu"))
+                buffers_to(module, self.device)
+            store.adopt(ParameterBlock(number, parameters_of(modules)))
+            self.progress("moving blocks home", number + 1, len(groups))
+        for position, use in enumerate(uses):
+            if use is None:
+                buffers_to(self.blocks[position], self.device)
+        store.modules = self.blocks
+        return store
+
+    def close(self) -> None:
+        """Bring everything back into memory of its own and remove the files."""
+        self.store.settle()
+        for block in self.store.blocks:
+            self.store.disown(block.index)
+        self._close_storage()
+
+    def _close_storage(self) -> None:
+        self.engine.close()
+        self.pool.close()
+        if self.folder is not None:
+            self.folder.close()
+
+    def home_nbytes(self) -> dict[Tier, int]:
+        """Bytes held in each tier now."""
+        return {tier: self.pool.held_nbytes(tier) for tier in Tier}
+
+
+def _with_device(budget: Budget, nbytes: int) -> Budget:
+    return Budget(nbytes, host=budget.host_nbytes, disk=budget.disk_nbytes)
+
+
+def _key(state: State) -> object:
+    return state.signature()

@@ -1,0 +1,168 @@
+"""The instruction set: what a schedule may tell the executor to do.
+
+Stages are numbered 0 .. n-1; stage k maps state k to state k+1. Parameter blocks are numbered on their own.
+The rules that each action must obey are checked by `tapestream.simulate`, nowhere else.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TypeAlias
+
+
+class Tier(IntEnum):
+    """A memory tier, fastest first. With ``device="cpu"`` DEVICE is RAM and the tier below is DISK."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class Kind(Enum):
+    """What a value is. The first five are numbered by stage, the others by parameter block."""
+
+    STATE = "state"
+    SAVED = "saved"
+    INPUT = "input"
+    SIDE_GRADIENT = "side_gradient"
+    COTANGENT = "cotangent"
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+
+    @property
+    def by_stage(self) -> bool:
+        """True when the index of such a value is a stage (or state), False when it is a block."""
+        return self in _BY_STAGE
+
+
+_BY_STAGE = frozenset(
+    (Kind.STATE, Kind.SAVED, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Something that occupies bytes: a kind and a stage or block number; ``part`` numbers its pieces."""
+
+    kind: Kind
+    index: int
+    part: int = 0
+
+
+class PhaseKind(Enum):
+    """The user's call that the actions after a `Phase` belong to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """This action is read as: advance the live state from ``start`` to ``stop``, keep nothing."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """This action is read as: run one stage on the live state and keep its saved tensors."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """This action is read as: turn cotangent ``stage+1`` into cotangent ``stage``, consuming the saved tensors."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """This action is read as: keep the live state, which is state ``stage``, as restart checkpoint."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """This action is read as: make the restart checkpoint ``stage`` the live state again (it stays kept)."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """This action is read as: start a copy of ``value`` from ``source`` to the slower tier ``target``."""
+
+    value: Value
+    source: Tier
+    target: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """This action is read as: start a copy of ``value`` from ``source`` to the faster tier ``target``."""
+
+    value: Value
+    source: Tier
+    target: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """This action is read as: compute goes on only when the copy of ``value`` into ``tier`` is complete."""
+
+    value: Value
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """This action is read as: drop the bytes that ``value`` has in ``tier``."""
+
+    value: Value
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """This action is read as: apply the optimizer's rule to parameter block ``block``."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """This action is read as: what follows happens in the user's ``kind`` call."""
+
+    kind: PhaseKind
+
+
+Action: TypeAlias = (
+    Forward | Record | Backward | Keep | Restore | Offload | Prefetch | Wait | Free | Update | Phase
+)
+
+
+def shifted(action: Action, by: int) -> Action:
+    """The same action ``by`` stages later; block numbers and phases stay."""
+    if by == 0:
+        return action
+    match action:
+        case Forward(start, stop):
+            return Forward(start + by, stop + by)
+        case Record(stage) | Backward(stage) | Keep(stage) | Restore(stage):
+            return type(action)(stage + by)
+        case Offload(value, source, target) | Prefetch(value, source, target):
+            return type(action)(_shifted_value(value, by), source, target)
+        case Wait(value, tier) | Free(value, tier):
+            return type(action)(_shifted_value(value, by), tier)
+        case Update() | Phase():
+            return action
+
+
+def _shifted_value(value: Value, by: int) -> Value:
+    return Value(value.kind, value.index + by, value.part) if value.kind.by_stage else value

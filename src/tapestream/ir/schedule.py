@@ -1,0 +1,166 @@
+"""`Schedule`: a tree of actions, so that ten million steps cost no more memory than ten.
+
+A node is an action, a `Series` of nodes, a `Repeat` of one node, or a `Shift` of one node to other stages.
+Nodes are immutable and may be shared; every walk here is iterative, since trees may be deep.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tapestream.errors import ScheduleError
+from tapestream.ir.actions import Action, Tier, Value, shifted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """Children one after the other."""
+
+    children: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat:
+    """``body`` run ``count`` times, the i-th time ``i * shift`` stages later (``shift`` may be negative)."""
+
+    body: "Node"
+    count: int
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ScheduleError(f"Repeat: count must be at least 0, not {self.count}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shift:
+    """``body`` run ``by`` stages later: how one sub-schedule serves many places."""
+
+    body: "Node"
+    by: int
+
+
+Node: TypeAlias = Action | Series | Repeat | Shift
+
+
+def series(*nodes: Node) -> Node:
+    """The nodes one after the other; a single node stays itself."""
+    return nodes[0] if len(nodes) == 1 else Series(nodes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What to do, in order, for one training step of a chain of ``stages`` stages.
+
+    ``resident`` says where parameters, gradients, buffers and optimizer state lie when a step starts and when it ends
+    (pairs of value and tier); values that it does not name start nowhere. ``planner`` names who made it.
+    Iteration is lazy and repeatable. Two schedules are equal when their trees are.
+    """
+
+    root: Node
+    stages: int
+    resident: tuple[tuple[Value, Tier], ...] = ()
+    planner: str = ""
+
+    @classmethod
+    def of(cls, actions: Iterable[Action], stages: int, **rest: object) -> "Schedule":
+        """A flat schedule from actions in order."""
+        return cls(Series(tuple(actions)), stages, **rest)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Action]:
+        return iterate(self.root)
+
+    @property
+    def size(self) -> int:
+        """How many actions iteration yields, counted on the tree."""
+        sizes: dict[int, int] = {}
+        for node in distinct_nodes(self.root):
+            match node:
+                case Series(children):
+                    sizes[id(node)] = sum(sizes[id(child)] for child in children)
+                case Repeat(body, count):
+                    sizes[id(node)] = count * sizes[id(body)]
+                case Shift(body):
+                    sizes[id(node)] = sizes[id(body)]
+                case _:
+                    sizes[id(node)] = 1
+        return sizes[id(self.root)]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine = (self.stages, self.resident, self.planner)
+        if mine != (other.stages, other.resident, other.planner):
+            return False
+        numbers: dict[object, int] = {}
+        return _number(self.root, numbers) == _number(other.root, numbers)
+
+    def __hash__(self) -> int:
+        return hash((self.stages, self.resident, self.planner, self.size))
+
+
+def iterate(root: Node) -> Iterator[Action]:
+    """The actions below ``root`` in order, lazily, with a stack as deep as the tree."""
+    stack: list[tuple[Iterator[Node], int]] = [(iter((root,)), 0)]
+    while stack:
+        nodes, offset = stack[-1]
+        node = next(nodes, None)
+        match node:
+            case None:
+                stack.pop()
+            case Series(children):
+                stack.append((iter(children), offset))
+            case Repeat(body, count, shift):
+                stack.append((_copies(body, count, shift), offset))
+            case Shift(body, by):
+                stack.append((iter((body,)), offset + by))
+            case _:
+                yield shifted(node, offset)
+
+
+def _copies(body: Node, count: int, shift: int) -> Iterator[Node]:
+    return (Shift(body, i * shift) if shift and i else body for i in range(count))
+
+
+def distinct_nodes(root: Node) -> Iterator[Node]:
+    """Every distinct node object once, children before parents."""
+    seen: set[int] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            yield node
+            continue
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        stack.append((node, True))
+        stack.extend((child, False) for child in children_of(node) if id(child) not in seen)
+
+
+def children_of(node: Node) -> "tuple[Node, ...]":
+    """The nodes directly below."""
+    match node:
+        case Series(children):
+            return children
+        case Repeat(body) | Shift(body):
+            return (body,)
+        case _:
+            return ()
+
+
+def _number(root: Node, numbers: dict[object, int]) -> int:
+    """A number that two trees share exactly when they are equal (hash consing, linear in distinct nodes)."""
+    local: dict[int, int] = {}
+    for node in distinct_nodes(root):
+        match node:
+            case Series(children):
+                key: object = ("series", tuple(local[id(child)] for child in children))
+            case Repeat(body, count, shift):
+                key = ("repeat", local[id(body)], count, shift)
+            case Shift(body, by):
+                key = ("shift", local[id(body)], by)
+            case _:
+                key = node
+        local[id(node)] = numbers.setdefault(key, len(numbers))
+    return local[id(root)]

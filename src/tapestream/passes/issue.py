@@ -1,0 +1,269 @@
+"""From computation and stays to a schedule: when each copy of a parameter block starts and is waited for.
+
+A list-scheduling walk over the computation with the judge's clock. With a budget, copies in start as early as memory
+permits, in order of need, and copies out are waited for when they have ended or their bytes are needed; without one,
+every copy is made just in time and waited for at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+
+import numpy as np
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.ir import Action, Free, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
+from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
+from tapestream.passes.stays import Occupancy, Stay, successors
+from tapestream.simulate.clock import Clock, Job
+
+BARRIERS = (Phase(PhaseKind.FORWARD), Phase(PhaseKind.STEP))
+"""Where no copy of a parameter block may be under way."""
+
+
+def issue(
+    computation: Sequence[Action],
+    stays: Sequence[Stay],
+    profile: Profile,
+    base: Footprint,
+    machine: Machine | None,
+    *,
+    budget: Budget | None,
+) -> list[Action]:
+    """The computation with the copies that ``stays`` ask for.
+
+    ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. Device memory stays
+    within the budget wherever it would with no overlap. Linear in actions times the look-ahead that memory
+    allows.
+    """
+    walk = _Walk(computation, stays, base, machine, budget)
+    for position, action in enumerate(computation):
+        if action in BARRIERS:
+            walk.settle()
+        walk.bring(position)
+        walk.actions.append(action)
+        walk.compute(action, profile)
+        walk.send(position)
+    walk.settle()
+    return walk.actions
+
+
+@dataclass(slots=True, eq=False)
+class _Transit:
+    """A value on its way along ``path``; the copy into ``path[hop]`` is ``job``; ``ended``: it is there."""
+
+    stay: int
+    value: Value
+    nbytes: int
+    path: tuple[Tier, ...]
+    hop: int = 0
+    job: Job | None = None
+    ended: bool = False
+
+    @property
+    def outward(self) -> bool:
+        return self.path[0] is Tier.DEVICE
+
+    @property
+    def last(self) -> bool:
+        return self.hop == len(self.path) - 1
+
+
+class _Walk:
+    """What is where while the schedule is being made."""
+
+    def __init__(
+        self,
+        computation: Sequence[Action],
+        stays: Sequence[Stay],
+        base: Footprint,
+        machine: Machine | None,
+        budget: Budget | None,
+    ) -> None:
+        self.stays, self.base, self.eager = stays, base, budget is not None
+        self.limits = {tier: _limit(budget, tier) for tier in (Tier.DEVICE, Tier.HOST)}
+        self.clock = Clock(machine, tracing=False)
+        self.occupied = Occupancy(base, stays).nbytes
+        self.actions: list[Action] = []
+        self.moving: list[_Transit] = []  # on their way out, or in with a stop; in order of their first copies
+        self.leaving = 0  # device bytes of values on their way out
+        self.staged = 0  # host bytes of values that only pass through
+        self.reserve = max((stay.nbytes for stay in stays if len(stay.leave) > 2), default=0)
+        self.others: dict[Value, tuple[Tier, Tier, Job | None]] = {}
+        self.done = bytearray(len(stays))
+        self.transit: dict[int, _Transit] = {}
+        self.previous = {later: earlier for earlier, later in successors(stays)}
+        self.phase = np.cumsum([0] + [action in BARRIERS for action in computation]).tolist()
+        self.queue = sorted((i for i, stay in enumerate(stays) if stay.arrive), key=lambda i: stays[i].start)
+        self.next = 0
+        self.starting: dict[int, list[int]] = {}
+        self.ending: dict[int, list[int]] = {}
+        for i in self.queue:
+            self.starting.setdefault(stays[i].start, []).append(i)
+        for i, stay in enumerate(stays):
+            if stay.leave or stay.free:
+                self.ending.setdefault(stay.stop, []).append(i)
+
+    def compute(self, action: Action, profile: Profile) -> None:
+        """Let the clock run; copies of states and saved tensors pass through their lanes too."""
+        self.clock.compute(compute_seconds(action, profile), "", 0)
+        match action:
+            case Offload(value, source, target) | Prefetch(value, source, target):
+                job = self.clock.issue("", source, target, stage_nbytes(value, profile))
+                self.others[value] = (source, target, job)
+            case Wait(value):
+                self.clock.wait("", *self.others.pop(value))
+            case _:
+                pass
+
+    def bring(self, position: int) -> None:
+        """Everything that the action at ``position`` needs, and what else may start by now."""
+        self._retire(position)
+        self._make_room(position)
+        wanted = self.starting.get(position, ())
+        for i in wanted:
+            if i not in self.transit:
+                self._start(i, position)
+            if not self.eager:
+                self._arrive(i, position)
+        if self.eager:
+            self._look_ahead(position)
+            for i in wanted:
+                self._arrive(i, position)
+            self._retire(position)
+            self._look_ahead(position)
+
+    def send(self, position: int) -> None:
+        """Values whose stay ends with the action at ``position`` go home or are dropped."""
+        for i in self.ending.get(position, ()):
+            stay = self.stays[i]
+            if not stay.leave:
+                self.actions.extend(Free(stay.value, tier) for tier in stay.free)
+                self.done[i] = 1
+                continue
+            self.leaving += stay.nbytes
+            transit = _Transit(i, stay.value, stay.nbytes, stay.leave)
+            self._hop(transit, position)
+            while not self.eager and not transit.ended:
+                self._advance(transit, position)
+
+    def settle(self) -> None:
+        """Wait for every copy on its way out."""
+        for transit in [transit for transit in self.moving if transit.outward]:
+            while not transit.ended:
+                self._advance(transit, len(self.occupied) - 1)
+
+    def _start(self, i: int, position: int) -> None:
+        """Start the first copy of a stay; wait first until an older copy of the value has left."""
+        stay = self.stays[i]
+        before = self.previous.get(i)
+        while before is not None and not self.done[before]:
+            self._advance(next(t for t in self.moving if t.stay == before), position)
+        self.transit[i] = transit = _Transit(i, stay.value, stay.nbytes, stay.arrive)
+        self._hop(transit, position)
+        while self.next < len(self.queue) and self.queue[self.next] in self.transit:
+            self.next += 1
+
+    def _arrive(self, i: int, position: int) -> None:
+        while not self.transit[i].ended:
+            self._advance(self.transit[i], position)
+
+    def _advance(self, transit: _Transit, position: int) -> None:
+        """Wait for the copy under way, drop the bytes that it came from, and start the next one."""
+        source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
+        self.clock.wait("", source, target, transit.job)
+        self.actions.append(Wait(transit.value, target))
+        if transit.outward or transit.hop > 1:
+            self.actions.append(Free(transit.value, source))
+            if source is Tier.DEVICE:
+                self.leaving -= transit.nbytes
+            else:
+                self.staged -= transit.nbytes
+        if not transit.last:
+            self._hop(transit, position)
+            return
+        transit.ended = True
+        if transit.outward:
+            self.done[transit.stay] = 1
+        if len(transit.path) > 2 or transit.outward:
+            self.moving.remove(transit)
+
+    def _hop(self, transit: _Transit, position: int) -> None:
+        """Start the copy into the next tier of the path."""
+        if transit.hop == 0 and (transit.outward or len(transit.path) > 2):
+            self.moving.append(transit)
+        transit.hop += 1
+        source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
+        if not transit.last:
+            self._make_host_room(transit, position)
+            self.staged += transit.nbytes
+        elif target is Tier.DEVICE:
+            self.occupied[position : self.stays[transit.stay].start] += transit.nbytes
+        copy = Offload if transit.outward else Prefetch
+        self.actions.append(copy(transit.value, source, target))
+        transit.job = self.clock.issue("", source, target, transit.nbytes)
+
+    def _retire(self, position: int) -> None:
+        """Take note of copies that have ended: values that left, values half-way in that may go on."""
+        for transit in tuple(self.moving):
+            while not transit.ended and self._complete(transit):
+                if not transit.outward and not transit.last and not self._fits(transit.stay, position):
+                    break
+                self._advance(transit, position)
+
+    def _complete(self, transit: _Transit) -> bool:
+        if transit.job is None:
+            return True
+        source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
+        self.clock.pairs[min(source, target), max(source, target)].advance(self.clock.now)
+        return not isnan(transit.job.end) and transit.job.end <= self.clock.now
+
+    def _look_ahead(self, position: int) -> None:
+        """Start copies of later stays, in order of need, as far as memory goes."""
+        while self.next < len(self.queue):
+            i = self.queue[self.next]
+            stay, before = self.stays[i], self.previous.get(i)
+            if self.phase[stay.start] != self.phase[position] or (before is not None and not self.done[before]):
+                return
+            if len(stay.arrive) == 2 and not self._fits(i, position):
+                return
+            if len(stay.arrive) > 2 and not self._stages(stay, position):
+                return
+            self._start(i, position)
+
+    def _fits(self, i: int, position: int) -> bool:
+        """Whether the device has room for a stay from now until its start."""
+        stay = self.stays[i]
+        if stay.start <= position:
+            return True
+        ahead = max(int(self.occupied[position : stay.start].max()), int(self.occupied[position]) + self.leaving)
+        return ahead + stay.nbytes <= self.limits[Tier.DEVICE]
+
+    def _stages(self, stay: Stay, position: int) -> bool:
+        """Whether the host has room to pass a stay through, with a value on its way out beside it."""
+        host = int(self.base.host[position : stay.start + 1].max())
+        return host + self.staged + stay.nbytes + self.reserve <= self.limits[Tier.HOST]
+
+    def _make_room(self, position: int) -> None:
+        """Wait for copies out until what is left fits beside the action at ``position``."""
+        while self.leaving and self.occupied[position] + self.leaving > self.limits[Tier.DEVICE]:
+            self._advance(next(t for t in self.moving if t.outward and t.hop == 1), position)
+
+    def _make_host_room(self, newcomer: _Transit, position: int) -> None:
+        host = int(self.base.host[position]) + newcomer.nbytes
+        while host + self.staged > self.limits[Tier.HOST]:
+            movable = next(self._movable(newcomer), None)
+            if movable is None:
+                return
+            self._advance(movable, position)
+
+    def _movable(self, newcomer: _Transit) -> Iterator[_Transit]:
+        """Values passing through the host that need no device memory to get out of it."""
+        for transit in self.moving:
+            if transit is not newcomer and len(transit.path) > 2 and (transit.outward or transit.last):
+                yield transit
+
+
+def _limit(budget: Budget | None, tier: Tier) -> float:
+    nbytes = None if budget is None else budget.nbytes(tier)
+    return inf if nbytes is None else nbytes

@@ -1,0 +1,207 @@
+"""Bytes that a schedule holds beside its parameter blocks, action by action.
+
+Follows the rules of docs/ir.md for states, saved tensors and cotangents, and knows nothing of validity: the
+judge alone decides that.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tapestream.costs import Profile
+from tapestream.ir import (
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Offload,
+    Phase,
+    PhaseKind,
+    Prefetch,
+    Record,
+    Restore,
+    Tier,
+    Update,
+    Value,
+)
+
+Nbytes = NDArray[np.int64]
+
+
+class _Hold(IntFlag):
+    LIVE = 1
+    KEPT = 2
+    INPUT = 4
+    OUTPUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes without parameter blocks: on the device right before and at the peak of each action; on the host."""
+
+    before: Nbytes
+    during: Nbytes
+    host: Nbytes
+
+
+def footprint(actions: Sequence[Action], profile: Profile) -> Footprint:
+    """The bytes that ``actions`` hold in states, saved tensors, cotangents and transients; blocks excluded.
+
+    Linear in stages run (times the number of carried storages).
+    """
+    walk = _Walk(profile)
+    rows = [(walk.device, walk.run(action), walk.host) for action in actions]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return Footprint(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+
+
+def compute_seconds(action: Action, profile: Profile) -> float:
+    """Seconds that ``action`` takes on the compute lane."""
+    match action:
+        case Forward(start, stop):
+            return sum(profile.stages[k].forward_seconds for k in range(start, stop))
+        case Record(stage):
+            return profile.stages[stage].recorded_seconds
+        case Backward(stage):
+            return profile.stages[stage].backward_seconds
+        case Update(block):
+            return profile.blocks[block].update_seconds
+        case Phase(PhaseKind.BACKWARD):
+            return profile.turn_seconds
+        case _:
+            return 0.0
+
+
+def stage_nbytes(value: Value, profile: Profile) -> int:
+    """Bytes of one copy of a state (carried storages included) or of saved tensors, 0 for other kinds."""
+    if value.kind is Kind.STATE:
+        return profile.full_state_nbytes(value.index)
+    return profile.stages[value.index].saved_nbytes if value.kind is Kind.SAVED else 0
+
+
+class _Walk:
+    """The device and host bytes as a schedule runs."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.holds: defaultdict[int, _Hold] = defaultdict(lambda: _Hold(0))
+        self.carried: Counter[int] = Counter()
+        self.live: int | None = None
+        self.host = 0
+        self.device = profile.outside_nbytes
+        self._go(0)
+
+    def run(self, action: Action) -> int:
+        """Run one action; returns the device bytes at its peak."""
+        profile, peak = self.profile, self.device
+        match action:
+            case Forward(start, stop):
+                for k in range(start, stop):
+                    peak = max(peak if k > start else 0, self._step(k))
+            case Record(k):
+                cost = profile.stages[k]
+                self.device += cost.saved_nbytes
+                if cost.reads_input:
+                    self._hold(k, _Hold.INPUT)
+                if cost.reads_output:
+                    self._hold(k + 1, _Hold.OUTPUT)
+                peak = self._step(k)
+            case Backward(k):
+                if self.live == k + 1:
+                    self._go(None)
+                self.device += profile.cotangent_nbytes(k)
+                peak = self.device + profile.stages[k].backward_extra_nbytes
+                self.device -= profile.cotangent_nbytes(k + 1) + profile.stages[k].saved_nbytes
+                self._drop(k, _Hold.INPUT)
+                self._drop(k + 1, _Hold.OUTPUT)
+            case Keep(k):
+                self._hold(k, _Hold.KEPT)
+            case Restore(k):
+                self._go(k)
+            case Phase(PhaseKind.BACKWARD):
+                self.device += profile.cotangent_nbytes(len(profile))
+                peak = self.device + profile.turn_nbytes
+                self._go(None)
+            case Phase(PhaseKind.STEP):
+                self.device -= profile.cotangent_nbytes(0)
+            case Update(block):
+                peak = self.device + profile.blocks[block].update_extra_nbytes
+            case Offload(value, _, target) | Prefetch(value, _, target):
+                peak = self._copy(value, target, 1)
+            case Free(value, tier):
+                self._copy(value, tier, -1)
+            case _:
+                pass
+        return peak
+
+    def _step(self, k: int) -> int:
+        former = self.live
+        self._hold(k + 1, _Hold.LIVE)
+        peak = self.device + self.profile.stages[k].forward_extra_nbytes
+        self.live = k + 1
+        if former is not None:
+            self._drop(former, _Hold.LIVE)
+        return peak
+
+    def _go(self, k: int | None) -> None:
+        former, self.live = self.live, k
+        if former == k:
+            return
+        if k is not None:
+            self._hold(k, _Hold.LIVE)
+        if former is not None:
+            self._drop(former, _Hold.LIVE)
+
+    def _copy(self, value: Value, tier: Tier, sign: int) -> int:
+        if value.kind is Kind.STATE and tier is Tier.DEVICE:
+            (self._hold if sign > 0 else self._drop)(value.index, _Hold.KEPT)
+            return self.device
+        nbytes = stage_nbytes(value, self.profile)
+        if tier is Tier.DEVICE:
+            self.device += sign * nbytes
+        elif tier is Tier.HOST:
+            self.host += sign * nbytes
+        return self.device
+
+    def _hold(self, k: int, hold: _Hold) -> None:
+        if not self.holds[k]:
+            self.device += self.profile.state_nbytes(k) + self._carry(k, 1)
+        self.holds[k] |= hold
+
+    def _drop(self, k: int, hold: _Hold) -> None:
+        before = self.holds.get(k, _Hold(0))
+        if not before & hold:
+            return
+        self.holds[k] = before & ~hold
+        if not self.holds[k]:
+            del self.holds[k]
+            self.device -= self.profile.state_nbytes(k) + self._carry(k, -1)
+
+    def _carry(self, k: int, sign: int) -> int:
+        """Bytes of the carried storages that come or go as state k does."""
+        nbytes = 0
+        for number, storage in enumerate(self.profile.carried):
+            if storage.first <= k <= storage.last:
+                self.carried[number] += sign
+                if self.carried[number] == (1 if sign > 0 else 0):
+                    nbytes += storage.nbytes
+        return nbytes
+
+
+def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
+    """Every value of every parameter block that has bytes, with its bytes."""
+    for index, block in enumerate(profile.blocks):
+        for kind, nbytes in (
+            (Kind.PARAMETERS, block.parameters_nbytes),
+            (Kind.BUFFERS, block.buffers_nbytes),
+            (Kind.GRADIENT, block.gradient_nbytes),
+            (Kind.OPTIMIZER_STATE, block.optimizer_state_nbytes),
+        ):
+            if nbytes > 0:
+                yield Value(kind, index), nbytes

@@ -1,0 +1,200 @@
+"""Stays: when each value of a parameter block is on the device, how it comes and how it goes.
+
+`stream_parameters` decides the stays, `read_stays` recovers them from a schedule, and `tapestream.passes.issue` turns
+computation and stays into a schedule again.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from tapestream.costs import Profile
+from tapestream.ir import (
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Kind,
+    Offload,
+    Prefetch,
+    Record,
+    Schedule,
+    Tier,
+    Update,
+    Value,
+    Wait,
+)
+from tapestream.passes.memory import Footprint, Nbytes, block_values
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One uninterrupted presence of a value on the device.
+
+    ``start`` and ``stop``: positions of the first and last action of the computation that it is there for.
+    ``arrive``: the tiers it passes on its way in (empty: there from the beginning, or made by the action at
+    ``start``). ``leave``: the tiers it passes on its way out, written back; ``free``: the tiers where it is
+    dropped instead.
+    """
+
+    value: Value
+    nbytes: int
+    start: int
+    stop: int
+    arrive: tuple[Tier, ...] = ()
+    leave: tuple[Tier, ...] = ()
+    free: tuple[Tier, ...] = ()
+
+    @property
+    def made(self) -> bool:
+        """True when the action at ``start`` makes the value."""
+        return not self.arrive and self.start > 0
+
+
+class Occupancy:
+    """Device bytes right before and during each action when every value comes just in time and goes at once."""
+
+    __slots__ = ("before", "during")
+
+    def __init__(self, base: Footprint, stays: Iterable[Stay] = ()) -> None:
+        self.before, self.during = base.before.copy(), base.during.copy()
+        for stay in stays:
+            self.add(stay)
+
+    def add(self, stay: Stay, sign: int = 1) -> None:
+        """Count one stay more (``sign`` -1: fewer)."""
+        self.before[stay.start + stay.made : stay.stop + 1] += sign * stay.nbytes
+        self.during[stay.start : stay.stop + 1] += sign * stay.nbytes
+
+    @property
+    def nbytes(self) -> Nbytes:
+        """The most around each action."""
+        found: Nbytes = np.maximum(self.before, self.during)
+        return found
+
+
+def blocks_of(action: Action, profile: Profile) -> frozenset[int]:
+    """The parameter blocks that ``action`` needs."""
+    match action:
+        case Forward(start, stop):
+            found = {profile.stages[k].block for k in range(start, stop)}
+            return frozenset(block for block in found if block is not None)
+        case Record(stage) | Backward(stage):
+            block = profile.stages[stage].block
+            return frozenset(() if block is None else (block,))
+        case Update(block):
+            return frozenset((block,))
+        case _:
+            return frozenset()
+
+
+def needs(action: Action, profile: Profile) -> Iterator[Value]:
+    """The block values with bytes that must be on the device during ``action``, those that it makes included."""
+    for index in blocks_of(action, profile):
+        block = profile.blocks[index]
+        if block.parameters_nbytes:
+            yield Value(Kind.PARAMETERS, index)
+        if isinstance(action, Update):
+            if block.optimizer_state_nbytes:
+                yield Value(Kind.OPTIMIZER_STATE, index)
+        elif block.buffers_nbytes:
+            yield Value(Kind.BUFFERS, index)
+        if block.gradient_nbytes and isinstance(action, Backward | Update):
+            yield Value(Kind.GRADIENT, index)
+
+
+def read_stays(schedule: Schedule, profile: Profile) -> tuple[list[Action], list[Stay]]:
+    """The computation of ``schedule`` without copies of parameter blocks, and the stays that those copies amount to."""
+    reader = _Reader(schedule, profile)
+    for action in schedule:
+        reader.read(action)
+    return reader.computation, reader.stays()
+
+
+@dataclass(slots=True)
+class _Draft:
+    value: Value
+    start: int | None
+    stop: int | None = None
+    arrive: tuple[Tier, ...] = ()
+    leave: tuple[Tier, ...] = ()
+    free: tuple[Tier, ...] = ()
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Reader:
+    schedule: Schedule
+    profile: Profile
+    computation: list[Action] = field(default_factory=list)
+    drafts: list[_Draft] = field(default_factory=list)
+    latest: dict[Value, _Draft] = field(default_factory=dict)
+    coming: dict[Value, tuple[Tier, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for value, tier in self.schedule.resident:
+            if tier is Tier.DEVICE:
+                self._open(_Draft(value, 0))
+
+    def read(self, action: Action) -> None:
+        match action:
+            case Prefetch(value, source, target) if not value.kind.by_stage:
+                path = (*self.coming.pop(value, (source,)), target)
+                if target is Tier.DEVICE:
+                    self._open(_Draft(value, None, arrive=path))
+                else:
+                    self.coming[value] = path
+            case Offload(value, source, target) if not value.kind.by_stage:
+                draft = self.latest[value]
+                draft.leave = (*(draft.leave or (source,)), target)
+            case Free(value, tier) if not value.kind.by_stage:
+                self._free(self.latest[value], tier)
+            case Wait(value) if not value.kind.by_stage:
+                pass
+            case _:
+                for value in needs(action, self.profile):
+                    self._use(value)
+                self.computation.append(action)
+
+    def _open(self, draft: _Draft) -> None:
+        self.drafts.append(draft)
+        self.latest[draft.value] = draft
+
+    def _use(self, value: Value) -> None:
+        position = len(self.computation)
+        draft = self.latest.get(value)
+        if draft is None or draft.ended:
+            draft = _Draft(value, position)
+            self._open(draft)
+        draft.start = position if draft.start is None else draft.start
+        draft.stop = position
+
+    def _free(self, draft: _Draft, tier: Tier) -> None:
+        if tier is Tier.DEVICE:
+            draft.ended = True
+        if tier not in draft.leave and tier not in draft.arrive[1:-1]:
+            draft.free = (*draft.free, tier)
+
+    def stays(self) -> list[Stay]:
+        """The stays in order of arrival; a value that came and went unused made none."""
+        sizes = dict(block_values(self.profile))
+        end = len(self.computation) - 1
+        found = []
+        for draft in self.drafts:
+            stop = draft.stop if draft.ended else end
+            if draft.start is None or stop is None:
+                continue
+            nbytes = sizes.get(draft.value, 0)
+            found.append(Stay(draft.value, nbytes, draft.start, stop, draft.arrive, draft.leave, draft.free))
+        return sorted(found, key=lambda stay: stay.start)
+
+
+def successors(stays: Sequence[Stay]) -> list[tuple[int, int]]:
+    """Pairs of indices of successive stays of one value."""
+    by_value: defaultdict[Value, list[int]] = defaultdict(list)
+    for index, stay in enumerate(stays):
+        by_value[stay.value].append(index)
+    return [pair for indices in by_value.values() for pair in pairwise(indices)]

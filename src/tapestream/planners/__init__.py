@@ -1,0 +1,78 @@
+"""Planners decide what is kept, moved and recomputed.
+
+Each is a pure function ``plan(profile, budget, machine, **knobs) -> Schedule``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TypeAlias
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import InputError
+from tapestream.ir import Schedule
+from tapestream.planners import bisection, periodic, revolve, rotor, store_all
+
+__all__ = ["Planner", "planners"]
+
+Planner: TypeAlias = Callable[..., Schedule]
+"""``planner(profile, budget=None, machine=None, **knobs)``; unknown knobs raise InputError."""
+
+
+def _with_known_knobs(name: str, plan: Planner) -> Planner:
+    """``plan``, refusing knobs that it does not have."""
+    known = [knob.name for knob in signature(plan).parameters.values() if knob.kind is Parameter.KEYWORD_ONLY]
+
+    @wraps(plan)
+    def planner(
+        profile: Profile,
+        budget: Budget | str | int | None = None,
+        machine: Machine | None = None,
+        **knobs: object,
+    ) -> Schedule:
+        for knob in knobs:
+            if knob not in known:
+                has = f"its knobs are {', '.join(known)}" if known else "it has none"
+                raise InputError(f"planner {name!r} has no knob {knob!r}; {has}{_nearest(knob, known)}")
+        return plan(profile, budget, machine, **knobs)
+
+    return planner
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    close = get_close_matches(word, words, 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _Registry(Mapping[str, Planner]):
+    """Planners by name; an unknown name raises InputError with the names there are."""
+
+    __slots__ = ("_plans",)
+
+    def __init__(self, **plans: Planner) -> None:
+        self._plans = {name: _with_known_knobs(name, plan) for name, plan in plans.items()}
+
+    def __getitem__(self, name: str) -> Planner:
+        if name not in self:
+            names = list(self)
+            raise InputError(f"there is no planner {name!r}; there are {', '.join(names)}{_nearest(str(name), names)}")
+        return self._plans[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plans
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+planners: Mapping[str, Planner] = _Registry(
+    store_all=store_all.plan,
+    periodic=periodic.plan,
+    bisection=bisection.plan,
+    revolve=revolve.plan,
+    rotor=rotor.plan,
+)

@@ -1,0 +1,163 @@
+"""`make_plan`: run the candidates, let the judge time them, take the fastest that fits."""
+
+from collections.abc import Callable
+from functools import partial
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import BudgetError, InputError
+from tapestream.ir import Schedule, Tier, Value
+from tapestream.passes.memory import block_values
+from tapestream.passes.residency import UpdateMode
+from tapestream.planners import planners
+from tapestream.planning.plan import Alternative, Plan
+from tapestream.planning.split import Found, Terms, best_resident, best_split
+from tapestream.simulate import simulate
+from tapestream.units import format_nbytes
+
+CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
+"""Planners that ``planner="auto"`` tries, the simplest first."""
+
+_LONG = 1000
+
+
+def make_plan(
+    profile: Profile,
+    budget: Budget | str | int | None = None,
+    machine: Machine | None = None,
+    *,
+    planner: str = "auto",
+    update: UpdateMode = None,
+    home: Tier | None = None,
+    resident: frozenset[Value] | None = None,
+    accumulate: bool = False,
+    **knobs: object,
+) -> Plan:
+    """The fastest plan found for one training step within ``budget``.
+
+    ``planner``: a name from `tapestream.planners.planners`, with its ``knobs``, or "auto" for the best of all.
+    For profiles with parameter blocks: ``home`` is the tier where blocks live that do not stay on the device
+    (None: the fastest that ``machine`` links, the device itself if none), ``resident`` the values that stay
+    (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`. Among
+    equally fast plans the one of least peak wins, then the simpler.
+
+    Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
+    nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and knobs.
+    """
+    names = CANDIDATES if planner == "auto" else (planner,)
+    if planner == "auto" and knobs:
+        raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
+    if update not in ("step", "backward", None):
+        raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
+    home = _fastest_home(machine) if home is None else home
+    terms = Terms(profile, Budget.of(budget), machine, home, update, resident, accumulate)
+    search = _Search(terms)
+    for name in names:
+        search.consider(name, partial(_tape, name, profile.without_blocks(), machine, knobs))
+    return search.plan()
+
+
+def _tape(name: str, plain: Profile, machine: Machine | None, knobs: dict[str, object], budget: Budget) -> Schedule:
+    return planners[name](plain, budget, machine, **knobs)
+
+
+def _fastest_home(machine: Machine | None) -> Tier:
+    links = machine.links if machine else {}
+    near = [tier for tier in (Tier.HOST, Tier.DISK) if (tier, Tier.DEVICE) in links]
+    return near[0] if near else Tier.DEVICE
+
+
+class _Search:
+    """Candidates so far."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.best: tuple[float, int, Found] | None = None
+        self.alternatives: list[Alternative] = []
+        self.refusals: list[tuple[str, BudgetError]] = []
+        self.inputs: list[InputError] = []
+
+    def consider(self, name: str, tape: Callable[[Budget], Schedule]) -> None:
+        """Let one planner try."""
+        if self.best is not None and self._unbeatable(self.best[2]):
+            self.alternatives.append((name, None, "not tried: nothing is recomputed and nothing waits already"))
+            return
+        try:
+            found = self._found(tape)
+        except BudgetError as error:
+            self.refusals.append((name, error))
+            least = error.least_nbytes
+            self.alternatives.append((name, None, "does not fit" if least is None else f"needs {format_nbytes(least)}"))
+            return
+        except InputError as error:
+            self.inputs.append(error)
+            self.alternatives.append((name, None, str(error)))
+            return
+        if found is None:
+            self.alternatives.append((name, None, "cannot be faster: its computation or copies alone take longer"))
+            return
+        self.alternatives.append((name, found.seconds, _summary(found, self.terms)))
+        key = (found.seconds, found.simulation.peak_nbytes[Tier.DEVICE])
+        if self.best is None or key < self.best[:2]:
+            self.best = (*key, found)
+
+    def _unbeatable(self, found: Found) -> bool:
+        """True when trying on costs a lot (blocks, long chains) and cannot help."""
+        profile, simulation = self.terms.profile, found.simulation
+        costly = bool(profile.blocks) or len(profile) > _LONG
+        return costly and simulation.stall_seconds == 0 and simulation.forwards == len(profile)
+
+    def _found(self, tape: Callable[[Budget], Schedule]) -> Found | None:
+        terms = self.terms
+        if not any(True for _ in block_values(terms.profile)):
+            schedule = tape(terms.budget)
+            return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
+        if terms.home is Tier.DEVICE:
+            return best_resident(tape, terms)
+        return best_split(tape, terms, self.best[0] if self.best else float("inf"))
+
+    def plan(self) -> Plan:
+        """The best found. Raises BudgetError or InputError when there is none."""
+        terms = self.terms
+        if self.best is not None:
+            found = self.best[2]
+            return Plan(
+                found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
+                found.schedule.planner, tuple(self.alternatives),
+            )  # fmt: skip
+        if not self.refusals:
+            raise self.inputs[0]
+        known = [(e.least_nbytes, number) for number, (_, e) in enumerate(self.refusals) if e.least_nbytes is not None]
+        name, error = self.refusals[min(known)[1] if known else 0]
+        raise self._refusal(name, error) from error
+
+    def _refusal(self, name: str, error: BudgetError) -> BudgetError:
+        limit, least = self.terms.budget.device_nbytes, error.least_nbytes
+        if limit is None or least is None or least <= limit:
+            return error  # the host or the disk is too small: the judge's message says which
+        stage = "" if error.stage is None else f", at stage {error.stage}"
+        return BudgetError(
+            f"a device budget of {format_nbytes(limit)} ({limit} bytes) was asked for, the least found to work is "
+            f"{format_nbytes(least)} ({least} bytes, planner {name}{stage}). Allow that much, or {self._advice()}",
+            least_nbytes=least,
+            stage=error.stage,
+        )
+
+    def _advice(self) -> str:
+        ways = ["use a smaller batch", "cut that stage in two"]
+        if self.terms.resident:
+            ways.append("keep fewer values resident")
+        if any(True for _ in block_values(self.terms.profile)):
+            if self.terms.home is Tier.DEVICE:
+                ways.append("let parameters live on the host or in a folder (home=, folder=)")
+            elif self.terms.update == "backward":
+                ways.append("update after the backward pass (update='step')")
+        return ", ".join(ways[:-1]) + " or " + ways[-1]
+
+
+def _summary(found: Found, terms: Terms) -> str:
+    text = f"{found.simulation.forwards} forwards, peak {format_nbytes(found.simulation.peak_nbytes[Tier.DEVICE])}"
+    values = dict(block_values(terms.profile))
+    if not values or terms.home is Tier.DEVICE:
+        return text
+    kept = sum(values.get(value, 0) for value in found.resident)
+    return f"{text}, {format_nbytes(kept)} of {format_nbytes(sum(values.values()))} in blocks resident"

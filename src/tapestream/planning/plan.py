@@ -1,0 +1,174 @@
+"""`Plan`: a schedule that the judge has accepted, with what it costs and what else was considered."""
+
+import os
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tapestream.costs import Budget, Machine, Profile, UniformStages
+from tapestream.ir import PhaseKind, Schedule, Tier, Update, distinct_nodes
+from tapestream.planning import picture, plan_file
+from tapestream.simulate import Simulation, simulate
+from tapestream.units import format_nbytes, format_seconds
+
+Alternative: TypeAlias = tuple[str, float | None, str]
+"""A candidate's name, its makespan in seconds (None: it does not apply or fit), and what it does or why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be done for one training step, judged. ``print(plan)`` shows it.
+
+    ``planner``: who made the schedule. ``alternatives``: what every candidate would have cost, the chosen one included.
+    """
+
+    schedule: Schedule
+    profile: Profile
+    simulation: Simulation
+    budget: Budget
+    machine: Machine | None
+    planner: str
+    alternatives: tuple[Alternative, ...] = ()
+
+    @classmethod
+    def judged(
+        cls,
+        schedule: Schedule,
+        profile: Profile,
+        budget: Budget,
+        machine: Machine | None,
+        alternatives: tuple[Alternative, ...] = (),
+    ) -> "Plan":
+        """A plan from a schedule. Raises ScheduleError where it breaks a rule, BudgetError where it does not fit."""
+        simulation = simulate(schedule, profile, machine, budget)
+        return cls(schedule, profile, simulation, budget, machine, schedule.planner, alternatives)
+
+    @property
+    def seconds(self) -> float:
+        """The makespan in seconds."""
+        return self.simulation.makespan_seconds
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes held on the device at any time."""
+        return self.simulation.peak_nbytes[Tier.DEVICE]
+
+    @property
+    def overhead(self) -> float:
+        """Makespan over that of the same step with everything stored and resident (1.0 when nothing is lost)."""
+        stored = self.stored_seconds
+        return self.seconds / stored if stored else 1.0
+
+    @property
+    def stored_seconds(self) -> float:
+        """Seconds of one step with everything stored on the device."""
+        profile, backward = self.profile, PhaseKind.BACKWARD in self.simulation.phase_seconds
+        uniform = isinstance(profile.stages, UniformStages)
+        stages = (profile.stages.cost,) if isinstance(profile.stages, UniformStages) else profile.stages
+        seconds = sum(s.recorded_seconds + s.backward_seconds if backward else s.forward_seconds for s in stages)
+        seconds *= len(profile) if uniform else 1
+        updated = {node.block for node in distinct_nodes(self.schedule.root) if isinstance(node, Update)}
+        turn = profile.turn_seconds if backward else 0.0
+        return seconds + turn + sum(profile.blocks[block].update_seconds for block in updated)
+
+    def __str__(self) -> str:
+        found, n = self.simulation, len(self.profile)
+        rows = [
+            ("time", f"{format_seconds(self.seconds)}, overhead {self.overhead:.2f}" + self._waiting()),
+            ("forwards", f"{found.forwards} for {n} stages ({found.forwards / n:.2f} each)"),
+            *(
+                (self.tier_name(tier), self._memory(tier))
+                for tier in Tier
+                if tier is Tier.DEVICE or self._matters(tier)
+            ),
+            ("moved", self._moved()),
+            ("chosen", self._why()),
+        ]
+        rows += [(f"  {name}", _outcome(seconds, reason)) for name, seconds, reason in self.alternatives]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(
+            (f"plan for {n} stages by {self.planner or 'hand'}", *(f"  {a:<{width}}  {b}" for a, b in rows))
+        )
+
+    def tier_name(self, tier: Tier) -> str:
+        """The tier as people call it: on a machine without a host below its device, the device is RAM."""
+        links = self.machine.links if self.machine else {}
+        on_cpu = (Tier.DISK, Tier.DEVICE) in links and (Tier.HOST, Tier.DEVICE) not in links
+        return "RAM" if tier is Tier.DEVICE and on_cpu else tier.name
+
+    def _matters(self, tier: Tier) -> bool:
+        return self.simulation.peak_nbytes[tier] > 0
+
+    def _waiting(self) -> str:
+        stall = self.simulation.stall_seconds
+        return f", {format_seconds(stall)} of it waiting for copies" if stall > 0 else ""
+
+    def _memory(self, tier: Tier) -> str:
+        peak, allowed = self.simulation.peak_nbytes[tier], self.budget.nbytes(tier)
+        limit = (
+            "no limit" if allowed is None else f"{format_nbytes(allowed)} allowed ({peak / max(1, allowed):.0%} used)"
+        )
+        return f"{format_nbytes(peak)} at the peak, {limit}"
+
+    def _moved(self) -> str:
+        moved = self.simulation.bytes_moved.items()
+        lanes = (
+            f"{format_nbytes(nbytes)} {self.tier_name(source)} to {self.tier_name(target)}"
+            for (source, target), nbytes in moved
+            if nbytes
+        )
+        return ", ".join(lanes) or "nothing"
+
+    def _why(self) -> str:
+        others = sorted((s, name) for name, s, _ in self.alternatives if s is not None and name != self.planner)
+        if not others:
+            return f"{self.planner or 'given'}, the only candidate that fits"
+        seconds, name = others[0]
+        share = seconds / self.seconds - 1 if self.seconds else 0.0
+        slower = f"takes {share:.1%} longer" if share > 5e-4 else "is no faster"
+        return f"{self.planner}, the fastest of {len(others) + 1} that fit; the next best, {name}, {slower}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, readable by its owner only; an existing file is replaced at once.
+
+        Raises StorageError where the folder cannot be written; an existing file is then as it was.
+        """
+        plan_file.write(
+            path,
+            {
+                "schedule": plan_file.schedule_to_json(self.schedule),
+                "profile": plan_file.profile_to_json(self.profile),
+                "budget": [self.budget.nbytes(tier) for tier in Tier],
+                "machine": plan_file.machine_to_json(self.machine),
+                "alternatives": self.alternatives,
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a saved plan and judge it again. Raises InputError when the file is missing, damaged or no plan."""
+        with plan_file.reading(path) as document:
+            device, host, disk = document["budget"]
+            return cls.judged(
+                plan_file.schedule_from_json(document["schedule"]),
+                plan_file.profile_from_json(document["profile"]),
+                Budget(device, host=host, disk=disk),
+                plan_file.machine_from_json(document["machine"]),
+                tuple((str(name), seconds, str(reason)) for name, seconds, reason in document["alternatives"]),
+            )
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw memory over time in each tier, and below it who was busy when, as PNG, PDF or SVG by ``path``'s ending.
+
+        Raises InputError where matplotlib is missing or does not know the ending.
+        """
+        lying = {
+            tier: sum(picture.nbytes_of(value, self.profile) for value, at in self.schedule.resident if at is tier)
+            for tier in Tier
+        }
+        names = {tier: self.tier_name(tier) for tier in Tier}
+        title = f"{len(self.profile)} stages by {self.planner or 'hand'}: {format_seconds(self.seconds)}"
+        picture.draw(path, self.simulation.timeline, self.budget, lying, self.profile.outside_nbytes, names, title)
+
+
+def _outcome(seconds: float | None, reason: str) -> str:
+    return f"{'-' if seconds is None else format_seconds(seconds):>8}  {reason}"

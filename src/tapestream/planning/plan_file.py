@@ -1,0 +1,106 @@
+"""Plans as files: JSON, written beside the target and renamed, readable by its owner only."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tapestream.costs import BlockCost, Carried, Link, Machine, Profile, StageCost, UniformStages
+from tapestream.errors import InputError, StorageError, TapestreamError
+from tapestream.ir import Schedule, Tier
+from tapestream.ir.text import dumps, loads
+
+_FORMAT = "tapestream plan 1"
+
+
+def write(path: str | os.PathLike[str], document: Mapping[str, object]) -> None:
+    """Write ``document``; an existing file is replaced at once or, with StorageError, left alone."""
+    target = Path(path)
+    try:
+        # A temporary file of this kind has mode 0600, and renaming keeps it.
+        handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": _FORMAT, **document}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except OSError as error:
+        raise StorageError(f"cannot write the plan to {target}: {error}; choose a folder that exists") from error
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """The document in ``path``; whatever goes wrong with it inside the ``with`` becomes InputError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read a plan from {path}: {error}") from error
+    try:
+        document = json.loads(text)
+        if document.get("format") != _FORMAT:
+            raise InputError(f"its format is {document.get('format')!r}, not {_FORMAT!r}")
+        yield document
+    except (TapestreamError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise InputError(f"{path} is damaged or no plan of this version ({error}); make and save it again") from error
+
+
+def schedule_to_json(schedule: Schedule) -> str:
+    """The schedule's text form."""
+    return dumps(schedule)
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """The schedule from its text form."""
+    return loads(text)
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """Every field by name; equal stages once, with their count."""
+    stages = profile.stages
+    uniform = isinstance(stages, UniformStages)
+    costs = (stages.cost,) if isinstance(stages, UniformStages) else stages
+    return {
+        "stages": [asdict(cost) for cost in costs],
+        "count": len(stages) if uniform else None,
+        "blocks": [asdict(block) for block in profile.blocks],
+        "carried": [asdict(storage) for storage in profile.carried],
+        **{name: getattr(profile, name) for name in _PROFILE_NUMBERS},
+    }
+
+
+_PROFILE_NUMBERS = ("initial_nbytes", "outside_nbytes", "turn_nbytes", "turn_seconds")
+
+
+def profile_from_json(found: Mapping[str, Any]) -> Profile:
+    """The inverse of `profile_to_json`."""
+    costs = tuple(StageCost(**cost) for cost in found["stages"])
+    return Profile(
+        costs if found["count"] is None else UniformStages(costs[0], found["count"]),
+        blocks=tuple(BlockCost(**block) for block in found["blocks"]),
+        carried=tuple(Carried(**storage) for storage in found["carried"]),
+        **{name: found[name] for name in _PROFILE_NUMBERS},
+    )
+
+
+def machine_to_json(machine: Machine | None) -> dict[str, Any] | None:
+    """Links as a list, since their keys are pairs."""
+    if machine is None:
+        return None
+    links = [[source.name, target.name, asdict(link)] for (source, target), link in machine.links.items()]
+    return {"links": links, "flops_per_second": machine.flops_per_second, "name": machine.name}
+
+
+def machine_from_json(found: Mapping[str, Any] | None) -> Machine | None:
+    """The inverse of `machine_to_json`."""
+    if found is None:
+        return None
+    links = {(Tier[source], Tier[target]): Link(**link) for source, target, link in found["links"]}
+    return Machine(links, found["flops_per_second"], found["name"])

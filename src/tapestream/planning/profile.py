@@ -1,0 +1,259 @@
+"""Profiling: one careful run of every stage gives its bytes, seconds and traits, without side effects."""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tapestream.costs import Carried, Profile, StageCost
+from tapestream.runner.ambient import HostGenerators, TorchGenerators
+from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.graph import cast_leaves, next_sequence_number, reached_leaves
+from tapestream.runner.runner import Runner, Tape
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, storages, take_apart
+from tapestream.storage.meter import track_memory
+
+_SHORT_SECONDS = 5e-3
+T = TypeVar("T")
+
+
+def profile_stages(
+    stages: Sequence[Stage],
+    state: State,
+    device: torch.device,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Profile, list[Traits], State]:
+    """Run each stage three times forward and once backward on ``state``.
+
+    Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last state as a
+    template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before when it returns or raises.
+    """
+    costs: list[StageCost] = []
+    traits: list[Traits] = []
+    travellers = Travellers(state)
+    with unchanged_generators(device):
+        for k, stage in enumerate(stages):
+            cost, trait, out = profile_stage(stage, state, device)
+            costs.append(cost)
+            traits.append(trait)
+            travellers.follow(state, out)
+            state = out
+            if progress is not None:
+                progress(k + 1, len(stages))
+    carried = travellers.carried(costs)
+    return Profile(tuple(costs), 0, carried=carried), traits, state
+
+
+def profile_stage(
+    stage: Stage, state: State, device: torch.device
+) -> tuple[StageCost, Traits, State]:
+    """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before."""
+    snapshot = BufferSnapshot.take(stage.buffer_slots())
+    try:
+        traits, escapes = _discover(stage, state, device, snapshot)
+        snapshot.put_back()
+        runner = Runner([stage], [traits], device)
+        runner.forward(0, state)  # the first run only leaves behind what recomputes need
+        with track_memory(device) as meter:
+            seconds, out = _clock(device, lambda: runner.forward(0, state))
+        if seconds < _SHORT_SECONDS:
+            seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
+            if not escapes:
+                _try_without_graph(runner, state, out)
+        held = storages(state.tensors)
+        output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
+        cost, tape = _measure_record(runner, state, output_nbytes, device)
+        backward_seconds, backward_extra = _measure_backward(runner, tape, out, device)
+    finally:
+        snapshot.put_back()
+    forward_extra = max(meter.peak_nbytes - output_nbytes, cost.forward_extra_nbytes)
+    cost = replace(
+        cost,
+        forward_seconds=seconds,
+        backward_seconds=backward_seconds,
+        forward_extra_nbytes=forward_extra,
+        backward_extra_nbytes=backward_extra,
+        cotangent_nbytes=sum(
+            t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req
+        ),
+    )
+    return cost, runner.traits[0], out
+
+
+def _discover(
+    stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
+) -> tuple[Traits, bool]:
+    """Run the stage under observation: what it writes, draws and reaches, and whether its graph outlives its output."""
+    host = HostGenerators.capture()
+    observed = _Observer()
+    everything = Traits(mutates=frozenset(range(len(state.tensors))))
+    probe = Runner([stage], [everything], device)
+    since = next_sequence_number()
+    with torch.enable_grad(), probe.autocast.entered(cache=False):
+        with saved_tensors_hooks(observed.pack, observed.unpack):
+            inputs, leaves = probe.guarded(0, state)
+            before = [t._version for t in inputs]
+            tree = stage.function(state.tree(inputs))
+            observed.inside = False
+    mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
+    out, live = take_apart(tree)
+    own = frozenset(id(leaf) for leaf in leaves if leaf is not None)
+    reached = reached_leaves(live, since, stage.name, own)
+    casts, twice = cast_leaves(live)
+    known = {id(p): p for p in (*stage.parameters(), *reached) if p.requires_grad}
+    traits = Traits(
+        mutates=frozenset(mutates),
+        buffers=snapshot.changed(),
+        draws_host=not host.equals(HostGenerators.capture()),
+        calls_autograd=observed.called,
+        requires=out.requires,
+        leaves=tuple(known.values()),
+        casts=casts if probe.autocast.enabled else frozenset(),
+        casts_twice=twice,
+    )
+    del tree, live, inputs, leaves
+    return traits, observed.something_lives()
+
+
+class _Saved:
+    """One saved tensor, watched."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Observer:
+    """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it."""
+
+    def __init__(self) -> None:
+        self.inside, self.called = True, False
+        self._packed: list[weakref.ref[_Saved]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._packed.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        self.called = self.called or self.inside
+        return saved.tensor
+
+    def something_lives(self) -> bool:
+        """True when a tensor made inside was stored outside with its graph."""
+        return any(reference() is not None for reference in self._packed)
+
+
+def _measure_record(
+    runner: Runner, state: State, output_nbytes: int, device: torch.device
+) -> tuple[StageCost, Tape]:
+    """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.update(storages((tensor,)))
+        return tensor
+
+    runner.hooks = lambda _: (pack, lambda tensor: tensor)
+    with track_memory(device) as meter:
+        seconds, (out, tape) = _clock(device, lambda: runner.record(0, state))
+    runner.hooks = None
+    inputs, outputs = storages(state.tensors), storages(out.tensors)
+    saved = max(0, meter.end_nbytes - output_nbytes)
+    cost = StageCost(
+        0.0,
+        0.0,
+        output_nbytes,
+        saved,
+        reads_input=any(a in inputs for a in held),
+        reads_output=any(a in outputs and a not in inputs for a in held),
+        forward_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
+        record_seconds=seconds,
+    )
+    return cost, tape
+
+
+def _measure_backward(
+    runner: Runner, tape: Tape, out: State, device: torch.device
+) -> tuple[float, int]:
+    """Seconds and transient bytes of one backward, beyond cotangents and gradients."""
+    cotangents = [
+        torch.ones_like(t) if edge is not None else None
+        for t, edge in zip(out.tensors, tape.edges, strict=True)
+    ]
+    with track_memory(device) as meter:
+        seconds, (given, pairs) = _clock(
+            device, lambda: runner.backward(0, tape, cotangents, {})
+        )
+    made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
+    return seconds, max(0, meter.peak_nbytes - sum(made.values()))
+
+
+def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result
+
+
+class Travellers:
+    """Follows storages that pass unchanged through several states, while both states are alive."""
+
+    def __init__(self, initial: State) -> None:
+        self._state = 0
+        self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (born, number) -> (last, bytes)
+        self._number = {address: (0, i) for i, address in enumerate(storages(initial.tensors))}
+
+    def follow(self, state: State, out: State) -> None:
+        """State ``out`` was made from ``state``."""
+        before = storages(state.tensors)
+        self._state += 1
+        number: dict[int, tuple[int, int]] = {}
+        for i, (address, nbytes) in enumerate(storages(out.tensors).items()):
+            key = self._number[address] if address in before else (self._state, i)
+            number[address] = key
+            if key[0] < self._state:
+                self._spans[key] = (self._state, nbytes)
+        self._number = number
+
+    def carried(self, costs: list[StageCost]) -> tuple[Carried, ...]:
+        """The storages found; their bytes leave the costs of the stages that made them. The caller's own cost nothing."""
+        found = []
+        for (born, _), (last, nbytes) in self._spans.items():
+            if born > 0:
+                cost = costs[born - 1]
+                costs[born - 1] = replace(cost, output_nbytes=cost.output_nbytes - nbytes)
+                found.append(Carried(born, last, nbytes))
+        return tuple(found)
+
+
+@contextlib.contextmanager
+def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Random generators and the stages' buffers are afterwards as they were before."""
+    snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
+    try:
+        with unchanged_generators(device):
+            yield
+    finally:
+        for snapshot in snapshots:
+            snapshot.put_back()
+
+
+@contextlib.contextmanager
+def unchanged_generators(device: torch.device) -> Iterator[None]:
+    """Random generators are afterwards as they were before."""
+    torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture()
+    try:
+        yield
+    finally:
+        torch_generators.restore(device)
+        host.restore()

@@ -1,0 +1,253 @@
+"""Splitting the device budget between the tape, values that stay there, and blocks that pass through."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import BudgetError
+from tapestream.ir import Forward, Schedule, Tier, Value
+from tapestream.passes.hoist import kept_between
+from tapestream.passes.issue import BARRIERS
+from tapestream.passes.memory import block_values, compute_seconds
+from tapestream.passes.parameters import Streaming, stream_parameters
+from tapestream.passes.residency import UpdateMode, worthiest_first
+from tapestream.passes.stays import Occupancy, Stay
+from tapestream.simulate import Simulation, simulate
+
+_LEVELS = 5  # tape budgets tried
+_SIMULATIONS = 8  # at most, for each planner
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every split has in common."""
+
+    profile: Profile
+    budget: Budget
+    machine: Machine | None
+    home: Tier
+    update: UpdateMode
+    resident: frozenset[Value] | None
+    accumulate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule that fits, judged."""
+
+    schedule: Schedule
+    simulation: Simulation
+    resident: frozenset[Value]
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.makespan_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A tape and a choice of resident values; no schedule made of them takes less than ``bound_seconds``."""
+
+    streaming: Streaming
+    resident: frozenset[Value]
+    stays: list[Stay]
+    bound_seconds: float
+
+
+def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: float = float("inf")) -> Found | None:
+    """The fastest schedule found for the tapes that one planner makes, None when no bound is below ``faster_than``.
+
+    ``tape``: the planner, for a device budget of the tape alone. Tries a few tape budgets between the least it
+    can and all that is there; for each, resident values that leave room for none, one or two more blocks in
+    flight, for half of what is left or for none at all. Simulates in order of a lower bound (computation, and
+    bytes of each lane, phase by phase), a bounded number of times. Raises BudgetError with the least device
+    budget when nothing fits.
+    """
+    candidates: list[_Candidate] = []
+    leanest: Streaming | None = None
+    beaten = False
+    seen: set[tuple[int, int, float]] = set()
+    for schedule in _tapes(tape, terms):
+        streaming = _streaming(schedule, terms)
+        signature = (len(streaming.computation), int(streaming.base.during.max()), _compute(streaming))
+        if signature in seen:
+            continue
+        seen.add(signature)
+        leanest = streaming
+        if signature[2] >= faster_than:
+            beaten = True
+        else:
+            candidates.extend(_choices(streaming, terms))
+    if not candidates and beaten:
+        return None
+    if not candidates:
+        raise _too_small(leanest, terms)
+    return _fastest(candidates, terms, faster_than)
+
+
+def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> Found | None:
+    best: Found | None = None
+    chosen: _Candidate | None = None
+    refused: BudgetError | None = None
+    for number, candidate in enumerate(sorted(candidates, key=lambda c: c.bound_seconds)):
+        to_beat = faster_than if best is None else min(faster_than, best.seconds)
+        if candidate.bound_seconds >= to_beat or (best is not None and number >= _SIMULATIONS):
+            break
+        try:
+            found = _judged(candidate, terms, terms.budget)
+        except BudgetError as error:  # of the host or the disk: the device's was looked at before
+            refused = error
+            continue
+        if best is None or found.seconds < best.seconds:
+            best, chosen = found, candidate
+    if best is not None and chosen is not None:
+        plain = _judged(chosen, terms, None)  # no overlap: faster where a link hates traffic in both directions
+        return plain if plain.seconds < best.seconds else best
+    if refused is not None:
+        raise refused
+    return None
+
+
+def best_resident(tape: Callable[[Budget], Schedule], terms: Terms) -> Found:
+    """The fastest schedule with every parameter block on the device; the tape gets what they leave.
+
+    Keeps the schedule's tree. Raises BudgetError with a device budget that works when nothing fits.
+    """
+    gradients, others = _sums(terms.profile)
+    limit = terms.budget.device_nbytes
+    error: BudgetError | None = None
+    for taken in (others, others + gradients):
+        try:
+            schedule = tape(Budget(None if limit is None else max(1, limit - taken)))
+            schedule = stream_parameters(
+                schedule, terms.profile, terms.budget, terms.machine,
+                home=Tier.DEVICE, update=terms.update, accumulate=terms.accumulate,
+            )  # fmt: skip
+            return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
+        except BudgetError as refused:
+            error = refused
+    assert error is not None
+    raise error
+
+
+def _tapes(tape: Callable[[Budget], Schedule], terms: Terms) -> Iterator[Schedule]:
+    """The planner's schedules for a few tape budgets, largest first, the least that it can last."""
+    limit = terms.budget.device_nbytes
+    if limit is None:
+        yield tape(Budget())
+        return
+    try:
+        yield tape(Budget(1))
+        return
+    except BudgetError as error:
+        if error.least_nbytes is None:
+            raise
+        least = error.least_nbytes
+    for nbytes in _levels(least, limit, terms):
+        try:
+            yield tape(Budget(nbytes))
+        except BudgetError:
+            continue
+
+
+def _levels(least: int, limit: int, terms: Terms) -> list[int]:
+    """Tape budgets from all that could be had down to ``least``: beside everything resident, and evenly in between."""
+    gradients, others = _sums(terms.profile)
+    kept = 0
+    if terms.resident is not None:
+        kept = sum(n for value, n in block_values(terms.profile) if value in terms.resident)
+    largest = max((b.parameters_nbytes + b.buffers_nbytes for b in terms.profile.blocks), default=0)
+    highest = max(least, limit - kept - largest)
+    ratio = (least / highest) ** (1 / (_LEVELS - 1))
+    levels = {ceil(highest * ratio**i) for i in range(_LEVELS)} | {limit - others, limit - others - gradients, least}
+    return sorted((nbytes for nbytes in levels if nbytes >= least), reverse=True)
+
+
+def _sums(profile: Profile) -> tuple[int, int]:
+    """Bytes of all gradients, and of all other block values."""
+    gradients = sum(block.gradient_nbytes for block in profile.blocks)
+    return gradients, sum(nbytes for _, nbytes in block_values(profile)) - gradients
+
+
+def _streaming(schedule: Schedule, terms: Terms) -> Streaming:
+    return Streaming.of(
+        schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate
+    )
+
+
+def _choices(streaming: Streaming, terms: Terms) -> Iterator[_Candidate]:
+    """The tape with several choices of resident values, none when it does not fit at all."""
+    limit = terms.budget.device_nbytes
+    for resident in _residents(streaming, terms):
+        stays = streaming.stays(resident)
+        if limit is not None and int(Occupancy(streaming.base, stays).nbytes.max()) > limit:
+            continue
+        kept = kept_between(streaming.computation, stays, streaming.base, limit)
+        yield _Candidate(streaming, resident, kept, _bound(streaming, kept))
+
+
+def _residents(streaming: Streaming, terms: Terms) -> list[frozenset[Value]]:
+    if terms.resident is not None:
+        return [terms.resident]
+    order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
+    limit = terms.budget.device_nbytes
+    if limit is None:
+        return [frozenset(order)]
+    peaks = _peaks(streaming, order)
+    block = max((b.parameters_nbytes + b.buffers_nbytes for b in terms.profile.blocks), default=0)
+    spare = limit - peaks[0]
+    counts = {bisect_right(peaks, limit - window) - 1 for window in (0, block, 2 * block, spare // 2, spare)}
+    return [frozenset(order[:count]) for count in sorted(counts, reverse=True) if count >= 0]
+
+
+def _peaks(streaming: Streaming, order: list[Value]) -> list[int]:
+    """Device bytes at the peak with the first 0, 1, 2, .. values of ``order`` resident, the rest just in time."""
+    held = Occupancy(streaming.base, streaming.stays(frozenset()))
+    peaks = [int(held.nbytes.max())]
+    for value in order:
+        for stay in streaming.stays_of(value, resident=False):
+            held.add(stay, -1)
+        for stay in streaming.stays_of(value, resident=True):
+            held.add(stay)
+        peaks.append(int(held.nbytes.max()))
+    return peaks
+
+
+def _compute(streaming: Streaming) -> float:
+    return sum(compute_seconds(action, streaming.profile) for action in streaming.computation)
+
+
+def _bound(streaming: Streaming, stays: list[Stay]) -> float:
+    """Seconds that no schedule with these stays can beat: in each phase the busiest of compute and copy lanes."""
+    phase = np.cumsum([action in BARRIERS for action in streaming.computation]).tolist()
+    lanes: dict[tuple[int, Tier | None, Tier | None], float] = {}
+    for position, action in enumerate(streaming.computation):
+        lane = (phase[position], None, None)
+        lanes[lane] = lanes.get(lane, 0.0) + compute_seconds(action, streaming.profile)
+    for stay in stays if streaming.machine is not None else ():
+        for at, path in ((stay.start, stay.arrive), (stay.stop, stay.leave)):
+            for source, target in pairwise(path):
+                seconds = streaming.machine.link(source, target).seconds(stay.nbytes)
+                lanes[phase[at], source, target] = lanes.get((phase[at], source, target), 0.0) + seconds
+    return sum(max(s for (p, *_), s in lanes.items() if p == number) for number in {p for p, *_ in lanes})
+
+
+def _judged(candidate: _Candidate, terms: Terms, budget: Budget | None) -> Found:
+    schedule = candidate.streaming.issued(candidate.stays, candidate.resident, budget)
+    return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), candidate.resident)
+
+
+def _too_small(leanest: Streaming | None, terms: Terms) -> BudgetError:
+    """The least device budget that the planner can do with, parameters just in time."""
+    if leanest is None:
+        return BudgetError("the planner has no schedule of least memory to start from; name another planner")
+    nbytes = Occupancy(leanest.base, leanest.stays(terms.resident or frozenset())).nbytes
+    position = int(nbytes.argmax())
+    action = leanest.computation[position]
+    stage = action.start if isinstance(action, Forward) else getattr(action, "stage", None)
+    return BudgetError(f"{action} needs {nbytes[position]} bytes", least_nbytes=int(nbytes[position]), stage=stage)

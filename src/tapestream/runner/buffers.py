@@ -1,0 +1,70 @@
+"""Buffers (BatchNorm's statistics, spectral norm's vectors): a recompute sees the old ones and its writes are discarded."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Slot = tuple[nn.Module, str]
+
+
+def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
+    """Every place below ``modules`` that holds a buffer."""
+    return tuple(
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSnapshot:
+    """Copies of the buffers that a stage writes, from before its first run."""
+
+    slots: tuple[Slot, ...]
+    copies: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def take(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
+        """Copy what the slots hold now."""
+        held = [module._buffers[name] for module, name in slots]
+        return cls(
+            tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held)
+        )
+
+    def changed(self) -> tuple[Slot, ...]:
+        """The slots whose content differs from the copies (bit patterns that are NaN count as equal)."""
+        return tuple(
+            (module, name)
+            for (module, name), copy in zip(self.slots, self.copies, strict=True)
+            if not _same(module._buffers[name], copy)
+        )
+
+    def put_back(self) -> None:
+        """Write the copies into the buffers that the modules hold."""
+        with torch.no_grad():
+            for (module, name), copy in zip(self.slots, self.copies, strict=True):
+                buffer = module._buffers[name]
+                if buffer is not None and buffer.shape == copy.shape:
+                    buffer.copy_(copy)
+
+    @contextlib.contextmanager
+    def substituted(self) -> Iterator[None]:
+        """Inside, modules hold fresh copies of the snapshot; afterwards the buffers that they had."""
+        before = [module._buffers[name] for module, name in self.slots]
+        for (module, name), copy in zip(self.slots, self.copies, strict=True):
+            module._buffers[name] = copy.clone()
+        try:
+            yield
+        finally:
+            for (module, name), buffer in zip(self.slots, before, strict=True):
+                module._buffers[name] = buffer
+
+
+def _same(now: torch.Tensor | None, copy: torch.Tensor) -> bool:
+    if now is None or now.shape != copy.shape or now.dtype != copy.dtype:
+        return False
+    return bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all())

@@ -1,0 +1,242 @@
+"""`Runner`: forward, record and backward of single stages within one live call."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from tapestream.errors import GradientError, InputError
+from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
+from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.graph import next_sequence_number, reached_leaves
+from tapestream.runner.guards import Guard, Owner, check_versions, escaped
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, replica, take_apart
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class Tape:
+    """One recorded stage, ready for its backward.
+
+    ``inputs``: the leaf that stands for each input tensor (None where it carries no gradient). ``edges``: where each output's
+    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches.
+    """
+
+    inputs: list[torch.Tensor | None]
+    edges: list[GradientEdge | None]
+    leaves: list[torch.Tensor]
+    requires: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the first run of a stage saw, for its recomputes."""
+
+    torch_generators: TorchGenerators | None
+    host_generators: HostGenerators | None
+    buffers: BufferSnapshot | None
+    versions: tuple[int, ...]
+
+
+class Runner:
+    """Runs the stages of one live call; a recompute sees what the first run saw.
+
+    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording).
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        traits: Sequence[Traits],
+        device: torch.device,
+        hooks: Callable[[int], tuple[Pack, Unpack]] | None = None,
+    ) -> None:
+        self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
+        self.autocast = Autocast.capture(device)
+        self.seen: dict[int, _Seen] = {}
+        self.runs = 0
+        self._owners = [Owner(stage.name) for stage in stages]
+
+    def forward(self, k: int, state: State) -> State:
+        """Run stage ``k`` and keep nothing but its output."""
+        traits = self.traits[k]
+        with self._surroundings(k):
+            if traits.plain_forward and traits.requires is not None:
+                with torch.no_grad():
+                    tree = self._call(k, state, [t.detach() for t in self._inputs(k, state)])
+                out, _ = take_apart(tree)
+                out = State(out.tensors, traits.requires, out.others, out.slots, out.spec)
+            else:
+                pack, unpack = self._dropping(k, keep=traits.calls_autograd)
+                with saved_tensors_hooks(pack, unpack):
+                    guarded, _ = self.guarded(k, state)
+                    tree = self._call(k, state, guarded)
+                out, _ = take_apart(tree)
+        return out
+
+    def record(self, k: int, state: State) -> tuple[State, Tape]:
+        """Run stage ``k`` and keep its saved tensors in a Tape."""
+        with self._surroundings(k):
+            since = next_sequence_number()
+            with contextlib.nullcontext() if self.hooks is None else saved_tensors_hooks(*self.hooks(k)):
+                guarded, leaves = self.guarded(k, state)
+                tree = self._call(k, state, guarded)
+            out, live = take_apart(tree)
+        own = frozenset(id(leaf) for leaf in leaves if leaf is not None)
+        reached = reached_leaves(live, since, self.stages[k].name, own)
+        self._check_known(k, reached)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in live]
+        return out, Tape(leaves, edges, reached, out.requires)
+
+    def backward(
+        self, k: int, tape: Tape, cotangents: Gradients, sums: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Consume ``tape``: cotangents of the inputs, and (leaf, gradient) pairs.
+
+        ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as an extra root, so that
+        the additions happen in the order of plain autograd; the pair returned for that leaf is then the new sum.
+        """
+        roots: list[Any] = []
+        seeds: list[torch.Tensor] = []
+        for edge, cotangent in zip(tape.edges, cotangents, strict=True):
+            if edge is not None and cotangent is not None:
+                roots.append(edge)
+                seeds.append(cotangent)
+        if not roots:
+            return [None] * len(tape.inputs), []
+        for leaf in tape.leaves:
+            if id(leaf) in sums:
+                roots.append(leaf)
+                seeds.append(sums[id(leaf)][1])
+        wanted = [leaf for leaf in tape.inputs if leaf is not None]
+        owner = self._owners[k]
+        owner.inside = True
+        try:
+            with _hooks_off(tape.leaves):
+                found = list(
+                    torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
+                    if wanted or tape.leaves
+                    else ()
+                )
+        finally:
+            owner.inside = False
+        of_inputs = iter(found[: len(wanted)])
+        cotangents_in = [None if leaf is None else next(of_inputs) for leaf in tape.inputs]
+        pairs = zip(tape.leaves, found[len(wanted) :], strict=True)
+        return cotangents_in, [(leaf, g) for leaf, g in pairs if g is not None]
+
+    def forget(self, k: int) -> None:
+        """Drop what recomputes of stage ``k`` would need: there will be none."""
+        self.seen.pop(k, None)
+
+    # -- one run ------------------------------------------------------------------------------------------------
+
+    def _inputs(self, k: int, state: State) -> list[torch.Tensor]:
+        # A stage that writes into its input gets a copy: the state may be kept, or be the caller's.
+        mutates = self.traits[k].mutates
+        return [replica(t) if i in mutates else t for i, t in enumerate(state.tensors)]
+
+    def guarded(
+        self, k: int, state: State
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The stage's inputs behind guards, and the leaves in front of the guards (None where no gradient flows)."""
+        guarded: list[torch.Tensor] = []
+        leaves: list[torch.Tensor | None] = []
+        for tensor, requires in zip(self._inputs(k, state), state.requires, strict=True):
+            leaf = tensor.detach().requires_grad_() if requires else None
+            leaves.append(leaf)
+            guarded.append(
+                tensor.detach() if leaf is None else Guard.apply(leaf, self._owners[k])  # type: ignore[no-untyped-call]
+            )
+        return guarded, leaves
+
+    def _call(self, k: int, state: State, inputs: list[torch.Tensor]) -> Any:
+        before = state.versions
+        self.runs += 1
+        tree = self.stages[k].function(state.tree(inputs))
+        if state.versions != before:
+            raise GradientError(
+                f"{self.stages[k].name} changed its input in place, which it did not do when it was profiled; "
+                "make the operation out of place"
+            )
+        return tree
+
+    @contextlib.contextmanager
+    def _surroundings(self, k: int) -> Iterator[None]:
+        traits, seen = self.traits[k], self.seen.get(k)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
+                stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
+            if seen is None:
+                generators = TorchGenerators.capture(self.device)
+                host = HostGenerators.capture() if traits.draws_host else None
+                buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
+                yield
+                drew = not generators.equals(TorchGenerators.capture(self.device))
+                self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k))
+            else:
+                check_versions(
+                    self.stages[k].name, seen.versions, self._versions(k), "a parameter of"
+                )
+                stack.enter_context(as_recompute())
+                self._restore(seen, stack)
+                yield
+
+    def _restore(self, seen: _Seen, stack: contextlib.ExitStack) -> None:
+        if seen.buffers is not None:
+            stack.enter_context(seen.buffers.substituted())
+        if seen.torch_generators is not None:
+            stack.callback(TorchGenerators.capture(self.device).restore, self.device)
+            seen.torch_generators.restore(self.device)
+        if seen.host_generators is not None:
+            stack.callback(HostGenerators.capture().restore)
+            seen.host_generators.restore()
+
+    def _versions(self, k: int) -> tuple[int, ...]:
+        return tuple(leaf._version for leaf in self.traits[k].leaves)
+
+    def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
+        name = self.stages[k].name
+        kept: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> int:
+            if keep:
+                kept.append(tensor)
+            return len(kept) - 1
+
+        def unpack(index: int) -> torch.Tensor:
+            if not 0 <= index < len(kept):
+                raise escaped(name)
+            return kept[index]
+
+        return pack, unpack
+
+    def _check_known(self, k: int, reached: Sequence[torch.Tensor]) -> None:
+        known = {id(leaf) for leaf in self.traits[k].leaves}
+        strangers = [leaf for leaf in reached if id(leaf) not in known]
+        if strangers:
+            raise InputError(
+                f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and that it did "
+                "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
+            )
+
+
+@contextlib.contextmanager
+def _hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks

@@ -1,0 +1,121 @@
+"""`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.errors import InputError
+from tapestream.runner.buffers import Slot, buffer_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What profiling found about one stage under one setting of shapes, modes and autocast.
+
+    ``mutates``: input tensors that it changes in place. ``buffers``: buffers that it writes. ``draws_host``: it draws from
+    Python's or NumPy's generator. ``calls_autograd``: it differentiates inside itself, so its tape must live until it
+    ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under autocast it casts one weight
+    for several uses; ``casts``: ids of leaves of which it uses nothing but one such cast. ``requires``: which output tensors carry a gradient. ``leaves``: tensors that get a gradient from it.
+    """
+
+    mutates: frozenset[int] = frozenset()
+    buffers: tuple[Slot, ...] = ()
+    draws_host: bool = True
+    calls_autograd: bool = False
+    plain_forward: bool = False
+    casts_twice: bool = True
+    casts: frozenset[int] = frozenset()
+    requires: tuple[bool, ...] | None = None
+    leaves: tuple[torch.Tensor, ...] = ()
+
+
+class Stage:
+    """Stage ``index`` of a chain: a module or any callable from state to state."""
+
+    __slots__ = ("function", "index", "modules", "name")
+
+    def __init__(self, index: int, function: Callable[[Any], Any]) -> None:
+        if not callable(function):
+            raise InputError(
+                f"stage {index} must be a module or function, found {type(function).__name__}"
+            )
+        self.index = index
+        self.function = function
+        self.modules = tuple(_modules_of(function))
+        label = type(function).__name__
+        if not isinstance(function, nn.Module):
+            label = getattr(function, "__name__", label)
+        self.name = f"stage {index} ({label})"
+
+    def calling(self, function: Callable[[Any], Any]) -> "Stage":
+        """The same stage with another callable, for one call with arguments of its own."""
+        other = object.__new__(Stage)
+        other.index, other.modules, other.name, other.function = self.index, self.modules, self.name, function
+        return other
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that the stage can reach, each once."""
+        found = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        return list(found.values())
+
+    def buffer_slots(self) -> tuple[Slot, ...]:
+        """Buffers that the stage can reach."""
+        return buffer_slots(self.modules)
+
+    def mode(self) -> tuple[object, ...]:
+        """What may change a run's graph besides its input: train or eval, frozen or not."""
+        return (
+            tuple(m.training for m in self.modules),
+            tuple(p.requires_grad for p in self.parameters()),
+        )
+
+
+def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Modules that ``function`` is, is bound to, closes over, or names as globals; each once."""
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        item = waiting.pop(0)
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            for module in item.modules():
+                if id(module) not in seen or module is item:
+                    seen.add(id(module))
+                    yield module
+        elif isinstance(item, functools.partial):
+            waiting.extend((item.func, *item.args, *item.keywords.values()))
+        elif inspect.ismethod(item):
+            waiting.extend((item.__self__, item.__func__))
+        elif inspect.isfunction(item):
+            waiting.extend(_cell_contents(item))
+            waiting.extend(
+                found
+                for name in item.__code__.co_names
+                if isinstance(found := item.__globals__.get(name), nn.Module)
+            )
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif not isinstance(item, type) and _is_plain_callable(item):
+            waiting.extend(vars(item).values())
+
+
+def _is_plain_callable(item: Any) -> bool:
+    return callable(item) and hasattr(item, "__dict__") and not inspect.isbuiltin(item)
+
+
+def _cell_contents(function: Any) -> Iterator[Any]:
+    for cell in (*(function.__closure__ or ()),):
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a closure cell that is not filled yet
+            continue
+    yield from function.__defaults__ or ()

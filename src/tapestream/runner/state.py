@@ -1,0 +1,95 @@
+"""`State`: what passes from one stage to the next, as detached tensors plus the structure around them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A pytree of tensors taken apart.
+
+    ``tensors``: each distinct tensor once, detached (a tensor that appears twice in the tree must stay one tensor, or the
+    sums of its gradients would be made in another order). ``requires``: which of them carry a gradient.
+    ``others``: leaves that are no tensors. ``slots``: per leaf, an index into ``tensors``, or ``~i`` for ``others[i]``.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    requires: tuple[bool, ...]
+    others: tuple[Any, ...]
+    slots: tuple[int, ...]
+    spec: pytree.TreeSpec
+
+    def tree(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The user's structure around ``tensors`` (one per entry of ``self.tensors``)."""
+        leaves = [tensors[s] if s >= 0 else self.others[~s] for s in self.slots]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def same_structure(self, other: "State") -> bool:
+        """True when the two trees have equal shape (not equal tensors)."""
+        return self.slots == other.slots and self.spec == other.spec
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version counters: they move when somebody changes a tensor in place."""
+        return tuple(t._version for t in self.tensors)
+
+    def signature(self) -> tuple[object, ...]:
+        """Hashable: equal signatures may share a plan."""
+        tensors = tuple((tuple(t.shape), t.dtype, t.device) for t in self.tensors)
+        others = tuple((type(o).__name__, repr(o)) for o in self.others)
+        return tensors, self.requires, others, self.slots, str(self.spec)
+
+
+def take_apart(tree: Any) -> "tuple[State, tuple[torch.Tensor, ...]]":
+    """The State of ``tree``, and its distinct tensors as they are (with their graph)."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    number: dict[int, int] = {}
+    slots = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in number:
+                number[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            slots.append(number[id(leaf)])
+        else:
+            slots.append(~len(others))
+            others.append(leaf)
+    state = State(
+        tuple(t.detach() for t in tensors),
+        tuple(t.requires_grad for t in tensors),
+        tuple(others),
+        tuple(slots),
+        spec,
+    )
+    return state, tuple(tensors)
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Distinct storages behind ``tensors``: address to bytes."""
+    return {
+        s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes() > 0
+    }
+
+
+def replica(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides and the same address modulo 64, on which the bits of some kernels depend."""
+    source = tensor.detach()
+    overlaps = any(s == 0 and n > 1 for n, s in zip(source.shape, source.stride(), strict=True))
+    if overlaps or source.numel() == 0 or source.layout is not torch.strided or source.is_quantized:
+        return source.clone()
+    span = 1 + sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
+    itemsize = source.element_size()
+    shift = source.data_ptr() % 64
+    if shift % itemsize:
+        return source.clone()
+    room = torch.empty(span + 128 // itemsize, dtype=source.dtype, device=source.device)
+    skip = ((shift - room.data_ptr()) % 64) // itemsize
+    copy = room.as_strided(source.shape, source.stride(), skip)
+    copy.copy_(source)
+    return copy

@@ -1,0 +1,81 @@
+"""Parameter blocks: what runs read, what backwards add up, what updates change."""
+
+from tapestream.costs import Profile, UniformStages
+from tapestream.ir import Kind, Tier, Value
+from tapestream.simulate.clock import Clock
+from tapestream.simulate.places import DEVICE, Places, broken
+
+
+class Blocks:
+    """The rules about blocks. ``summed``: blocks whose gradient holds something that no update has used yet."""
+
+    __slots__ = ("clock", "last_stage_of", "places", "profile", "summed", "updated")
+
+    def __init__(self, profile: Profile, places: Places, clock: Clock) -> None:
+        self.profile = profile
+        self.places = places
+        self.clock = clock
+        self.last_stage_of = _first_uses(profile)  # backwards run downwards
+        self.summed: set[int] = set()
+        self.updated: set[int] = set()
+
+    def need(self, block: int) -> None:
+        """A run reads parameters and buffers (those that have bytes) on the device."""
+        current, cost = self.places.current, self.profile.blocks[block]
+        for kind, nbytes in ((Kind.PARAMETERS, cost.parameters_nbytes), (Kind.BUFFERS, cost.buffers_nbytes)):
+            if nbytes and not current[kind].get(block, 0) & 1:
+                broken(f"{self.places.whereabouts(kind, block)}, it must be current on DEVICE")
+
+    def add_gradient(self, block: int) -> None:
+        """A backward makes the gradient of its block, or adds to it."""
+        if not self.profile.blocks[block].gradient_nbytes:
+            return
+        places = self.places
+        found = places.current[Kind.GRADIENT].get(block, 0)
+        if found & 1:
+            places.write(Kind.GRADIENT, block, DEVICE)
+        elif found:
+            broken(
+                f"{places.whereabouts(Kind.GRADIENT, block)} but not on DEVICE, so it would be overwritten instead of "
+                "added to; Prefetch it first"
+            )
+        elif block in self.summed:
+            broken(f"GRADIENT {block} was freed with what earlier backwards added to it; Offload it, or do not free it")
+        else:
+            places.make(Kind.GRADIENT, block)
+            self.summed.add(block)
+
+    def update(self, block: int, next_backward: int) -> None:
+        """Update: wherever parameters, gradient and optimizer state of the block are current together."""
+        places = self.places
+        places.check(Value(Kind.PARAMETERS, block))
+        cost = self.profile.blocks[block]
+        if block in self.updated:
+            broken(f"block {block} was updated already; each block is updated at most once a step")
+        if next_backward >= self.last_stage_of.get(block, len(self.profile)):
+            broken(f"Backward({self.last_stage_of[block]}) still uses block {block}; update it afterwards")
+        kinds = [Kind.PARAMETERS, Kind.GRADIENT]
+        if cost.optimizer_state_nbytes:
+            kinds.append(Kind.OPTIMIZER_STATE)
+        tier = next((t for t in Tier if all(places.is_current(Value(kind, block), t) for kind in kinds)), None)
+        if tier is None:
+            broken(
+                f"parameters, gradient and optimizer state of block {block} must be current in one tier; "
+                + "; ".join(places.whereabouts(kind, block) for kind in kinds)
+            )
+        places.memory.touch(tier, cost.update_extra_nbytes)
+        for kind in kinds:
+            if kind is not Kind.GRADIENT:
+                places.write(kind, block, tier)
+        self.updated.add(block)
+        self.summed.discard(block)
+        self.clock.compute(cost.update_seconds, "Update", block)
+
+
+def _first_uses(profile: Profile) -> dict[int, int]:
+    """For each block the stage that uses it first, whose backward is the last to do so."""
+    if not profile.blocks:
+        return {}
+    if isinstance(profile.stages, UniformStages):
+        return {} if profile.stages.cost.block is None else {profile.stages.cost.block: 0}
+    return {c.block: k for k, c in reversed(list(enumerate(profile.stages))) if c.block is not None}

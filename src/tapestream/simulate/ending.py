@@ -1,0 +1,76 @@
+"""The rules about where things are when a step starts and when it ends."""
+
+from typing import TYPE_CHECKING
+
+from tapestream.ir import Kind, PhaseKind, Tier, Value
+from tapestream.simulate.explain import name_of
+from tapestream.simulate.places import BLOCK_KINDS, DEVICE, broken
+
+if TYPE_CHECKING:
+    from tapestream.simulate.judge import Judge
+
+
+def check_start(judge: "Judge") -> None:
+    """Put what ``schedule.resident`` names where it says."""
+    places, memory = judge.places, judge.memory
+    for value, tier in judge.schedule.resident:
+        if value.kind not in BLOCK_KINDS:
+            broken(f"resident names {name_of(value)}; only parameters, buffers, gradients and optimizer state can be")
+        places.check(value)
+        if places.is_current(value, tier):
+            broken(f"resident names {name_of(value)} in {tier.name} twice")
+        places.make(value.kind, value.index, tier)
+        memory.touch(tier)
+        if value.kind is Kind.GRADIENT:
+            judge.blocks.summed.add(value.index)
+
+
+def check_end(judge: "Judge") -> None:
+    """Everything is done, nothing is left over, and blocks are where ``schedule.resident`` says."""
+    places, states = judge.places, judge.states
+    if places.flights:
+        value = next(iter(places.flights))
+        broken(f"{places.whereabouts(value.kind, value.index)}; put Wait before the end")
+    if judge.phase is None:
+        broken("the schedule is empty; it must start with Phase(FORWARD)")
+    if places.recorded:
+        broken(f"stage {min(places.recorded)} is still recorded; put Backward or Free of its SAVED before the end")
+    if states.kept:
+        broken(f"state {min(states.kept)} is still kept; put Free of it before the end")
+    for k, tiers in places.current[Kind.STATE].items():
+        if tiers:
+            broken(f"{places.whereabouts(Kind.STATE, k)}; put Free of it before the end")
+    if judge.phase is PhaseKind.FORWARD:
+        if judge.recorded:
+            broken("a schedule without Phase(BACKWARD) must not Record; use Forward")
+        if states.live != judge.n:
+            broken(f"the live state must be {judge.n} at the end and is {states.live}")
+    elif judge.next_backward >= 0:
+        broken(f"Backward({judge.next_backward}) and those below it are missing")
+    elif judge.phase is PhaseKind.BACKWARD and not places.is_current(Value(Kind.COTANGENT, 0), DEVICE):
+        broken(f"{places.whereabouts(Kind.COTANGENT, 0)}, it must be current on DEVICE for the caller")
+    _check_residency(judge)
+
+
+def _check_residency(judge: "Judge") -> None:
+    places = judge.places
+    wanted: dict[Kind, dict[int, int]] = {kind: {} for kind in BLOCK_KINDS}
+    for value, tier in judge.schedule.resident:
+        wanted[value.kind][value.index] = wanted[value.kind].get(value.index, 0) | 1 << tier
+    for kind in BLOCK_KINDS:
+        current, stale = places.current[kind], places.stale[kind]
+        for index in sorted(current.keys() | stale.keys() | wanted[kind].keys()):
+            found, goal = current.get(index, 0), wanted[kind].get(index, 0)
+            if kind is Kind.GRADIENT and not stale.get(index, 0):
+                consumed = judge.phase is PhaseKind.STEP or index in judge.blocks.updated
+                if not found and consumed:
+                    continue
+                if found and not goal and not consumed and not judge.blocks.updated:
+                    continue
+            if found != goal or stale.get(index, 0):
+                places_wanted = ", ".join(tier.name for tier in Tier if goal >> tier & 1) or "nowhere"
+                broken(f"{places.whereabouts(kind, index)} at the end; where the step started it was: {places_wanted}")
+    if judge.phase is PhaseKind.BACKWARD:
+        for block in sorted(judge.blocks.summed):
+            if not places.current[Kind.GRADIENT].get(block, 0):
+                broken(f"GRADIENT {block} was freed before the caller or an Update could use it")

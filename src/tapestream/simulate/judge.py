@@ -1,0 +1,258 @@
+"""The judge: walks a schedule action by action, checks every rule of docs/ir.md and adds up bytes and seconds."""
+
+from typing import assert_never
+
+from tapestream.costs import Machine, Profile, UniformStages
+from tapestream.ir import (
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Offload,
+    Phase,
+    PhaseKind,
+    Prefetch,
+    Record,
+    Restore,
+    Schedule,
+    Tier,
+    Update,
+    Value,
+    Wait,
+)
+from tapestream.simulate.blocks import Blocks
+from tapestream.simulate.clock import Clock
+from tapestream.simulate.ending import check_end, check_start
+from tapestream.simulate.explain import RuleBroken, explained
+from tapestream.simulate.memory import Memory, States
+from tapestream.simulate.places import DEVICE, Places, broken
+
+
+class Judge:
+    """The state of one step: values are in `places`, states in `states`, bytes in `memory`, time in `clock`."""
+
+    def __init__(self, schedule: Schedule, profile: Profile, machine: Machine | None, tracing: bool = False) -> None:
+        self.schedule = schedule
+        self.profile = profile
+        self.stages = profile.stages
+        self.n = len(profile)
+        self.uniform = isinstance(profile.stages, UniformStages) and not profile.carried and not tracing
+        self.memory = Memory(profile.outside_nbytes)
+        self.clock = Clock(machine, tracing)
+        self.states = States(profile, self.memory)
+        self.places = Places(profile, self.memory, self.states, self.clock)
+        if tracing:
+            self.memory.samples = tuple([] for _ in Tier)
+            self.memory.now = lambda: self.clock.now
+        self.phase: PhaseKind | None = None
+        self.phase_seconds: dict[PhaseKind, float] = {}
+        self.phase_began = 0.0
+        self.forwards = self.recorded = 0
+        self.next_backward = self.n - 1
+        self.blocks = Blocks(profile, self.places, self.clock)
+
+    def run(self) -> None:
+        """Walk the whole schedule. Raises ScheduleError at the first broken rule."""
+        memory = self.memory
+        try:
+            check_start(self)
+            for position, action in enumerate(self.schedule):
+                memory.position = position
+                if self.phase is None and not isinstance(action, Phase):
+                    broken("the first action must be Phase(FORWARD)")
+                self.obey(action)
+                if memory.samples:
+                    memory.sample()
+            memory.position = self.schedule.size
+            check_end(self)
+        except RuleBroken as rule:
+            raise explained(self.schedule, memory.position, str(rule)) from None
+        self._close_phase()
+
+    def obey(self, action: Action) -> None:
+        """Check and apply one action."""
+        match action:
+            case Forward():
+                self.forward(action.start, action.stop)
+            case Record():
+                self.record(action.stage)
+            case Backward():
+                self.backward(action.stage)
+            case Keep():
+                self.keep(action.stage)
+            case Restore():
+                self.restore(action.stage)
+            case Free():
+                self.places.free(action.value, action.tier)
+            case Wait():
+                self.places.wait(action.value, action.tier)
+            case Offload():
+                if action.target <= action.source:
+                    broken("Offload goes to a slower tier; use Prefetch for a faster one")
+                self.places.copy(action.value, action.source, action.target)
+            case Prefetch():
+                if action.target >= action.source:
+                    broken("Prefetch goes to a faster tier; use Offload for a slower one")
+                self.places.copy(action.value, action.source, action.target)
+            case Update():
+                self.blocks.update(action.block, self.next_backward)
+            case Phase():
+                self.enter(action.kind)
+            case _:
+                assert_never(action)
+
+    def enter(self, kind: PhaseKind) -> None:
+        """Phase: the boundary between two of the user's calls."""
+        if kind is not (order := {None: PhaseKind.FORWARD, PhaseKind.FORWARD: PhaseKind.BACKWARD,
+                                  PhaseKind.BACKWARD: PhaseKind.STEP}.get(self.phase)):  # fmt: skip
+            broken(f"phases come once each, forward, backward, step; {'none' if order is None else order.name} is next")
+        self._close_phase()
+        self.phase = kind
+        states, memory, profile = self.states, self.memory, self.profile
+        if kind is PhaseKind.FORWARD:
+            states.live = 0
+            states.hold(0)
+            memory.touch(DEVICE)
+        elif kind is PhaseKind.BACKWARD:
+            if states.live != self.n:
+                broken(
+                    f"the live state must be {self.n}, the last, and is {states.live}; run the chain to its end first"
+                )
+            self.places.make(Kind.COTANGENT, self.n)
+            memory.touch(DEVICE, profile.turn_nbytes, self.n - 1)
+            states.live = None
+            self.places.release(self.n)
+            self.clock.compute(profile.turn_seconds, "Turn", self.n)
+        else:
+            if self.next_backward >= 0:
+                broken(f"Backward({self.next_backward}) and those below it must come before the step")
+            self._need_cotangent(0)
+            self.places.drop_all(Kind.COTANGENT, 0)
+
+    def forward(self, start: int, stop: int) -> None:
+        """Forward: stage by stage, each input dropped unless somebody else holds it."""
+        states, stages = self.states, self.stages
+        if not 0 <= start < stop <= self.n:
+            broken(f"0 <= start < stop <= {self.n} must hold, there are {self.n} stages")
+        if states.live != start:
+            broken(f"the live state must be {start} and is {states.live}; put Restore({start}) before")
+        self.forwards += stop - start
+        if self.uniform and stop - start > 2 and self._forward_uniform(start, stop):
+            return
+        for k in range(start, stop):
+            cost = stages[k]
+            if cost.block is not None:
+                self.blocks.need(cost.block)
+            self._appears(k + 1)
+            self.memory.touch(DEVICE, cost.forward_extra_nbytes, k)
+            states.live = k + 1
+            self.places.release(k)
+            self.clock.compute(cost.forward_seconds, "Forward", k)
+
+    def _forward_uniform(self, start: int, stop: int) -> bool:
+        """The same in one go for equal stages, if nobody holds a state on the way; False: nothing was done."""
+        states, cost = self.states, self.stages[0]
+        holds = states.holds
+        if self.places.flights or len(holds) > stop - start or any(start < k <= stop for k in holds):
+            return False
+        if cost.block is not None:
+            self.blocks.need(cost.block)
+        both = cost.output_nbytes + cost.forward_extra_nbytes
+        self.memory.touch(DEVICE, both, start)
+        self.places.release(start)
+        self.memory.touch(DEVICE, cost.output_nbytes + both, start + 1)
+        states.live = stop
+        states.hold(stop)
+        self.clock.compute((stop - start) * cost.forward_seconds, "Forward", start)
+        return True
+
+    def record(self, k: int) -> None:
+        """Record: run one stage, its saved tensors and what its backward reads stay."""
+        states, places = self.states, self.places
+        if not 0 <= k < self.n:
+            broken(f"there is no stage {k}, there are {self.n} numbered from 0")
+        if states.live != k:
+            broken(f"the live state must be {k} and is {states.live}; put Restore({k}) before")
+        if k in places.recorded:
+            broken(f"stage {k} is recorded already")
+        cost = self.stages[k]
+        if cost.block is not None:
+            self.blocks.need(cost.block)
+        self._appears(k + 1)
+        places.make(Kind.SAVED, k)
+        if cost.reads_input:
+            states.hold(k)
+        if cost.reads_output:
+            states.hold(k + 1)
+        self.memory.touch(DEVICE, cost.forward_extra_nbytes, k)
+        states.live = k + 1
+        places.release(k)
+        self.forwards += 1
+        self.recorded += 1
+        self.clock.compute(cost.recorded_seconds, "Record", k)
+
+    def backward(self, k: int) -> None:
+        """Backward: consume the saved tensors and the cotangent of the output."""
+        states, places = self.states, self.places
+        if k != self.next_backward:
+            broken(
+                f"backwards run {self.n - 1}, {self.n - 2}, .., 0, each once; Backward({self.next_backward}) is next"
+            )
+        self._need_cotangent(k + 1)
+        if not places.recorded.get(k, 0) & 1:
+            broken(f"{places.whereabouts(Kind.SAVED, k)}, it must be current on DEVICE")
+        cost = self.stages[k]
+        if cost.block is not None:
+            self.blocks.need(cost.block)
+        if states.live == k + 1:
+            states.live = None
+            places.release(k + 1)
+        if cost.block is not None:
+            self.blocks.add_gradient(cost.block)
+        places.make(Kind.COTANGENT, k)
+        self.memory.touch(DEVICE, cost.backward_extra_nbytes, k)
+        places.drop_all(Kind.SAVED, k)
+        places.drop_all(Kind.COTANGENT, k + 1)
+        places.forget(k)
+        self.next_backward = k - 1
+        self.clock.compute(cost.backward_seconds, "Backward", k)
+
+    def keep(self, k: int) -> None:
+        """Keep: one more holder of the live state."""
+        states = self.states
+        if states.live != k:
+            broken(f"the live state must be {k} and is {states.live}")
+        if k in states.kept:
+            broken(f"state {k} is kept already")
+        states.kept.add(k)
+        states.hold(k)
+
+    def restore(self, k: int) -> None:
+        """Restore: the live state changes, at no cost."""
+        states = self.states
+        if k not in states.kept:
+            broken(f"state {k} is not kept on DEVICE; put Keep({k}) where it is live, or Prefetch it")
+        if self.places.flights and not self.places.is_current(Value(Kind.STATE, k), DEVICE):
+            broken(f"{self.places.whereabouts(Kind.STATE, k)}; put Wait before Restore")
+        former, states.live = states.live, k
+        states.hold(k)
+        if former is not None:
+            self.places.release(former)
+
+    def _appears(self, k: int) -> None:
+        """A run makes state ``k``, live from now on."""
+        flights = self.places.flights
+        if flights and (flight := flights.get(Value(Kind.STATE, k))) and DEVICE in (flight.source, flight.target):
+            broken(f"this run makes STATE {k}, which is in flight to {flight.target.name}; put Wait before it")
+        self.states.hold(k)
+
+    def _need_cotangent(self, k: int) -> None:
+        if not self.places.current[Kind.COTANGENT].get(k, 0) & 1:
+            broken(f"{self.places.whereabouts(Kind.COTANGENT, k)}, it must be current on DEVICE")
+
+    def _close_phase(self) -> None:
+        if self.phase is not None:
+            self.phase_seconds[self.phase] = self.clock.now - self.phase_began
+            self.phase_began = self.clock.now

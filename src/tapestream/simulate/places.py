@@ -1,0 +1,211 @@
+"""Places: in which tiers each value has a copy, and which copies are on their way."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tapestream.costs import Profile
+from tapestream.ir import Kind, Tier, Value
+from tapestream.simulate.clock import Clock, Job
+from tapestream.simulate.explain import RuleBroken, name_of
+from tapestream.simulate.memory import Memory, States
+
+DEVICE = Tier.DEVICE
+BLOCK_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+# Nothing in a schedule makes these again, so the last current copy must not be dropped.
+_IRREPLACEABLE = frozenset((Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER_STATE, Kind.COTANGENT))
+
+
+def broken(rule: str) -> NoReturn:
+    """The current action breaks ``rule``."""
+    raise RuleBroken(rule)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A copy between its start and its Wait."""
+
+    source: Tier
+    target: Tier
+    job: Job | None
+
+
+class Places:
+    """Current and stale copies of every value as sets of tiers (bit 1 << tier), by kind and index.
+
+    The device copies of states are not in these sets but in `States`, because several holders share them.
+    """
+
+    __slots__ = (
+        "clock",
+        "current",
+        "flights",
+        "memory",
+        "moved",
+        "profile",
+        "recorded",
+        "stale",
+        "states",
+    )
+
+    def __init__(self, profile: Profile, memory: Memory, states: States, clock: Clock) -> None:
+        self.profile = profile
+        self.memory = memory
+        self.states = states
+        self.clock = clock
+        self.current: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+        self.stale: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+        self.recorded = self.current[Kind.SAVED]
+        self.flights: dict[Value, Flight] = {}
+        self.moved: dict[tuple[Tier, Tier], int] = {}
+
+    def nbytes_of(self, kind: Kind, index: int) -> int:
+        """Bytes of one copy."""
+        profile = self.profile
+        match kind:
+            case Kind.STATE:
+                return profile.full_state_nbytes(index)
+            case Kind.SAVED:
+                return profile.stages[index].saved_nbytes
+            case Kind.COTANGENT:
+                return profile.cotangent_nbytes(index)
+            case Kind.PARAMETERS:
+                return profile.blocks[index].parameters_nbytes
+            case Kind.BUFFERS:
+                return profile.blocks[index].buffers_nbytes
+            case Kind.GRADIENT:
+                return profile.blocks[index].gradient_nbytes
+            case Kind.OPTIMIZER_STATE:
+                return profile.blocks[index].optimizer_state_nbytes
+            case _:
+                return 0
+
+    def check(self, value: Value) -> None:
+        """The profile must know the value."""
+        if value.kind in BLOCK_KINDS:
+            count = len(self.profile.blocks)
+        else:
+            count = len(self.profile) + (value.kind in (Kind.STATE, Kind.COTANGENT))
+        if not 0 <= value.index < count or value.part:
+            broken(f"there is no {name_of(value)}: the profile has {count} of this kind, numbered from 0, of one part")
+
+    def is_current(self, value: Value, tier: Tier) -> bool:
+        """True when compute may read the value in ``tier``."""
+        if value.kind is Kind.STATE and tier is DEVICE:
+            flight = self.flights.get(value)
+            return value.index in self.states.holds and not (flight and flight.target is DEVICE)
+        return bool(self.current[value.kind].get(value.index, 0) >> tier & 1)
+
+    def whereabouts(self, kind: Kind, index: int) -> str:
+        """For messages: every copy of the value."""
+        value = Value(kind, index)
+        words = [f"current in {tier.name}" for tier in Tier if self.is_current(value, tier)]
+        words += [f"stale in {tier.name}" for tier in Tier if self.stale[kind].get(index, 0) >> tier & 1]
+        if flight := self.flights.get(value):
+            words.append(f"in flight from {flight.source.name} to {flight.target.name}")
+        return f"{kind.name} {index} is {', '.join(words) or 'nowhere'}"
+
+    def make(self, kind: Kind, index: int, tier: Tier = DEVICE) -> None:
+        """A new current copy in ``tier``, where there was none."""
+        copies = self.current[kind]
+        copies[index] = copies.get(index, 0) | 1 << tier
+        self.memory.nbytes[tier] += self.nbytes_of(kind, index)
+
+    def drop_all(self, kind: Kind, index: int) -> None:
+        """Every copy goes."""
+        if self.flights and (flight := self.flights.get(Value(kind, index))):
+            broken(f"this drops {kind.name} {index} while it is in flight to {flight.target.name}; put Wait before it")
+        tiers = self.current[kind].pop(index, 0) | self.stale[kind].pop(index, 0)
+        nbytes = self.nbytes_of(kind, index)
+        for tier in Tier:
+            if tiers >> tier & 1:
+                self.memory.nbytes[tier] -= nbytes
+
+    def write(self, kind: Kind, index: int, tier: Tier) -> None:
+        """The copy in ``tier`` changes, so those elsewhere are stale from now on."""
+        if self.flights and (flight := self.flights.get(Value(kind, index))):
+            broken(f"this writes {kind.name} {index} while it is in flight to {flight.target.name}; put Wait before it")
+        others = self.current[kind][index] & ~(1 << tier)
+        if others:
+            self.current[kind][index] = 1 << tier
+            self.stale[kind][index] = self.stale[kind].get(index, 0) | others
+
+    def release(self, k: int) -> None:
+        """One holder of state ``k`` on the device fewer; its copies must not be in flight when the last one goes."""
+        if not self.states.release(k) or not self.flights:
+            return
+        flight = self.flights.get(Value(Kind.STATE, k))
+        if flight and DEVICE in (flight.source, flight.target):
+            broken(
+                f"this drops STATE {k} on DEVICE while it is in flight from {flight.source.name} to "
+                f"{flight.target.name}; put Wait before it"
+            )
+
+    def copy(self, value: Value, source: Tier, target: Tier) -> None:
+        """Offload, Prefetch."""
+        self.check(value)
+        kind, index = value.kind, value.index
+        if value in self.flights:
+            broken(f"{self.whereabouts(kind, index)}; a value has at most one copy in flight, put Wait before this")
+        if not self.is_current(value, source):
+            broken(f"{self.whereabouts(kind, index)}, so it cannot be copied from {source.name}")
+        if self.is_current(value, target):
+            broken(f"{self.whereabouts(kind, index)}: there is nothing to copy, leave this action out")
+        nbytes = self.nbytes_of(kind, index)
+        if kind is Kind.STATE and target is DEVICE:
+            self.states.kept.add(index)
+            self.states.hold(index)
+        elif self.stale[kind].get(index, 0) >> target & 1:
+            self.stale[kind][index] &= ~(1 << target)
+        else:
+            self.memory.nbytes[target] += nbytes
+        self.memory.touch(target)
+        job = self.clock.issue(name_of(value), source, target, nbytes)
+        self.flights[value] = Flight(source, target, job)
+        self.moved[source, target] = self.moved.get((source, target), 0) + nbytes
+
+    def wait(self, value: Value, tier: Tier) -> None:
+        """Wait."""
+        flight = self.flights.get(value)
+        if flight is None or flight.target is not tier:
+            self.check(value)
+            broken(f"{self.whereabouts(value.kind, value.index)}, not in flight to {tier.name}")
+        del self.flights[value]
+        self.clock.wait(name_of(value), flight.source, flight.target, flight.job)
+        if value.kind is not Kind.STATE or tier is not DEVICE:
+            copies = self.current[value.kind]
+            copies[value.index] = copies.get(value.index, 0) | 1 << tier
+
+    def free(self, value: Value, tier: Tier) -> None:
+        """Free."""
+        self.check(value)
+        kind, index = value.kind, value.index
+        flight = self.flights.get(value)
+        if flight and tier in (flight.source, flight.target):
+            broken(f"{self.whereabouts(kind, index)}; put Wait before Free")
+        if kind is Kind.STATE and tier is DEVICE:
+            if index not in self.states.kept:
+                broken(f"STATE {index} is not kept on DEVICE, so there is nothing to free")
+            self.states.kept.remove(index)
+            self.release(index)
+            return
+        current, stale, bit = self.current[kind].get(index, 0), self.stale[kind].get(index, 0), 1 << tier
+        if not (current | stale) & bit:
+            broken(f"{self.whereabouts(kind, index)}, so there is nothing to free in {tier.name}")
+        if current == bit and kind in _IRREPLACEABLE:
+            broken(f"{self.whereabouts(kind, index)}: this is its last current copy, copy it elsewhere first")
+        self.memory.nbytes[tier] -= self.nbytes_of(kind, index)
+        self.stale[kind][index] = stale & ~bit
+        if current & ~bit:
+            self.current[kind][index] = current & ~bit
+        elif current:
+            del self.current[kind][index]
+            if kind is Kind.SAVED:
+                self.forget(index)
+
+    def forget(self, stage: int) -> None:
+        """The record of ``stage`` is gone: the tape no longer holds the states that its backward reads."""
+        cost = self.profile.stages[stage]
+        if cost.reads_input:
+            self.release(stage)
+        if cost.reads_output:
+            self.release(stage + 1)

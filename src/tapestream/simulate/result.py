@@ -1,0 +1,38 @@
+"""`Simulation`: what the judge found."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tapestream.ir import PhaseKind, Tier, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What running a valid schedule once will take.
+
+    ``peak_nbytes``: most bytes ever held in each tier, transient ones and ``Profile.outside_nbytes`` included;
+    ``peak_position``: the action (its index in the flat schedule) at which that is first reached.
+    ``makespan_seconds`` = ``compute_seconds`` + ``stall_seconds``; ``phase_seconds`` splits it by the user's calls, the
+    turn (head and loss) counted in the backward phase. ``forwards``: stage evaluations, recorded ones included;
+    ``recorded`` and ``backwards``: stages. ``bytes_moved`` by (source, target), copies that happened only.
+    """
+
+    peak_nbytes: dict[Tier, int]
+    peak_position: dict[Tier, int]
+    makespan_seconds: float
+    compute_seconds: float
+    stall_seconds: float
+    forwards: int
+    recorded: int
+    backwards: int
+    phase_seconds: dict[PhaseKind, float]
+    bytes_moved: dict[tuple[Tier, Tier], int]
+    _trace: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Who was busy when, and how many bytes were held. Made anew on each use, since planning rarely needs it.
+
+        Raises InputError for schedules of more than a million actions.
+        """
+        return self._trace()

@@ -1,0 +1,50 @@
+"""`Layout`: where the tensors of one block start inside its bytes."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tapestream.errors import InputError
+from tapestream.storage.transfer import round_up
+
+# PyTorch's kernels choose by address (a float32 `linear` differs at 4- or 8-byte offsets); this is what its CUDA
+# allocator aligns to, so tensors in a block see the kernels that tensors of their own would.
+TENSOR_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``offsets`` in bytes (multiples of 512) of tensors of these shapes and dtypes; ``nbytes``: a multiple of 4096."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> "Layout":
+        """Lay (shape, dtype) pairs out one after the other."""
+        shapes, dtypes, offsets, end = [], [], [], 0
+        for shape, dtype in tensors:
+            shapes.append(tuple(shape))
+            dtypes.append(dtype)
+            offsets.append(round_up(end, TENSOR_ALIGNMENT))
+            end = offsets[-1] + math.prod(shape) * dtype.itemsize
+        return cls(tuple(shapes), tuple(dtypes), tuple(offsets), round_up(end))
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Contiguous tensors that share the bytes of ``memory``, a uint8 tensor of at least ``nbytes`` elements.
+
+        Raises InputError when it is something else or too short.
+        """
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < self.nbytes:
+            raise InputError(
+                f"this layout needs a one-dimensional uint8 tensor of at least {self.nbytes} elements, "
+                f"not {memory.dtype} of shape {tuple(memory.shape)}"
+            )
+        return [
+            memory.narrow(0, offset, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
+        ]

@@ -1,0 +1,67 @@
+"""Bytes, rates and durations between text and numbers."""
+
+import re
+
+from tapestream.errors import InputError
+
+_FACTOR = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_nbytes(text: str | int) -> int:
+    """Bytes from ``"2.5 GiB"``, ``"25GB"``, ``"1048576"`` or an int.
+
+    GiB is 2**30, GB is 10**9. Raises InputError on anything else, negative numbers included.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise InputError(f"a size in bytes is an int or text such as '8GiB', not {text!r}")
+    if isinstance(text, int):
+        if text < 0:
+            raise InputError(f"a size in bytes cannot be negative: {text}")
+        return text
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTOR.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise InputError(
+            f"cannot read {text!r} as a size in bytes; write a number and a unit "
+            "(B, kB, MB, GB, TB or KiB, MiB, GiB, TiB), for example '8GiB'"
+        )
+    return round(float(match[1].replace("_", "")) * factor)
+
+
+def parse_rate(text: str | float | int) -> float:
+    """Bytes per second from ``"25GB/s"`` (the ``/s`` may be left out) or a number."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if not text > 0:
+            raise InputError(f"a rate in bytes per second must be positive, not {text!r}")
+        return float(text)
+    value = parse_nbytes(re.sub(r"/\s*s(ec)?\s*$", "", text))
+    if value == 0:
+        raise InputError(f"a rate in bytes per second must be positive, not {text!r}")
+    return float(value)
+
+
+def format_nbytes(nbytes: int | float) -> str:
+    """``1536 -> "1.5 KiB"``: three significant digits, binary units, for people to read."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{value:.0f} B"
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0123 -> "12.3 ms"``, ``75 -> "1 min 15 s"``."""
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError("unreachable")

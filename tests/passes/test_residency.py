@@ -1,0 +1,30 @@
+"""Which values are kept on the device."""
+
+from chains import UPDATES, chains
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tapestream.costs import BlockCost, Profile, StageCost
+from tapestream.ir import Kind, Value
+from tapestream.passes import choose_resident
+from tapestream.passes.memory import block_values
+
+
+@given(chains(), st.sampled_from(UPDATES), st.integers(0, 200), st.integers(0, 200))
+def test_more_room_keeps_a_superset_that_fits(profile: Profile, update, less: int, more: int) -> None:
+    sizes = dict(block_values(profile))
+    small = choose_resident(profile, min(less, more), update=update)
+    large = choose_resident(profile, max(less, more), update=update)
+    assert small <= large
+    assert sum(sizes[value] for value in large) <= max(less, more)
+
+
+def test_the_most_used_bytes_come_first_and_are_spread_over_the_chain() -> None:
+    stages = tuple(StageCost(1.0, 1.0, 1, 1, block=k % 4) for k in range(5))
+    profile = Profile(stages, 1, tuple(BlockCost(10, 10, 20) for _ in range(4)))
+    assert choose_resident(profile, 10, update="step") == {Value(Kind.PARAMETERS, 0)}  # used by two stages
+    assert choose_resident(profile, 20, update="step") == {Value(Kind.PARAMETERS, k) for k in (0, 2)}
+    assert choose_resident(profile, 40, update="backward") == {Value(Kind.PARAMETERS, k) for k in range(4)}
+    everything = choose_resident(profile, 10**6, update="backward")
+    assert Value(Kind.GRADIENT, 0) not in everything  # it never leaves the device before its update
+    assert Value(Kind.OPTIMIZER_STATE, 3) in everything

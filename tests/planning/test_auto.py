@@ -1,0 +1,147 @@
+"""`make_plan`: never worse than any candidate, honest about what does not fit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost, UniformStages
+from tapestream.errors import BudgetError, InputError
+from tapestream.ir import Kind, Tier, Value
+from tapestream.planners import planners
+from tapestream.planning.auto import CANDIDATES, make_plan
+from tapestream.simulate import simulate
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+NEAR = {(HOST, DEVICE): Link(20.0, 0.01), (DEVICE, HOST): Link(15.0, 0.01)}
+FAR = {(DISK, HOST): Link(6.0, 0.1, 2.0), (HOST, DISK): Link(4.0, 0.1, 2.0)}
+MACHINES = (
+    Machine(NEAR),
+    Machine({**NEAR, **FAR}),
+    Machine({(DISK, DEVICE): Link(8.0, 0.0, 2.0), (DEVICE, DISK): Link(6.0, 0.0, 2.0)}),
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, blocks: bool = True) -> Profile:
+    count = draw(st.integers(1, 4)) if blocks else 0
+    costs = tuple(
+        BlockCost(p, draw(st.sampled_from((0, p))), draw(st.sampled_from((0, 2 * p))), draw(st.integers(0, 2)), 0.1)
+        for p in draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
+    )
+    stages = tuple(
+        StageCost(
+            draw(st.sampled_from((1.0, 2.0))), draw(st.sampled_from((1.0, 3.0))), draw(st.integers(1, 8)),
+            draw(st.integers(0, 20)), block=draw(st.integers(0, count - 1)) if count else None,
+        )
+        for _ in range(draw(st.integers(1, 8)))
+    )  # fmt: skip
+    return Profile(stages, 2, costs, turn_nbytes=draw(st.integers(0, 5)))
+
+
+def least(profile: Profile, machine: Machine | None, **knobs: object) -> int:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(profile, 1, machine, **knobs)
+    assert caught.value.least_nbytes is not None
+    return caught.value.least_nbytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(profiles(blocks=False), st.integers(0, 100))
+def test_without_blocks_it_is_the_fastest_candidate(profile: Profile, more: int) -> None:
+    budget = Budget(least(profile, None) + more)
+    plan = make_plan(profile, budget)
+    for name in CANDIDATES:
+        try:
+            other = simulate(planners[name](profile, budget, None), profile, None, budget)
+        except BudgetError:
+            continue
+        assert plan.seconds <= other.makespan_seconds
+    assert {name for name, _, _ in plan.alternatives} == set(CANDIDATES)
+    assert make_plan(profile, Budget(least(profile, None) + more + 10)).seconds <= plan.seconds
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_with_blocks_it_fits_and_is_never_worse_than_a_named_planner(data: st.DataObject) -> None:
+    profile, machine = data.draw(profiles()), data.draw(st.sampled_from(MACHINES))
+    knobs = {
+        "update": data.draw(st.sampled_from(("step", "backward", None))),
+        "accumulate": data.draw(st.booleans()),
+        "home": data.draw(st.sampled_from((None, DISK, DEVICE))) if machine is not MACHINES[0] else None,
+    }
+    bytes_needed = least(profile, machine, **knobs)
+    budget = Budget(bytes_needed + data.draw(st.integers(0, 120)))
+    plan = make_plan(profile, budget, machine, **knobs)
+    assert simulate(plan.schedule, profile, machine, budget) == plan.simulation
+    name = data.draw(st.sampled_from(CANDIDATES))
+    try:
+        named = make_plan(profile, budget, machine, planner=name, **knobs)
+    except BudgetError as error:
+        assert error.least_nbytes is not None
+        assert error.least_nbytes > budget.device_nbytes
+        assert make_plan(profile, error.least_nbytes, machine, planner=name, **knobs).peak_nbytes <= error.least_nbytes
+    else:
+        assert plan.seconds <= named.seconds
+
+
+@settings(deadline=None, max_examples=25)
+@given(profiles(), st.sampled_from(("step", "backward", None)), st.sampled_from(MACHINES))
+def test_everything_that_fits_stays(profile: Profile, update, machine: Machine) -> None:
+    plan = make_plan(profile, 10**6, machine, update=update)
+    assert plan.simulation.bytes_moved == {}
+    assert plan.overhead == pytest.approx(1.0)
+    at_its_peak = make_plan(profile, plan.peak_nbytes, machine, update=update)
+    assert at_its_peak.simulation.bytes_moved == {}
+    assert at_its_peak.seconds == plan.seconds
+
+
+@pytest.mark.parametrize("update", ["step", "backward", None])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_more_budget_is_never_slower(machine: Machine, update: str | None) -> None:
+    stages = tuple(StageCost(1.0 + k % 3, 2.0, 4, 10 + k % 5, block=k) for k in range(12))
+    profile = Profile(stages, 4, tuple(BlockCost(10 + k % 4, 10 + k % 4, 20, 1) for k in range(12)))
+    low, high = least(profile, machine, update=update), make_plan(profile, None, machine, update=update).peak_nbytes
+    budgets = [low + (high - low) * i // 8 for i in range(9)]
+    seconds = [make_plan(profile, budget, machine, update=update).seconds for budget in budgets]
+    # The splits tried depend on the budget, so a little more of it may meet a slightly worse grid.
+    assert all(later <= 1.05 * earlier for earlier, later in zip(seconds, seconds[1:], strict=False))
+    assert seconds[-1] < seconds[0]
+
+
+def test_named_values_stay_and_the_others_come_from_home() -> None:
+    profile = Profile(
+        (StageCost(1.0, 1.0, 2, 3, block=0), StageCost(1.0, 1.0, 2, 3, block=1)), 2, (BlockCost(5, 5),) * 2
+    )
+    kept = frozenset({Value(Kind.PARAMETERS, 0)})
+    plan = make_plan(profile, None, MACHINES[0], update="step", resident=kept)
+    assert (Value(Kind.PARAMETERS, 0), DEVICE) in plan.schedule.resident
+    assert (Value(Kind.PARAMETERS, 1), HOST) in plan.schedule.resident
+
+
+def test_the_error_says_what_works_and_what_else_would() -> None:
+    profile = Profile((StageCost(1.0, 1.0, 8, 8, block=0),) * 4, 8, (BlockCost(10, 10, 20),))
+    with pytest.raises(BudgetError, match=r"20 bytes.*least found to work is .*update='step'") as caught:
+        make_plan(profile, 20, MACHINES[0], update="backward")
+    assert make_plan(profile, caught.value.least_nbytes, MACHINES[0], update="backward").seconds > 0
+    with pytest.raises(BudgetError, match="home="):
+        make_plan(profile, 20, update="step")
+    with pytest.raises(BudgetError, match="HOST"):
+        make_plan(profile, Budget(80, host=3), MACHINES[0], update="step")
+
+
+def test_a_long_loop_with_parameters_on_the_device_keeps_its_tree() -> None:
+    profile = Profile(UniformStages(StageCost(1.0, 1.0, 4, 4, block=0), 3000), 4, (BlockCost(8, 8, 16),))
+    plan = make_plan(profile, update="step")
+    assert plan.overhead == pytest.approx(1.0)
+    assert plan.schedule.size == 2 * 3000 + 2 + 3
+
+
+def test_wrong_arguments_are_named() -> None:
+    profile = Profile.uniform(4)
+    with pytest.raises(InputError, match="knobs"):
+        make_plan(profile, slots=2)
+    with pytest.raises(InputError, match="no planner"):
+        make_plan(profile, planner="rotr")
+    with pytest.raises(InputError, match="update"):
+        make_plan(profile, update="later")
+    assert make_plan(profile, planner="periodic", segments=2).planner == "periodic"

@@ -1,0 +1,235 @@
+"""The pool: exact accounting, reuse, limits."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapestream.errors import BudgetError, InputError, StorageError
+from tapestream.ir import Tier
+from tapestream.storage import DiskFolder, Pool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = DiskFolder(tmp_path)
+    yield folder
+    folder.close()
+
+
+def make(folder=None, **limits):
+    return Pool(CPU, folder=folder, limits={Tier[name]: limit for name, limit in limits.items()}, pin=False)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001])
+def test_memory_is_exact_and_aligned(tier, nbytes):
+    region = make().allocate(tier, nbytes)
+    assert region.memory.dtype == torch.uint8
+    assert region.memory.shape == (nbytes,)
+    assert region.memory.data_ptr() % 4096 == 0 or nbytes == 0
+    assert (region.tier, region.nbytes, region.extent) == (tier, nbytes, None)
+    with pytest.raises(TypeError):
+        _ = region.file
+
+
+def test_disk_regions_are_files(folder):
+    pool = make(folder)
+    region = pool.allocate(Tier.DISK, 5000)
+    assert region.tensor is None
+    assert region.file.nbytes == 5000
+    with pytest.raises(TypeError):
+        _ = region.memory
+    pool.release(region)
+    assert region.file.path.exists()
+    pool.trim(Tier.DISK)
+    assert not region.file.path.exists()
+
+
+def test_disk_without_a_folder_is_refused():
+    with pytest.raises(InputError, match="folder="):
+        make().allocate(Tier.DISK, 1)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_a_released_region_serves_the_next_request_of_its_size(folder, tier):
+    pool = make(folder)
+    region = pool.allocate(tier, 8192)
+    pool.release(region)
+    assert region.generation == 1
+    assert pool.allocate(tier, 8192) is region
+    assert pool.allocate(tier, 8192) is not region
+
+
+def test_a_mapped_extent_is_not_reused(folder):
+    pool = make(folder)
+    region = pool.allocate(Tier.DISK, 8192)
+    mapping = region.file.map().fill_(3)
+    pool.release(region)
+    other = pool.allocate(Tier.DISK, 8192)
+    other.file.write_from(torch.zeros(8192, dtype=torch.uint8))
+    assert other is not region
+    assert bool((mapping == 3).all())
+
+
+def test_released_memory_really_goes():
+    pool = make()
+    freed = []
+    for other_size in (False, True):
+        region = pool.allocate(Tier.DEVICE, 8192)
+        weakref.finalize(region.tensor, freed.append, other_size)
+        pool.release(region)
+        del region
+        gc.collect()
+        assert freed == ([False] if other_size else [])  # it waits for reuse
+        pool.allocate(Tier.DEVICE, 4096) if other_size else pool.trim()
+    assert freed == [False, True]
+
+
+def test_limits(folder):
+    for tier in Tier:
+        pool = make(folder, **{tier.name: 10_000})
+        kept = [pool.allocate(tier, 4096), pool.allocate(tier, 4096)]
+        with pytest.raises(BudgetError, match=f"4096 bytes.*{tier.name}.*8192 bytes are held.*10000 allowed.*12288"):
+            pool.allocate(tier, 4096)
+        pool.allocate(tier, 1808)
+        assert pool.held_nbytes(tier) == 10_000
+        pool.release(kept.pop())
+        pool.allocate(tier, 4000)  # the released one of another size makes way
+        assert pool.held_nbytes(tier) == 9904
+        if tier is Tier.DISK:
+            assert len(list(folder.path.glob("extent-*"))) == 3
+        pool.close()
+
+
+def test_memory_that_the_system_refuses():
+    pool = make()
+    with pytest.raises(StorageError, match=r"DEVICE.*was refused"):
+        pool.allocate(Tier.DEVICE, 2**60)
+    assert pool.held_nbytes(Tier.DEVICE) == 0
+    pool.allocate(Tier.DEVICE, 10)
+
+
+def test_regions_are_released_once_and_to_their_pool():
+    pool, other = make(), make()
+    region = pool.allocate(Tier.DEVICE, 10)
+    with pytest.raises(StorageError, match="not in use"):
+        other.release(region)
+    pool.release(region)
+    with pytest.raises(StorageError, match="not in use"):
+        pool.release(region)
+
+
+def test_a_forgotten_region_belongs_to_its_tensors():
+    pool = make()
+    region = pool.allocate(Tier.DEVICE, 4096)
+    tensor = region.memory.fill_(4)
+    pool.forget(region)
+    assert pool.held_nbytes(Tier.DEVICE) == 0
+    assert pool.allocate(Tier.DEVICE, 4096).memory.data_ptr() != tensor.data_ptr()
+    with pytest.raises(StorageError, match="cannot be left"):
+        pool.forget(region)
+    with pytest.raises(StorageError, match="cannot be left"):
+        pool.forget(pool.allocate(Tier.HOST, 10))
+
+
+def test_close_gives_everything_back(folder):
+    pool = make(folder)
+    used, idle = pool.allocate(Tier.DISK, 10), pool.allocate(Tier.DISK, 20)
+    pool.release(idle)
+    pool.close()
+    pool.close()
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    assert used.generation == 1
+    assert pool.held_nbytes(Tier.DISK) == 0
+    with pytest.raises(StorageError, match="closed"):
+        pool.allocate(Tier.DEVICE, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([Tier.DEVICE, Tier.HOST]), st.integers(-3, 5)), max_size=40))
+def test_accounts_agree_with_a_naive_count(steps):
+    pool = make()
+    live, peak = {Tier.DEVICE: [], Tier.HOST: []}, dict.fromkeys(Tier, 0)
+    for tier, size in steps:
+        if size >= 0:
+            live[tier].append(pool.allocate(tier, size * 100))
+        elif live[tier]:
+            pool.release(live[tier].pop(size % len(live[tier])))
+        held = sum(region.nbytes for region in live[tier])
+        peak[tier] = max(peak[tier], held)
+        assert pool.held_nbytes(tier) == held
+        assert pool.peak_nbytes(tier) == peak[tier]
+        starts = sorted((r.memory.data_ptr(), r.nbytes) for regions in live.values() for r in regions if r.nbytes)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(starts))
+    pool.reset_peak()
+    assert pool.peak_nbytes(Tier.DEVICE) == pool.held_nbytes(Tier.DEVICE)
+
+
+class RefusingRuntime:
+    """Stands in for the CUDA runtime of a system that page-locks nothing."""
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        return 2
+
+
+def test_a_refused_page_lock_is_reported_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", RefusingRuntime)
+    pool = Pool(CPU, folder=None, limits={}, pin=True)
+    with pytest.warns(UserWarning, match=r"refused to page-lock 8.00 KiB \(CUDA error 2\)"):
+        first = pool.allocate(Tier.HOST, 8192)
+    second = pool.allocate(Tier.HOST, 8192)  # warnings are errors here, so a second report would fail
+    assert first.memory.data_ptr() != second.memory.data_ptr()
+    pool.close()
+
+
+class GrantingRuntime:
+    """Stands in for a CUDA runtime; knows what is page-locked."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert address % 4096 == 0
+        assert address not in self.locked
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+def test_pinned_regions_stay_locked_until_their_memory_is_needed(monkeypatch):
+    runtime, synchronized = GrantingRuntime(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    pool = Pool(CPU, folder=None, limits={Tier.HOST: 10_000}, pin=True)
+    region = pool.allocate(Tier.HOST, 5000)
+    pool.release(region)
+    pool.trim()
+    assert list(runtime.locked.values()) == [5000]
+    assert pool.allocate(Tier.HOST, 5000) is region
+    pool.release(region)
+    pool.allocate(Tier.HOST, 3000)
+    assert sorted(runtime.locked.values()) == [3000, 5000]
+    assert not synchronized
+    pool.allocate(Tier.HOST, 4000)  # 12000 with the idle one: it goes, after the device is done with it
+    assert sorted(runtime.locked.values()) == [3000, 4000]
+    assert synchronized == [CPU]
+    pool.close()
+    assert runtime.locked == {}
+
+
+def test_a_dropped_pool_unlocks_its_memory(monkeypatch):
+    runtime = GrantingRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    region = Pool(CPU, folder=None, limits={}, pin=True).allocate(Tier.HOST, 5000)
+    gc.collect()
+    assert runtime.locked == {}
+    assert region.memory.numel() == 5000

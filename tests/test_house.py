@@ -1,0 +1,118 @@
+"""The rules of the house that neither ruff, mypy nor import-linter check."""
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tapestream import errors
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tapestream"
+MOST_LINES_OF_A_FILE = 350
+MOST_LINES_OF_A_FUNCTION = 60
+TEST_FOLDERS_WITHOUT_A_PACKAGE = {"oracles", "golden", "gpu"}
+
+
+def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+    """Every source file that is not empty: path below ``src``, text, tree."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if text := path.read_text():
+            yield path.relative_to(SOURCE.parent), text, ast.parse(text)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def test_files_and_functions_are_short() -> None:
+    long = [f"{path}: {len(text.splitlines())} lines" for path, text, _ in modules()
+            if len(text.splitlines()) > MOST_LINES_OF_A_FILE]  # fmt: skip
+    for path, _, tree in modules():
+        for function in functions(tree):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            if lines > MOST_LINES_OF_A_FUNCTION:
+                long.append(f"{path}:{function.lineno} {function.name}: {lines} lines")
+    assert not long
+
+
+def test_modules_and_what_they_offer_have_docstrings() -> None:
+    bare = [str(path) for path, _, tree in modules() if not ast.get_docstring(tree)]
+    for path, _, tree in modules():
+        for node in tree.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if not overload and not ast.get_docstring(node):
+                    bare.append(f"{path}:{node.lineno} {node.name}")
+    assert not bare
+
+
+def test_no_mutable_state_in_modules() -> None:
+    """Tables in capitals and `__all__` may be lists and dicts; anything else at module level may not."""
+    found = []
+    for path, _, tree in modules():
+        found += [f"{path}:{node.lineno} global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.append(node.target.id)
+            value = getattr(node, "value", None)
+            display = isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+            made = isinstance(value, ast.Call) and ast.unparse(value.func) in {"list", "dict", "set", "defaultdict"}
+            found += [
+                f"{path}:{node.lineno} {name}"
+                for name in names
+                if (display or made) and name != "__all__" and not name.isupper()
+            ]
+    assert not found
+
+
+def test_no_stubs() -> None:
+    found = [f"{path}: {word}" for path, text, _ in modules() for word in re.findall(r"\b(?:TODO|FIXME)\b", text)]
+    for path, _, tree in modules():
+        raised = (node for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc)
+        found += [f"{path}:{node.lineno}" for node in raised if "NotImplementedError" in ast.unparse(node)]
+    assert not found
+
+
+def test_public_names_exist_once_each() -> None:
+    for path, _, _ in modules():
+        if path.name == "__init__.py":
+            module = importlib.import_module(".".join(path.parent.parts))
+            names = list(getattr(module, "__all__", []))
+            assert len(names) == len(set(names)), path
+            assert [name for name in names if not hasattr(module, name)] == [], path
+
+
+def test_every_package_has_an_init_file() -> None:
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_tests_lie_where_their_source_does() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests").parts[:1] for path in (ROOT / "tests").rglob("*.py")} - {()}
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    assert {folder for (folder,) in folders} <= packages | TEST_FOLDERS_WITHOUT_A_PACKAGE
+
+
+def test_the_drawn_tree_of_errors_is_the_real_one() -> None:
+    drawn = dict(re.findall(r"[├└]── (\w+) .*?(?:\(also an? (\w+)\))?$", errors.__doc__ or "", re.MULTILINE))
+    real = {
+        error.__name__: error.__bases__[1].__name__
+        for error in vars(errors).values()
+        if isinstance(error, type) and error.__bases__[0] is errors.TapestreamError
+    }
+    assert drawn == real
+
+
+def test_constraints_pin_every_requirement_exactly() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    assert all(re.fullmatch(r"[\w.-]+==\d[\w.]*", line) for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
+    names = {re.split(r"[\[<>=~! ]", requirement)[0].lower() for requirement in wanted} - {"tapestream"}
+    assert names <= pins
