@@ -1,0 +1,53 @@
+"""Gradients of any size in the memory you have: exact backpropagation under a byte budget."""
+
+from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
+from tapestream.errors import (
+    BudgetError,
+    GradientError,
+    InputError,
+    ScheduleError,
+    StorageError,
+    TapestreamError,
+)
+from tapestream.frontends.chain import Chain
+from tapestream.frontends.optimizer import optimizer
+from tapestream.frontends.plan import plan, report, verify
+from tapestream.frontends.stream import stream, unstream
+from tapestream.ir import Schedule, Tier
+from tapestream.planners import planners
+from tapestream.planning.measure import measure_machine
+from tapestream.planning.plan import Plan
+from tapestream.runner.ambient import recomputing
+from tapestream.simulate import Simulation, simulate
+from tapestream.storage.meter import track_memory
+
+__all__ = [
+    "BlockCost",
+    "Budget",
+    "BudgetError",
+    "Chain",
+    "GradientError",
+    "InputError",
+    "Link",
+    "Machine",
+    "Plan",
+    "Profile",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "StageCost",
+    "StorageError",
+    "TapestreamError",
+    "Tier",
+    "measure_machine",
+    "optimizer",
+    "plan",
+    "planners",
+    "recomputing",
+    "report",
+    "simulate",
+    "stream",
+    "track_memory",
+    "unstream",
+    "verify",
+]

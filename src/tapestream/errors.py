@@ -1,11 +1,11 @@
 """Every exception that tapestream raises on purpose.
 
-    TapestreamError
-    ├── BudgetError          the budget cannot be met (also a ValueError)
-    ├── InputError           an argument, knob, file or model cannot be used as given (also a ValueError)
-    ├── ScheduleError        a schedule breaks a rule of the instruction set (also a ValueError)
-    ├── GradientError        going on would give a wrong gradient (also a RuntimeError)
-    └── StorageError         a folder, file or memory tier failed (also an OSError)
+TapestreamError
+├── BudgetError          the budget cannot be met (also a ValueError)
+├── InputError           an argument, knob, file or model cannot be used as given (also a ValueError)
+├── ScheduleError        a schedule breaks a rule of the instruction set (also a ValueError)
+├── GradientError        going on would give a wrong gradient (also a RuntimeError)
+└── StorageError         a folder, file or memory tier failed (also an OSError)
 """
 
 
@@ -20,9 +20,7 @@ class BudgetError(TapestreamError, ValueError):
     of the stage that binds (None if no single stage does).
     """
 
-    def __init__(
-        self, message: str, *, least_nbytes: int | None = None, stage: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, least_nbytes: int | None = None, stage: int | None = None) -> None:
         super().__init__(message)
         self.least_nbytes = least_nbytes
         self.stage = stage

@@ -1,5 +1,7 @@
 """`make_plan`: never worse than any candidate, honest about what does not fit."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def test_without_blocks_it_is_the_fastest_candidate(profile: Profile, more: int)
     assert make_plan(profile, Budget(least(profile, None) + more + 10)).seconds <= plan.seconds
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_with_blocks_it_fits_and_is_never_worse_than_a_named_planner(data: st.DataObject) -> None:
     profile, machine = data.draw(profiles()), data.draw(st.sampled_from(MACHINES))
@@ -74,13 +76,11 @@ def test_with_blocks_it_fits_and_is_never_worse_than_a_named_planner(data: st.Da
     plan = make_plan(profile, budget, machine, **knobs)
     assert simulate(plan.schedule, profile, machine, budget) == plan.simulation
     name = data.draw(st.sampled_from(CANDIDATES))
-    try:
-        named = make_plan(profile, budget, machine, planner=name, **knobs)
-    except BudgetError as error:
-        assert error.least_nbytes is not None
-        assert error.least_nbytes > budget.device_nbytes
-        assert make_plan(profile, error.least_nbytes, machine, planner=name, **knobs).peak_nbytes <= error.least_nbytes
-    else:
+    enough = least(profile, machine, planner=name, **knobs)
+    assert enough >= bytes_needed
+    named = make_plan(profile, max(enough, budget.device_nbytes), machine, planner=name, **knobs)
+    assert named.peak_nbytes <= max(enough, budget.device_nbytes)
+    if enough <= budget.device_nbytes:
         assert plan.seconds <= named.seconds
 
 
@@ -104,7 +104,7 @@ def test_more_budget_is_never_slower(machine: Machine, update: str | None) -> No
     budgets = [low + (high - low) * i // 8 for i in range(9)]
     seconds = [make_plan(profile, budget, machine, update=update).seconds for budget in budgets]
     # The splits tried depend on the budget, so a little more of it may meet a slightly worse grid.
-    assert all(later <= 1.05 * earlier for earlier, later in zip(seconds, seconds[1:], strict=False))
+    assert all(later <= 1.05 * earlier for earlier, later in pairwise(seconds))
     assert seconds[-1] < seconds[0]
 
 
@@ -125,8 +125,9 @@ def test_the_error_says_what_works_and_what_else_would() -> None:
     assert make_plan(profile, caught.value.least_nbytes, MACHINES[0], update="backward").seconds > 0
     with pytest.raises(BudgetError, match="home="):
         make_plan(profile, 20, update="step")
+    nbytes = least(profile, MACHINES[0], update="step")
     with pytest.raises(BudgetError, match="HOST"):
-        make_plan(profile, Budget(80, host=3), MACHINES[0], update="step")
+        make_plan(profile, Budget(nbytes, host=3), MACHINES[0], update="step")
 
 
 def test_a_long_loop_with_parameters_on_the_device_keeps_its_tree() -> None:

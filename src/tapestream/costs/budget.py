@@ -36,9 +36,7 @@ class Budget:
         return (self.device_nbytes, self.host_nbytes, self.disk_nbytes)[tier]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Budget) and all(
-            self.nbytes(tier) == other.nbytes(tier) for tier in Tier
-        )
+        return isinstance(other, Budget) and all(self.nbytes(tier) == other.nbytes(tier) for tier in Tier)
 
     def __hash__(self) -> int:
         return hash(tuple(self.nbytes(tier) for tier in Tier))

@@ -56,9 +56,7 @@ class Profile:
         distinct = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         for cost in distinct:
             if cost.block is not None and not 0 <= cost.block < len(self.blocks):
-                raise InputError(
-                    f"Profile: a stage uses block {cost.block}, but there are {len(self.blocks)} blocks"
-                )
+                raise InputError(f"Profile: a stage uses block {cost.block}, but there are {len(self.blocks)} blocks")
 
     @classmethod
     def uniform(
@@ -102,9 +100,7 @@ class Profile:
     def without_blocks(self) -> "Profile":
         """The same chain with parameters costing nothing: what planners of recomputation alone look at."""
         if isinstance(self.stages, UniformStages):
-            stages: Sequence[StageCost] = UniformStages(
-                replace(self.stages.cost, block=None), self.stages.count
-            )
+            stages: Sequence[StageCost] = UniformStages(replace(self.stages.cost, block=None), self.stages.count)
         else:
             stages = tuple(replace(cost, block=None) for cost in self.stages)
         return replace(self, stages=stages, blocks=())

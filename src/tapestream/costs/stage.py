@@ -35,9 +35,7 @@ class StageCost:
         for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
                      "forward_extra_nbytes", "backward_extra_nbytes"):  # fmt: skip
             if not getattr(self, name) >= 0:
-                raise InputError(
-                    f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}"
-                )
+                raise InputError(f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}")
 
     @property
     def recorded_seconds(self) -> float:

@@ -40,6 +40,7 @@ class BlockStore:
     ) -> None:
         self.pool, self.engine, self.blocks, self.uses = pool, engine, blocks, uses
         self.home, self.device = home, device
+        self.direct = engine.name not in ("cuda", "fake_streams")  # whether disk and device are one hop apart
         self.updater: Updater | None = None
         self.resident: frozenset[Value] = frozenset()
         self.regions: dict[tuple[Value, Tier], Region] = {}
@@ -48,6 +49,7 @@ class BlockStore:
         self._dirty: set[Value] = set()  # on the device, newer than at home
         self._unpublished: dict[int, list[int]] = {}
         self.modules: Sequence[nn.Module] = ()
+        self.updater_is_eager = False  # update="backward"
 
     # -- what the interpreter asks (the protocol `Blocks`) -----------------------------------------------------------
 
@@ -55,6 +57,8 @@ class BlockStore:
         """Start copying one value."""
         if value.kind is Kind.GRADIENT and source is Tier.DEVICE:
             self._gather(value)
+        if source is self.home:
+            self._region(value, source)  # state that no update has written yet has no bytes so far
         if (value, source) not in self.regions:
             return  # another live call has settled the store meanwhile
         there = self._region(value, target)
@@ -88,13 +92,17 @@ class BlockStore:
         gradients = self.fresh.pop(block, None)
         if gradients is None:
             gradients = self._gradients_at(block)
-        state = self.regions.get((Value(Kind.OPTIMIZER_STATE, block), Tier.DEVICE))
-        views = [] if state is None else this.state_views(state.memory)
-        used = self._device_regions(block)
+        value = Value(Kind.OPTIMIZER_STATE, block)
+        views = this.state_views(self._region(value, Tier.DEVICE).memory) if this.state_slots else []
+        used = self._device_regions(block, update=True)
         self.engine.compute_begins(used)
         self.updater.run(this, gradients, views)
         self.engine.compute_ended(used)
         self._dirty.update((Value(Kind.PARAMETERS, block), Value(Kind.OPTIMIZER_STATE, block)))
+
+    def has_gradient(self, block: int) -> bool:
+        """Whether this call has left a gradient for the block."""
+        return bool(self.fresh.get(block))
 
     def compute_begins(self, block: int | None) -> None:
         """A stage is about to use ``block``; released regions must not linger beside the stage's own memory."""
@@ -172,8 +180,7 @@ class BlockStore:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""
         self.blocks.append(block)
         value = Value(Kind.PARAMETERS, block.index)
-        first = Tier.DEVICE if self.home is Tier.DISK and self.device.type == "cpu" else self.home
-        first = Tier.HOST if self.home is Tier.DISK and self.device.type == "cuda" else first
+        first = self.home if self.home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
         with torch.no_grad():
             staging = self._region(value, first)
             for view, parameter in zip(block.views(staging.memory), block.parameters, strict=True):
@@ -199,6 +206,24 @@ class BlockStore:
         if self.tier_of(value) is not Tier.DEVICE:
             self._show(value, self.home)
             self._release(value, Tier.DEVICE)
+
+    def exists(self, value: Value) -> bool:
+        """Whether the value has bytes where it lives."""
+        return (value, self.tier_of(value)) in self.regions
+
+    def drop(self, kind: Kind) -> None:
+        """Forget all values of one kind."""
+        for value, tier in list(self.regions):
+            if value.kind is kind:
+                self._release(value, tier)
+
+    def update_all(self) -> None:
+        """Update every block that has a gradient, one after the other, without a plan."""
+        for block in self.blocks:
+            self.lend(block.index)
+            self._fetch_state(block.index)
+            self.update(block.index)
+            self.settle()
 
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
@@ -246,7 +271,7 @@ class BlockStore:
             self.pool.release(region)
 
     def _copy_now(self, value: Value, source: Tier, target: Tier) -> None:
-        through = Tier.HOST if {source, target} == {Tier.DEVICE, Tier.DISK} and self.device.type == "cuda" else None
+        through = None if self.direct or {source, target} != {Tier.DEVICE, Tier.DISK} else Tier.HOST
         for here, there in ((source, through or target), (through, target)):
             if here is None:
                 continue
@@ -267,8 +292,9 @@ class BlockStore:
                     parameter.grad = None if tier is Tier.DEVICE else parameter.grad.cpu()
             self._show(value, tier)
 
-    def _device_regions(self, block: int) -> list[Region]:
-        kinds = (Kind.PARAMETERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+    def _device_regions(self, block: int, *, update: bool = False) -> list[Region]:
+        """What a stage that uses the block, or its update, touches."""
+        kinds = (Kind.PARAMETERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE) if update else (Kind.PARAMETERS,)
         found = (self.regions.get((Value(kind, block), Tier.DEVICE)) for kind in kinds)
         return [region for region in found if region is not None]
 
@@ -316,16 +342,17 @@ class BlockStore:
         value = Value(Kind.GRADIENT, block)
         if self.updater is not None and self.updater_is_eager:
             self.lend(block)
-            state = Value(Kind.OPTIMIZER_STATE, block)
-            if self._nbytes(state) and (state, Tier.DEVICE) not in self.regions:
-                self._copy_now(state, self.home, Tier.DEVICE)
+            self._fetch_state(block)
             self.update(block)
             return
         self._gather(value)
         self._copy_now(value, Tier.DEVICE, self.home)
         self._release(value, Tier.DEVICE)
 
-    updater_is_eager = False
+    def _fetch_state(self, block: int) -> None:
+        state = Value(Kind.OPTIMIZER_STATE, block)
+        if self._nbytes(state) and (state, Tier.DEVICE) not in self.regions:
+            self._copy_now(state, self.home, Tier.DEVICE)
 
     def _publish(self) -> None:
         """Let ``.grad`` of the parameters be the gradients that came home."""
@@ -363,8 +390,6 @@ def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def _after_accumulation(parameter: torch.Tensor) -> None:
-    hooks: Mapping[int, Callable[[torch.Tensor], None]] = getattr(
-        parameter, "_post_accumulate_grad_hooks", None
-    ) or {}
+    hooks: Mapping[int, Callable[[torch.Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for hook in hooks.values():
         hook(parameter)

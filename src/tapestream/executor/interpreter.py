@@ -42,6 +42,7 @@ class Blocks(Protocol):
     def wait(self, value: Value, tier: Tier) -> None: ...
     def free(self, value: Value, tier: Tier) -> None: ...
     def update(self, block: int) -> None: ...
+    def has_gradient(self, block: int) -> bool: ...
     def compute_begins(self, stage: int) -> None: ...
     def compute_ended(self, stage: int) -> None: ...
     def backward_ended(self, stage: int, sums: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None: ...
@@ -147,6 +148,15 @@ class Interpreter:
         self.kept.clear()
         self.tapes.clear()
         self.cotangents.clear()
+
+    def run_step(self) -> None:
+        """The step phase alone."""
+        while self._pending is not None and self._pending != Phase(PhaseKind.STEP):
+            self._next()
+        if self._pending is not None:
+            self._next()
+        while self._pending is not None:
+            self._step()
 
     def _enter(self, kind: PhaseKind) -> None:
         """Go on to phase ``kind``, finishing what is left of the phase before."""

@@ -73,9 +73,7 @@ class Parcels:
         sources = parcel.copies[source]
         targets = parcel.copies.get(target) or [self._pool.allocate(target, r.nbytes) for r in sources]
         parcel.copies[target] = targets
-        parcel.tickets[target] = [
-            self._engine.copy(a, b) for a, b in zip(sources, targets, strict=True)
-        ]
+        parcel.tickets[target] = [self._engine.copy(a, b) for a, b in zip(sources, targets, strict=True)]
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Until the copies into ``tier`` have ended."""

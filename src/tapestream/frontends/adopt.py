@@ -8,9 +8,7 @@ from torch import nn
 from tapestream.errors import InputError
 
 
-def parameter_groups(
-    model: nn.Module, blocks: Sequence[nn.Module]
-) -> tuple[list[list[int]], list[int | None]]:
+def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[list[int]], list[int | None]]:
     """Blocks that share parameters form one group: positions per group, and the group of each position (None: no parameters).
 
     Raises InputError for a parameter that a block shares with code outside the blocks.

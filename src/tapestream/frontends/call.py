@@ -72,9 +72,7 @@ class StreamCall:
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
-        stages = self.stages[segment] = [
-            Stage(position, torch.nn.Identity()) for position in planned.positions
-        ]
+        stages = self.stages[segment] = [Stage(position, torch.nn.Identity()) for position in planned.positions]
         uses = [self.store.uses[position] for position in planned.positions]
         view = _SegmentView(self.store, uses)
         runner = Runner(
@@ -165,14 +163,18 @@ class _BlockNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: StreamCall, segment: int, k: int, template: list[State], anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        call: StreamCall,
+        segment: int,
+        k: int,
+        template: list[State],
+        anchor: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.place = call, (segment, k)
         out = call.forward(segment, k)
-        ctx.mark_non_differentiable(
-            *(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires)
-        )
+        ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         template.append(State((), out.requires, out.others, out.slots, out.spec))
         return tuple(t.detach() for t in out.tensors)
 
@@ -189,7 +191,8 @@ class _SegmentView:
     def __init__(self, store: BlockStore, uses: list[int | None]) -> None:
         self._store, self._uses = store, uses
         self._last_use = {b: k for k, b in reversed(list(enumerate(uses))) if b is not None}
-        self.start, self.wait, self.free, self.update = store.start, store.wait, store.free, store.update
+        self.start, self.wait, self.free = store.start, store.wait, store.free
+        self.update, self.has_gradient = store.update, store.has_gradient
 
     def compute_begins(self, stage: int) -> None:
         self._store.compute_begins(self._uses[stage])

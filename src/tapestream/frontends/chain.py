@@ -1,6 +1,7 @@
 """`Chain`: stages one after the other as one differentiable function under a budget."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.check import check_deterministic
+from tapestream.frontends.given import fit_given_plan
 from tapestream.ir.actions import PhaseKind
 from tapestream.planning.auto import make_plan
 from tapestream.planning.cache import PlanCache, Prepared
@@ -65,6 +67,10 @@ class Chain(nn.Module):
                 "make a plan for this chain (plan=None)"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.
+        return {**self.__dict__, "_plans": PlanCache(), "_live_nbytes": 0}
+
     @property
     def plan(self) -> Plan | None:
         """The plan of the last call, None before the first one that needs gradients."""
@@ -95,17 +101,17 @@ class Chain(nn.Module):
 
     def _prepare(self, initial: State, device: torch.device) -> Prepared:
         mode = tuple(stage.mode() for stage in self._stages)
-        found = self._plans.find(initial, mode, device, live=self._live_nbytes > 0)
+        found = self._plans.find(initial, mode, device, live=self._live_nbytes)
         if found is not None:
             return found
         if self.verify:
             check_deterministic(self._stages, initial, device)
         profile, traits, last = profile_stages(self._stages, initial, device)
         if self._given is not None:
-            plan = self._given.for_profile(profile)
+            plan = fit_given_plan(self._given, profile, self._room(device))
         else:
             plan = make_plan(profile, self._room(device), None, planner=self.planner, **self._knobs)
-        return self._plans.add(initial, mode, device, plan, traits, last, live=self._live_nbytes > 0)
+        return self._plans.add(initial, mode, device, plan, traits, last, live=self._live_nbytes)
 
     def _room(self, device: torch.device) -> Budget:
         allowed = self.budget.device_nbytes
@@ -164,7 +170,7 @@ class _Call:
         self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner)
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None
-        self._held = prepared.plan.device_nbytes
+        self._held = prepared.plan.peak_nbytes
         chain._live_nbytes += self._held
 
     def run(self) -> State:
@@ -185,7 +191,8 @@ class _Call:
                 f"{self.chain._stages[-1].name} returned another structure ({out.spec}) than when it was profiled "
                 f"({self.prepared.output.spec}); a stage must return the same structure for the same shapes"
             )
-        self.output = out
+        # The structure alone: tensors that a node's own call holds would keep the node alive for ever.
+        self.output = replace(out, tensors=())
         return out
 
     def differentiate(self, cotangents: Gradients) -> tuple[Gradients, dict[int, torch.Tensor]]:
@@ -224,9 +231,7 @@ class _ChainNode(torch.autograd.Function):
         ctx.call, ctx.states = call, states
         ctx.leaves = [id(leaf) for leaf in inputs[states:]]
         out = call.run()
-        ctx.mark_non_differentiable(
-            *(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires)
-        )
+        ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         return out.tensors
 
     @staticmethod

@@ -161,8 +161,7 @@ class Observation:
         assert segment.travellers is not None
         segment.travellers.follow(state, out)
         self._last = tuple(
-            t.detach().requires_grad_(requires)
-            for t, requires in zip(out.tensors, out.requires, strict=True)
+            t.detach().requires_grad_(requires) for t, requires in zip(out.tensors, out.requires, strict=True)
         )
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside()

@@ -71,12 +71,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
                     **handle.knobs,
                 )
             )
-    resident = frozenset(
-        value
-        for plan in plans
-        for value, tier in plan.schedule.resident
-        if tier is Tier.DEVICE
-    )
+    resident = frozenset(value for plan in plans for value, tier in plan.schedule.resident if tier is Tier.DEVICE)
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     traits = tuple(segment.traits for segment in segments)
     return Prepared(tuple(segments), tuple(plans), traits, order, resident, handle.update)
@@ -84,9 +79,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
 
 def outside_nbytes(handle: "Streamed") -> int:
     """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
-    total = sum(
-        p.nbytes * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in handle.outside_parameters()
-    )
+    total = sum(p.nbytes * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in handle.outside_parameters())
     return total + sum(b.nbytes for b in handle.model.buffers())
 
 

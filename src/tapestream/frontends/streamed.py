@@ -1,7 +1,8 @@
 """`Streamed`: the handle behind a streamed model; watches calls, keeps plans, owns the store."""
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,15 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
+from tapestream.executor.engines.protocol import EngineStatistics
+from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes, host_nbytes
 from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
 from tapestream.frontends.call import StreamCall, apply_block
 from tapestream.frontends.observe import Observation
 from tapestream.frontends.prepare import Prepared, prepare
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import Kind, Tier
+from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.measure import measure_machine
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
@@ -72,6 +76,7 @@ class Streamed:
         self.pool = Pool(device, folder=self.folder, limits=limits, pin=device.type == "cuda")
         self.engine = make_engine(engine, device)
         self.update: str | None = None
+        self.optimizer: StreamedOptimizer | None = None
         try:
             self.store = self._adopt(home)
         except BaseException:
@@ -81,12 +86,14 @@ class Streamed:
         self._observation: Observation | None = None
         self._call: StreamCall | None = None
         self.last: Prepared | None = None
+        self._bypass = False
+        self._counted: EngineStatistics | None = None
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
 
     def call_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own ``__call__``."""
-        if not torch.is_grad_enabled():
+        if self._bypass or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if self._call is not None and self._call.pending:
             self._call.check_second()
@@ -107,6 +114,8 @@ class Streamed:
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A block's ``__call__``, within the model's."""
+        if self._bypass:
+            return original(*args, **kwargs)
         if self._observation is not None:
             return self._observation.observe(position, original, args, kwargs)
         if not torch.is_grad_enabled():
@@ -146,12 +155,41 @@ class Streamed:
         """Forget all plans: the optimizer, or what is trainable, has changed."""
         self._prepared.clear()
 
+    def prepare_for(self, args: tuple[Any, ...]) -> Prepared:
+        """The plans for a call with these arguments, without running it."""
+        base = type(self.model).__mro__[1]
+        with torch.enable_grad():
+            return self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Inside, the model runs as plain PyTorch with every block on the device."""
+        self._bypass = True
+        try:
+            for block in self.store.blocks:
+                self.store.lend(block.index)
+            yield
+        finally:
+            self._bypass = False
+            self.store.settle()
+
+    def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
+        """Bytes moved per lane and seconds waited since the last call of this."""
+        now = self.engine.statistics()
+        before, self._counted = self._counted, now
+        moved = dict(now.bytes_moved)
+        if before is not None:
+            moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in moved.items()}
+        return moved, now.wait_seconds - (0.0 if before is None else before.wait_seconds)
+
     def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         key = self._signature(args, kwargs)
         found = self._prepared.get(key)
         if found is None:
             self.store.settle()
-            self._observation = Observation(self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify)
+            self._observation = Observation(
+                self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify
+            )
             try:
                 observed = self._observation.run(original, args, kwargs)
             finally:
@@ -168,7 +206,32 @@ class Streamed:
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""
-        return self.optimizer_state_nbytes(parameter)
+        return 0 if self.optimizer is None else self.optimizer.state_nbytes(parameter)
+
+    def attach(self, optimizer: StreamedOptimizer) -> None:
+        """Plan for this optimizer from now on."""
+        if self._call is not None and self._call.pending:
+            raise InputError("ts.optimizer() was called between a forward and its backward; make the optimizer first")
+        self.store.settle()
+        self.store.place(frozenset())
+        self.store.drop(Kind.OPTIMIZER_STATE)
+        self.optimizer, self.update = optimizer, optimizer.update
+        self.store.updater_is_eager = optimizer.update == "backward"
+        self._prepared.clear()
+
+    def run_step(self) -> None:
+        """The step phase of the last plan: every block that has a gradient is updated once."""
+        prepared = self.last
+        if prepared is None or prepared.update != "step":
+            self.store.update_all()
+            return
+        self.store.settle()
+        self.store.place(prepared.resident)
+        try:
+            for plan in prepared.plans:
+                Interpreter(plan.schedule, None, blocks=self.store).run_step()
+        finally:
+            self.store.settle()
 
     def outside_parameters(self) -> list[nn.Parameter]:
         """Parameters that belong to no block: they stay on the device."""

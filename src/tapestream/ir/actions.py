@@ -36,9 +36,7 @@ class Kind(Enum):
         return self in _BY_STAGE
 
 
-_BY_STAGE = frozenset(
-    (Kind.STATE, Kind.SAVED, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT)
-)
+_BY_STAGE = frozenset((Kind.STATE, Kind.SAVED, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +140,7 @@ class Phase:
     kind: PhaseKind
 
 
-Action: TypeAlias = (
-    Forward | Record | Backward | Keep | Restore | Offload | Prefetch | Wait | Free | Update | Phase
-)
+Action: TypeAlias = Forward | Record | Backward | Keep | Restore | Offload | Prefetch | Wait | Free | Update | Phase
 
 
 def shifted(action: Action, by: int) -> Action:

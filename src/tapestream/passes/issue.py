@@ -252,15 +252,16 @@ class _Walk:
     def _make_host_room(self, newcomer: _Transit, position: int) -> None:
         host = int(self.base.host[position]) + newcomer.nbytes
         while host + self.staged > self.limits[Tier.HOST]:
-            movable = next(self._movable(newcomer), None)
+            movable = next(self._movable(newcomer, position), None)
             if movable is None:
                 return
             self._advance(movable, position)
 
-    def _movable(self, newcomer: _Transit) -> Iterator[_Transit]:
-        """Values passing through the host that need no device memory to get out of it."""
+    def _movable(self, newcomer: _Transit, position: int) -> Iterator[_Transit]:
+        """Values passing through the host that can leave it now."""
         for transit in self.moving:
-            if transit is not newcomer and len(transit.path) > 2 and (transit.outward or transit.last):
+            free = transit.outward or transit.last or self._fits(transit.stay, position)
+            if free and transit is not newcomer and len(transit.path) > 2:
                 yield transit
 
 

@@ -1,7 +1,7 @@
 """Parameter streaming: bring parameter blocks in just before they are needed, send them home afterwards."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError
@@ -22,10 +22,10 @@ from tapestream.ir import (
     distinct_nodes,
     series,
 )
-from tapestream.passes.issue import issue
-from tapestream.passes.memory import Footprint, block_values, footprint
+from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode, traffic, uses_of_blocks
-from tapestream.passes.stays import Occupancy, Stay, blocks_of, needs
+from tapestream.passes.stays import Occupancy
+from tapestream.passes.streaming import Streaming, lying
 from tapestream.units import format_nbytes
 
 
@@ -49,7 +49,7 @@ def stream_parameters(
     hops where ``machine`` has no direct link.
 
     `hoist` then moves the copies to where they cost no time. Linear in the schedule's length; its tree is kept
-    when nothing is streamed. Raises BudgetError when the device budget cannot hold what some action needs at
+    when nothing is streamed. Raises BudgetError where copies are needed and the budget cannot hold some action and its blocks at
     once, InputError when ``machine`` lacks a link.
     """
     sizes = dict(block_values(profile))
@@ -58,161 +58,14 @@ def stream_parameters(
     update = None if accumulate else update
     if home is Tier.DEVICE:
         resident = frozenset(sizes)
-    lying = tuple(_lying(sizes, home, resident, accumulate))
+    where = tuple(lying(sizes, home, resident, accumulate))
     if update != "backward" and all(value in resident for value, times in traffic(profile, update).items() if times):
         nodes = [schedule.root, *_step_phase(schedule, profile, update)]
-        return replace(schedule, root=series(*nodes), resident=lying)
+        return replace(schedule, root=series(*nodes), resident=where)
     streaming = Streaming.of(schedule, profile, machine, home=home, update=update, accumulate=accumulate)
     stays = streaming.stays(resident)
     _check_room(streaming.computation, Occupancy(streaming.base, stays).nbytes.tolist(), budget)
     return streaming.issued(stays, resident, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run of neighbouring computations (first and last position) that use one value; whether one updates it."""
-
-    start: int
-    stop: int
-    updates: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """A computation, cut where parameter blocks change and with its updates, before it is said which values are resident."""
-
-    schedule: Schedule
-    profile: Profile
-    machine: Machine | None
-    route: tuple[Tier, ...]
-    update: UpdateMode
-    accumulate: bool
-    computation: list[Action]
-    base: Footprint
-    runs: dict[Value, list[_Run]]
-    sizes: dict[Value, int]
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        profile: Profile,
-        machine: Machine | None,
-        *,
-        home: Tier,
-        update: UpdateMode,
-        accumulate: bool = False,
-    ) -> "Streaming":
-        """Terms as in `stream_parameters`."""
-        update = None if accumulate else update
-        computation = _with_updates([*_split(schedule, profile)], profile, update)
-        base, runs = footprint(computation, profile), _runs(computation, profile)
-        sizes = dict(block_values(profile))
-        route = _route(machine, home)
-        return cls(schedule, profile, machine, route, update, accumulate, computation, base, runs, sizes)
-
-    def stays(self, resident: frozenset[Value]) -> list[Stay]:
-        """When each value is on the device."""
-        return [stay for value in self.sizes for stay in self.stays_of(value, resident=value in resident)]
-
-    def issued(self, stays: Sequence[Stay], resident: frozenset[Value], budget: Budget | None) -> Schedule:
-        """The schedule that does this, with copies as early as ``budget`` allows (None: just in time)."""
-        return Schedule.of(
-            issue(self.computation, stays, self.profile, self.base, self.machine, budget=budget),
-            self.schedule.stages,
-            resident=tuple(_lying(self.sizes, self.route[0], resident, self.accumulate)),
-            planner=self.schedule.planner,
-        )
-
-    def stays_of(self, value: Value, *, resident: bool) -> Iterator[Stay]:
-        """The stays of one value."""
-        nbytes, back, end = self.sizes[value], self.route[::-1], len(self.computation) - 1
-        if value.kind is Kind.GRADIENT:
-            yield from self._gradient_stays(value, resident)
-        elif resident:
-            yield Stay(value, nbytes, 0, end)
-        else:
-            for run in self.runs.get(value, ()):
-                if run.updates:
-                    yield Stay(value, nbytes, run.start, run.stop, self.route, leave=back)
-                else:
-                    yield Stay(value, nbytes, run.start, run.stop, self.route, free=(Tier.DEVICE,))
-
-    def _gradient_stays(self, value: Value, resident: bool) -> Iterator[Stay]:
-        """From the block's first backward to its last, and again for a step phase; see `stream_parameters`."""
-        nbytes, back, end = self.sizes[value], self.route[::-1], len(self.computation) - 1
-        runs = self.runs.get(value)
-        if self.accumulate and resident:
-            yield Stay(value, nbytes, 0, end)
-            return
-        if not runs:
-            return
-        first, last = runs[0].start, runs[-1].stop
-        if self.update is None and resident:
-            yield Stay(value, nbytes, first, end)
-        elif self.update is None:
-            yield Stay(value, nbytes, first, last, self.route if self.accumulate else (), leave=back)
-        elif self.update == "backward" or resident:
-            yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
-        else:
-            yield Stay(value, nbytes, first, runs[-2].stop, leave=back)
-            yield Stay(value, nbytes, last, last, self.route, free=(Tier.DEVICE, self.route[0]))
-
-
-def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_Run]]:
-    """The runs of neighbouring computations that use each value, in order."""
-    runs: dict[Value, list[_Run]] = {}
-    number = 0
-    last: dict[Value, int] = {}
-    for position, action in enumerate(computation):
-        if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
-            continue
-        number += 1  # the step phase counts, so that nothing stays across its start
-        for value in needs(action, profile):
-            updates = isinstance(action, Update)
-            found = runs.setdefault(value, [])
-            if found and last[value] == number - 1:
-                found[-1] = _Run(found[-1].start, position, updates or found[-1].updates)
-            else:
-                found.append(_Run(position, position, updates))
-            last[value] = number
-    return runs
-
-
-def _split(schedule: Schedule, profile: Profile) -> Iterator[Action]:
-    """The actions, every Forward cut where the parameter block changes."""
-    for action in schedule:
-        if not isinstance(action, Forward):
-            yield action
-            continue
-        start = action.start
-        for k in range(action.start + 1, action.stop):
-            if profile.stages[k].block != profile.stages[start].block:
-                yield Forward(start, k)
-                start = k
-        yield Forward(start, action.stop)
-
-
-def _with_updates(computation: list[Action], profile: Profile, update: UpdateMode) -> list[Action]:
-    """The computation and the updates of every block with gradients that it runs backward through."""
-    last = {
-        block: position
-        for position, action in enumerate(computation)
-        if isinstance(action, Backward)
-        for block in blocks_of(action, profile)
-        if profile.blocks[block].gradient_nbytes
-    }
-    if update is None or not last:
-        return computation
-    if update == "step":
-        return [*computation, Phase(PhaseKind.STEP), *(Update(block) for block in sorted(last))]
-    due = {position: block for block, position in last.items()}
-    found: list[Action] = []
-    for position, action in enumerate(computation):
-        found.append(action)
-        if position in due:
-            found.append(Update(due[position]))
-    return found
 
 
 def _step_phase(schedule: Schedule, profile: Profile, update: UpdateMode) -> Iterator[Node]:
@@ -225,26 +78,6 @@ def _step_phase(schedule: Schedule, profile: Profile, update: UpdateMode) -> Ite
         if block.gradient_nbytes and index in used:
             yield Update(index)
             yield Free(Value(Kind.GRADIENT, index), Tier.DEVICE)
-
-
-def _lying(
-    sizes: dict[Value, int], home: Tier, resident: frozenset[Value], accumulate: bool
-) -> Iterator[tuple[Value, Tier]]:
-    """Where each value lies when the step starts and when it ends."""
-    for value in sizes:
-        if accumulate or value.kind is not Kind.GRADIENT:
-            yield value, Tier.DEVICE if value in resident else home
-
-
-def _route(machine: Machine | None, home: Tier) -> tuple[Tier, ...]:
-    """The way in from ``home``, every link of it looked up in both directions; without a machine the direct one."""
-    if machine is None:
-        return (home, Tier.DEVICE)
-    route = machine.route(home)
-    for near, far in zip(route[1:], route, strict=False):
-        machine.link(far, near)
-        machine.link(near, far)
-    return route
 
 
 def _check_room(computation: Sequence[Action], needed: Iterable[int], budget: Budget | None) -> None:

@@ -86,7 +86,9 @@ class _Search:
         except BudgetError as error:
             self.refusals.append((name, error))
             least = error.least_nbytes
-            self.alternatives.append((name, None, "does not fit" if least is None else f"needs {format_nbytes(least)}"))
+            self.alternatives.append(
+                (name, None, "host or disk too small" if least is None else f"needs {format_nbytes(least)}")
+            )
             return
         except InputError as error:
             self.inputs.append(error)
@@ -126,13 +128,12 @@ class _Search:
             )  # fmt: skip
         if not self.refusals:
             raise self.inputs[0]
-        known = [(e.least_nbytes, number) for number, (_, e) in enumerate(self.refusals) if e.least_nbytes is not None]
-        name, error = self.refusals[min(known)[1] if known else 0]
-        raise self._refusal(name, error) from error
+        name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
+        raise self._refusal(name, error) from None
 
     def _refusal(self, name: str, error: BudgetError) -> BudgetError:
         limit, least = self.terms.budget.device_nbytes, error.least_nbytes
-        if limit is None or least is None or least <= limit:
+        if limit is None or least is None:
             return error  # the host or the disk is too small: the judge's message says which
         stage = "" if error.stage is None else f", at stage {error.stage}"
         return BudgetError(

@@ -37,10 +37,11 @@ class PlanCache:
         self._prepared: dict[object, list[Prepared]] = {}
         self.last: Plan | None = None
 
-    def find(
-        self, state: State, mode: object, device: torch.device, *, live: bool = False
-    ) -> Prepared | None:
-        """A plan for this input, or for one of the same kind that is a little larger in every dimension."""
+    def find(self, state: State, mode: object, device: torch.device, *, live: int = 0) -> Prepared | None:
+        """A plan for this input, or for one of the same kind that is a little larger in every dimension.
+
+        ``live``: bytes of the budget that other calls of the same handle hold now.
+        """
         shapes = tuple(t.shape for t in state.tensors)
         fitting = [
             prepared
@@ -62,7 +63,7 @@ class PlanCache:
         traits: Sequence[Traits],
         output: State,
         *,
-        live: bool = False,
+        live: int = 0,
     ) -> Prepared:
         """Remember a new plan and what belongs to it."""
         leaves = {id(leaf): leaf for trait in traits for leaf in trait.leaves}
@@ -85,7 +86,7 @@ class PlanCache:
         self._prepared.clear()
 
 
-def _key(state: State, mode: object, device: torch.device, live: bool) -> object:
+def _key(state: State, mode: object, device: torch.device, live: int) -> object:
     kinds = tuple((t.dtype, t.dim(), t.device) for t in state.tensors)
     others = tuple((type(o).__name__, repr(o)) for o in state.others)
     return kinds, state.requires, others, state.slots, str(state.spec), mode, Autocast.capture(device), live
@@ -94,10 +95,7 @@ def _key(state: State, mode: object, device: torch.device, live: bool) -> object
 def _serves(known: tuple[torch.Size, ...], asked: tuple[torch.Size, ...]) -> bool:
     if known == asked:
         return True
-    smaller = all(
-        all(a <= k for a, k in zip(one, other, strict=True))
-        for one, other in zip(asked, known, strict=True)
-    )
+    smaller = all(all(a <= k for a, k in zip(one, other, strict=True)) for one, other in zip(asked, known, strict=True))
     return smaller and _elements(asked) >= _SERVES_DOWN_TO * _elements(known)
 
 

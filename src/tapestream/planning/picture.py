@@ -47,9 +47,18 @@ def draw(
     tiers = [tier for tier in Tier if tier is Tier.DEVICE or any(nbytes for _, nbytes in timeline.memory[tier])]
     figure = Figure(figsize=(11, 2.4 * len(tiers) + 2.8), layout="constrained")
     axes = figure.subplots(len(tiers) + 1, 1, sharex=True, squeeze=False)[:, 0]
+    end = max((span.start_seconds + span.duration_seconds for span in timeline.spans), default=0.0)
     for axis, tier in zip(axes, tiers, strict=False):
+        samples = timeline.memory[tier]
         outside = outside_nbytes if tier is Tier.DEVICE else 0
-        _memory(axis, timeline.memory[tier], budget.nbytes(tier), outside, lying_nbytes[tier], names[tier])
+        _memory(
+            axis,
+            (*samples, (end, samples[-1][1])) if samples else (),
+            budget.nbytes(tier),
+            outside,
+            lying_nbytes[tier],
+            names[tier],
+        )
     _lanes(axes[-1], timeline.spans, names)
     axes[0].set_title(title)
     try:

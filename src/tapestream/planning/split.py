@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -14,13 +15,15 @@ from tapestream.ir import Forward, Schedule, Tier, Value
 from tapestream.passes.hoist import kept_between
 from tapestream.passes.issue import BARRIERS
 from tapestream.passes.memory import block_values, compute_seconds
-from tapestream.passes.parameters import Streaming, stream_parameters
+from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.residency import UpdateMode, worthiest_first
 from tapestream.passes.stays import Occupancy, Stay
+from tapestream.passes.streaming import Streaming
 from tapestream.simulate import Simulation, simulate
 
-_LEVELS = 5  # tape budgets tried
-_SIMULATIONS = 8  # at most, for each planner
+_SHORT = 200  # stages; longer chains get less of the search below
+_LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
+_SIMULATIONS = (8, 4)  # at most, for each planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,7 @@ def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: fl
             beaten = True
         else:
             candidates.extend(_choices(streaming, terms))
-    if not candidates and beaten:
-        return None
-    if not candidates:
+    if not candidates and leanest is not None and not beaten:
         raise _too_small(leanest, terms)
     return _fastest(candidates, terms, faster_than)
 
@@ -94,9 +95,10 @@ def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> 
     best: Found | None = None
     chosen: _Candidate | None = None
     refused: BudgetError | None = None
+    most = _SIMULATIONS[len(terms.profile) > _SHORT]
     for number, candidate in enumerate(sorted(candidates, key=lambda c: c.bound_seconds)):
         to_beat = faster_than if best is None else min(faster_than, best.seconds)
-        if candidate.bound_seconds >= to_beat or (best is not None and number >= _SIMULATIONS):
+        if candidate.bound_seconds >= to_beat or (best is not None and number >= most):
             break
         try:
             found = _judged(candidate, terms, terms.budget)
@@ -109,7 +111,7 @@ def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> 
         plain = _judged(chosen, terms, None)  # no overlap: faster where a link hates traffic in both directions
         return plain if plain.seconds < best.seconds else best
     if refused is not None:
-        raise refused
+        raise BudgetError(str(refused), stage=refused.stage)  # its least bytes are not the device's
     return None
 
 
@@ -120,19 +122,33 @@ def best_resident(tape: Callable[[Budget], Schedule], terms: Terms) -> Found:
     """
     gradients, others = _sums(terms.profile)
     limit = terms.budget.device_nbytes
-    error: BudgetError | None = None
-    for taken in (others, others + gradients):
-        try:
-            schedule = tape(Budget(None if limit is None else max(1, limit - taken)))
-            schedule = stream_parameters(
-                schedule, terms.profile, terms.budget, terms.machine,
-                home=Tier.DEVICE, update=terms.update, accumulate=terms.accumulate,
-            )  # fmt: skip
-            return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
-        except BudgetError as refused:
-            error = refused
-    assert error is not None
-    raise error
+    if limit is None:
+        return _on_device(tape(Budget()), terms)
+    least = _least(tape)
+    for nbytes in (limit - others, limit - others - gradients):
+        if nbytes > least:
+            with suppress(BudgetError):
+                return _on_device(tape(Budget(nbytes)), terms)
+    return _on_device(tape(Budget(least)), terms)
+
+
+def _on_device(schedule: Schedule, terms: Terms) -> Found:
+    schedule = stream_parameters(
+        schedule, terms.profile, None, terms.machine,
+        home=Tier.DEVICE, update=terms.update, accumulate=terms.accumulate,
+    )  # fmt: skip
+    return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
+
+
+def _least(tape: Callable[[Budget], Schedule]) -> int:
+    """The least tape budget that the planner says it can do with."""
+    try:
+        tape(Budget(1))
+    except BudgetError as error:
+        if error.least_nbytes is None:
+            raise
+        return error.least_nbytes
+    return 1
 
 
 def _tapes(tape: Callable[[Budget], Schedule], terms: Terms) -> Iterator[Schedule]:
@@ -141,13 +157,7 @@ def _tapes(tape: Callable[[Budget], Schedule], terms: Terms) -> Iterator[Schedul
     if limit is None:
         yield tape(Budget())
         return
-    try:
-        yield tape(Budget(1))
-        return
-    except BudgetError as error:
-        if error.least_nbytes is None:
-            raise
-        least = error.least_nbytes
+    least = _least(tape)
     for nbytes in _levels(least, limit, terms):
         try:
             yield tape(Budget(nbytes))
@@ -163,8 +173,9 @@ def _levels(least: int, limit: int, terms: Terms) -> list[int]:
         kept = sum(n for value, n in block_values(terms.profile) if value in terms.resident)
     largest = max((b.parameters_nbytes + b.buffers_nbytes for b in terms.profile.blocks), default=0)
     highest = max(least, limit - kept - largest)
-    ratio = (least / highest) ** (1 / (_LEVELS - 1))
-    levels = {ceil(highest * ratio**i) for i in range(_LEVELS)} | {limit - others, limit - others - gradients, least}
+    count = _LEVELS[len(terms.profile) > _SHORT]
+    ratio = (least / highest) ** (1 / (count - 1))
+    levels = {ceil(highest * ratio**i) for i in range(count)} | {limit - others, limit - others - gradients, least}
     return sorted((nbytes for nbytes in levels if nbytes >= least), reverse=True)
 
 
@@ -242,10 +253,8 @@ def _judged(candidate: _Candidate, terms: Terms, budget: Budget | None) -> Found
     return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), candidate.resident)
 
 
-def _too_small(leanest: Streaming | None, terms: Terms) -> BudgetError:
+def _too_small(leanest: Streaming, terms: Terms) -> BudgetError:
     """The least device budget that the planner can do with, parameters just in time."""
-    if leanest is None:
-        return BudgetError("the planner has no schedule of least memory to start from; name another planner")
     nbytes = Occupancy(leanest.base, leanest.stays(terms.resident or frozenset())).nbytes
     position = int(nbytes.argmax())
     action = leanest.computation[position]

@@ -80,9 +80,7 @@ class HostGenerators:
         """Nothing was drawn in between."""
         mine, theirs = self.numpy["state"], other.numpy["state"]
         return (
-            self.python == other.python
-            and mine["pos"] == theirs["pos"]
-            and bool((mine["key"] == theirs["key"]).all())
+            self.python == other.python and mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
         )
 
 
@@ -116,9 +114,7 @@ class Autocast:
         """
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.settings:
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache and enabled)
-                )
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache and enabled))
             if cache and self.enabled:
                 torch.clear_autocast_cache()
                 stack.callback(torch.clear_autocast_cache)

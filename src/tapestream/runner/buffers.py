@@ -12,12 +12,7 @@ Slot = tuple[nn.Module, str]
 
 def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
     """Every place below ``modules`` that holds a buffer."""
-    return tuple(
-        (module, name)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    )
+    return tuple((module, name) for module in modules for name, buffer in module._buffers.items() if buffer is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +26,7 @@ class BufferSnapshot:
     def take(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
         """Copy what the slots hold now."""
         held = [module._buffers[name] for module, name in slots]
-        return cls(
-            tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held)
-        )
+        return cls(tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held))
 
     def changed(self) -> tuple[Slot, ...]:
         """The slots whose content differs from the copies (bit patterns that are NaN count as equal)."""

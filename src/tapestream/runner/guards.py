@@ -42,9 +42,7 @@ def escaped(name: str) -> GradientError:
     )
 
 
-def check_versions(
-    name: str, seen: tuple[int, ...], now: tuple[int, ...], what: str = "a state kept for"
-) -> None:
+def check_versions(name: str, seen: tuple[int, ...], now: tuple[int, ...], what: str = "a state kept for") -> None:
     """Raise GradientError when a kept tensor was changed in place since."""
     if seen != now:
         raise GradientError(

@@ -143,9 +143,7 @@ class Runner:
         mutates = self.traits[k].mutates
         return [replica(t) if i in mutates else t for i, t in enumerate(state.tensors)]
 
-    def guarded(
-        self, k: int, state: State
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The stage's inputs behind guards, and the leaves in front of the guards (None where no gradient flows)."""
         guarded: list[torch.Tensor] = []
         leaves: list[torch.Tensor | None] = []
@@ -183,9 +181,7 @@ class Runner:
                 drew = not generators.equals(TorchGenerators.capture(self.device))
                 self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k))
             else:
-                check_versions(
-                    self.stages[k].name, seen.versions, self._versions(k), "a parameter of"
-                )
+                check_versions(self.stages[k].name, seen.versions, self._versions(k), "a parameter of")
                 stack.enter_context(as_recompute())
                 self._restore(seen, stack)
                 yield

@@ -41,9 +41,7 @@ class Stage:
 
     def __init__(self, index: int, function: Callable[[Any], Any]) -> None:
         if not callable(function):
-            raise InputError(
-                f"stage {index} must be a module or function, found {type(function).__name__}"
-            )
+            raise InputError(f"stage {index} must be a module or function, found {type(function).__name__}")
         self.index = index
         self.function = function
         self.modules = tuple(_modules_of(function))
@@ -96,9 +94,7 @@ def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
         elif inspect.isfunction(item):
             waiting.extend(_cell_contents(item))
             waiting.extend(
-                found
-                for name in item.__code__.co_names
-                if isinstance(found := item.__globals__.get(name), nn.Module)
+                found for name in item.__code__.co_names if isinstance(found := item.__globals__.get(name), nn.Module)
             )
         elif isinstance(item, (list, tuple)):
             waiting.extend(item)

@@ -72,9 +72,7 @@ def take_apart(tree: Any) -> "tuple[State, tuple[torch.Tensor, ...]]":
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Distinct storages behind ``tensors``: address to bytes."""
-    return {
-        s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes() > 0
-    }
+    return {s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes() > 0}
 
 
 def replica(tensor: torch.Tensor) -> torch.Tensor:

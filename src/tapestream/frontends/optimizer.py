@@ -1,0 +1,34 @@
+"""`optimizer`: a torch optimizer for a streamed model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.frontends.stream import handle_of
+from tapestream.optim.streamed import StreamedOptimizer
+
+
+def optimizer(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    groups: Sequence[dict[str, Any]] | None = None,
+    update: str = "step",
+    master: str | None = "auto",
+    **options: Any,
+) -> StreamedOptimizer:
+    """``optimizer_class(..., **options)`` for a streamed model; its state lives where the parameters live.
+
+    Any optimizer that treats tensors independently (AdamW, SGD, Adagrad ...). ``groups``: torch's list of dicts (None: all parameters that
+    require gradients). ``update="step"``: gradients are sent home and ``step()`` updates block by block; clipping and accumulation work.
+    ``update="backward"``: each block is updated as soon as its gradient has arrived, no full gradient ever exists, ``step()`` updates only what lies
+    outside blocks; clipping by global norm, a second live call or GradScaler raise GradientError. ``master="auto"``: 16-bit parameters
+    get fp32 masters; None updates them as they are. The updates equal those of the same torch implementation on the plain model, bit for bit.
+
+    Raises InputError for unknown options or an optimizer that cannot be streamed.
+    """
+    handle = handle_of(model)
+    chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]
+    return StreamedOptimizer(handle, optimizer_class, chosen, update=update, master=master, options=options)

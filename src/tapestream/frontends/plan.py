@@ -1,0 +1,123 @@
+"""`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.costs import Budget, Machine
+from tapestream.errors import GradientError, InputError
+from tapestream.frontends.stream import handle_of, is_streamed, stream, unstream
+from tapestream.ir.actions import Tier
+from tapestream.planning.plan import Plan
+from tapestream.planning.profile import undisturbed
+from tapestream.runner.stage import Stage
+from tapestream.units import format_nbytes, format_seconds
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: Budget | str | int | None = None,
+    device: torch.device | str | None = None,
+    machine: Machine | None = None,
+    **arguments: Any,
+) -> Plan:
+    """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch`` (a tensor, or a tuple of arguments).
+
+    A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients, buffers and random generators stay as
+    they are. For a model with several chains of blocks: the plan of the first. Raises BudgetError when nothing fits.
+    """
+    if is_streamed(model):
+        return handle_of(model).prepare_for(_arguments(batch)).plans[0]
+    stream(model, budget=budget, device=device, machine=machine, **arguments)
+    try:
+        return handle_of(model).prepare_for(_arguments(batch)).plans[0]
+    finally:
+        unstream(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
+
+    ``peak_nbytes``: most bytes that parameter blocks held per tier (the tape is in the plan's simulation). ``bytes_moved`` by (source, target) and
+    ``wait_seconds`` are sums since the last call of `report`; ``plan`` is the plan of the last call.
+    """
+
+    plan: Plan
+    peak_nbytes: dict[Tier, int]
+    bytes_moved: dict[tuple[Tier, Tier], int]
+    wait_seconds: float
+
+    def __str__(self) -> str:
+        moved = ", ".join(
+            f"{format_nbytes(nbytes)} {source.name} to {target.name}"
+            for (source, target), nbytes in self.bytes_moved.items()
+        )
+        held = ", ".join(f"{format_nbytes(n)} {tier.name}" for tier, n in self.peak_nbytes.items() if n)
+        return f"{self.plan}\n  measured  blocks held {held or 'nothing'}; moved {moved or 'nothing'}; waited {format_seconds(self.wait_seconds)}"
+
+
+def report(model: nn.Module) -> Report:
+    """What a streamed model has done since the last report. Raises InputError before its first step."""
+    handle = handle_of(model)
+    if handle.last is None:
+        raise InputError("report: this model has not been called with gradients yet; run a training step first")
+    moved, waited = handle.statistics_since()
+    return Report(handle.last.plans[0], {tier: handle.pool.peak_nbytes(tier) for tier in Tier}, moved, waited)
+
+
+def verify(model: nn.Module, batch: Any) -> None:
+    """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit for bit.
+
+    ``batch``: a tensor or a tuple of arguments; what the model returns is summed to a loss. Needs memory for the plain step. Weights, gradients, buffers and
+    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
+    """
+    handle = handle_of(model)
+    arguments = _arguments(batch)
+    if handle.update == "backward":
+        raise InputError(
+            "verify: with update='backward' a step changes the weights; verify before making the optimizer"
+        )
+    kept = [p.grad for p in model.parameters()]
+    try:
+        streamed = _gradients(model, arguments, handle.device)
+        handle.store.settle()
+        with handle.bypassed():
+            plain = _gradients(model, arguments, handle.device)
+    finally:
+        for p, gradient in zip(model.parameters(), kept, strict=True):
+            p.grad = gradient
+    for name in plain:
+        a, b = plain[name], streamed[name]
+        if (a is None) != (b is None) or (a is not None and b is not None and not _same_bits(a, b)):
+            raise GradientError(
+                f"verify: {name} differs between the planned and the stored step; is some block not deterministic? "
+                "stream(..., verify=True) finds it"
+            )
+
+
+def _gradients(model: nn.Module, arguments: tuple[Any, ...], device: torch.device) -> dict[str, torch.Tensor | None]:
+    for p in model.parameters():
+        p.grad = None
+    with undisturbed((Stage(0, model),), device):
+        result = model(*arguments)
+        roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        loss = torch.stack([t.float().sum() for t in roots]).sum()
+        loss.backward()
+    found = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    found["the loss"] = loss.detach()
+    return found
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.cpu(), b.cpu()
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)

@@ -1,0 +1,122 @@
+"""`estimate`: what training a GPT costs, from its shape alone; nothing is allocated and nothing is run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tapestream.costs import BlockCost, Profile, StageCost
+from tapestream.errors import InputError
+from tapestream.models.gpt import GPT, Block, GPTConfig
+from tapestream.storage.layout import Layout
+
+# Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
+_STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+
+# Multiplications and additions of a block are 2 per weight and token, and 2 s w per token for causal attention (half the
+# s x s matrix, twice). Its backward does the former twice, and the latter 2.5 times: flash attention recomputes the scores.
+_ATTENTION_BACKWARD = 2.5
+
+
+def optimizer_state_factor(optimizer: str) -> int:
+    """Tensors of a parameter's shape that an optimizer keeps. Raises InputError for one that is not known."""
+    if optimizer not in _STATE_TENSORS:
+        raise InputError(f"optimizer {optimizer!r} was asked for; those known are {', '.join(_STATE_TENSORS)}")
+    return _STATE_TENSORS[optimizer]
+
+
+def estimate(
+    config: GPTConfig,
+    *,
+    batch: int,
+    sequence: int,
+    flops_per_second: float,
+    optimizer: str = "adamw",
+    update: str = "step",
+    update_bytes_per_second: float = 5e9,
+) -> Profile:
+    """The Profile of one training step of ``GPT(config)`` on ``batch`` x ``sequence`` tokens, one stage and one parameter block a layer.
+
+    Bytes are those that `GPT` takes under PyTorch with a fused attention: parameters as `tapestream.stream` lays them out,
+    float32 optimizer state (and a float32 master of 16-bit parameters), saved tensors of 15 states a layer plus the statistics
+    of attention and LayerNorm. Seconds are operations over ``flops_per_second``, and bytes touched by an update over
+    ``update_bytes_per_second``. Embeddings and the final norm lie outside the blocks. Real kernels reach a part of a
+    device's peak only: give the rate that they do reach. Raises InputError for numbers that fit no training step.
+    """
+    if batch < 1 or not 1 <= sequence <= config.context:
+        raise InputError(
+            f"estimate: batch {batch} and sequence {sequence} were asked for; the batch is at least 1 and the sequence 1 to {config.context} (the context)"
+        )
+    if not flops_per_second > 0 or not update_bytes_per_second > 0:
+        raise InputError("estimate: flops_per_second and update_bytes_per_second must be positive")
+    tokens, width, size = batch * sequence, config.width, config.dtype.itemsize
+    with torch.device("meta"):
+        layer = _block_cost(Block(config, 0), optimizer, update_bytes_per_second)
+        outside = _outside_nbytes(config, optimizer)
+    stage = _stage(config, tokens, sequence, flops_per_second)
+    if update != "backward":  # gradients come one by one and are laid out in one run of bytes afterwards
+        stage = replace(stage, backward_extra_nbytes=max(stage.backward_extra_nbytes, layer.gradient_nbytes))
+    return Profile(
+        tuple(replace(stage, block=k) for k in range(config.layers)),
+        tokens * width * size,
+        (layer,) * config.layers,
+        outside_nbytes=outside + 2 * tokens * 8,  # and the tokens with their targets
+        turn_nbytes=_turn_nbytes(config, tokens),
+        turn_seconds=6 * tokens * width * config.vocabulary / flops_per_second,
+    )
+
+
+def state_nbytes(shape: torch.Size, dtype: torch.dtype, optimizer: str) -> Iterator[tuple[torch.Size, torch.dtype]]:
+    """(shape, dtype) of everything that the optimizer keeps for one parameter, a master included."""
+    masters = 1 if dtype.itemsize == 2 else 0
+    return iter([(shape, torch.float32 if masters else dtype)] * (optimizer_state_factor(optimizer) + masters))
+
+
+def _block_cost(block: Block, optimizer: str, update_bytes_per_second: float) -> BlockCost:
+    parameters = list(block.parameters())
+    nbytes = Layout.of((p.shape, p.dtype) for p in parameters).nbytes
+    state = [pair for p in parameters for pair in state_nbytes(p.shape, p.dtype, optimizer)]
+    kept = Layout.of(state).nbytes if state else 0
+    return BlockCost(
+        nbytes,
+        gradient_nbytes=nbytes,
+        optimizer_state_nbytes=kept,
+        update_seconds=(3 * nbytes + 2 * kept) / update_bytes_per_second,
+        update_extra_nbytes=2 * max(p.nbytes for p in parameters),  # the rule's own temporaries
+    )
+
+
+def _outside_nbytes(config: GPTConfig, optimizer: str) -> int:
+    """Parameters outside the blocks with their gradients and optimizer state."""
+    shell = GPT(replace(config, layers=1))
+    inside = {id(p) for p in shell.blocks.parameters()}
+    found = 0
+    for p in shell.parameters():
+        if id(p) not in inside:
+            kept = sum(shape.numel() * dtype.itemsize for shape, dtype in state_nbytes(p.shape, p.dtype, optimizer))
+            found += 2 * p.nbytes + kept
+    return found
+
+
+def _stage(config: GPTConfig, tokens: int, sequence: int, flops_per_second: float) -> StageCost:
+    width, size = config.width, config.dtype.itemsize
+    state = tokens * width * size
+    linear = 2 * tokens * config.block_parameters
+    attention = 2 * tokens * sequence * width
+    return StageCost(
+        (linear + attention) / flops_per_second,
+        (2 * linear + _ATTENTION_BACKWARD * attention) / flops_per_second,
+        output_nbytes=state,
+        # Normed input, query, key and value, attention's output, sum, normed sum, hidden before and after GELU (4 each);
+        # one number a head, and mean and deviation of two norms, per token.
+        saved_nbytes=15 * state + 4 * tokens * (config.heads + 4),
+        forward_extra_nbytes=8 * state,  # sum, hidden before and after GELU, less the output
+        # The cotangent of the hidden layer comes first, when that of the input and 8 w^2 of gradients do not exist yet.
+        backward_extra_nbytes=max(0, 3 * state - 8 * width * width * size),
+    )
+
+
+def _turn_nbytes(config: GPTConfig, tokens: int) -> int:
+    """Final norm, logits and cross-entropy at their peak: log-probabilities, their cotangent and that of the logits, all float32."""
+    wide = tokens * config.vocabulary * max(4, config.dtype.itemsize)
+    return 3 * wide + 2 * tokens * config.width * config.dtype.itemsize
