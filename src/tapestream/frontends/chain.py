@@ -18,6 +18,7 @@ from tapestream.planning.auto import make_plan
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages
+from tapestream.runner.ambient import as_recompute
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State, take_apart
@@ -105,7 +106,8 @@ class Chain(nn.Module):
         if found is not None:
             return found
         if self.verify:
-            check_deterministic(self._stages, initial, device)
+            with as_recompute():
+                check_deterministic(self._stages, initial, device)
         profile, traits, last = profile_stages(self._stages, initial, device)
         if self._given is not None:
             plan = fit_given_plan(self._given, profile, self._room(device))
@@ -209,7 +211,7 @@ class _Call:
             interpreter.run_phase(PhaseKind.BACKWARD)
         finally:
             self.release()
-        return interpreter.cotangents[0], {key: g for key, (_, g) in interpreter.sums.items()}
+        return interpreter.cotangents[0], {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
 
     def release(self) -> None:
         """Give the budget back and drop what is held."""

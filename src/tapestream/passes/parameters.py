@@ -49,8 +49,8 @@ def stream_parameters(
     hops where ``machine`` has no direct link.
 
     `hoist` then moves the copies to where they cost no time. Linear in the schedule's length; its tree is kept
-    when nothing is streamed. Raises BudgetError where copies are needed and the budget cannot hold some action and its blocks at
-    once, InputError when ``machine`` lacks a link.
+    when nothing is streamed. Raises BudgetError where copies are needed and the budget cannot hold some action
+    and its blocks at once, InputError when ``machine`` lacks a link.
     """
     sizes = dict(block_values(profile))
     if not sizes:

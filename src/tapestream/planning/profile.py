@@ -11,10 +11,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.costs import Carried, Profile, StageCost
+from tapestream.errors import InputError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, reached_leaves
-from tapestream.runner.runner import Runner, Tape
+from tapestream.runner.runner import Runner, Tape, own_leaves
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import track_memory
@@ -38,7 +39,7 @@ def profile_stages(
     costs: list[StageCost] = []
     traits: list[Traits] = []
     travellers = Travellers(state)
-    with unchanged_generators(device), as_recompute():
+    with unchanged_generators(device):
         for k, stage in enumerate(stages):
             cost, trait, out = profile_stage(stage, state, device)
             costs.append(cost)
@@ -52,7 +53,10 @@ def profile_stages(
 
 
 def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[StageCost, Traits, State]:
-    """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before."""
+    """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
+
+    `recomputing` is true in these runs: none of them is the user's.
+    """
     snapshot = BufferSnapshot.take(stage.buffer_slots())
     try:
         traits, escapes = _discover(stage, state, device, snapshot)
@@ -117,22 +121,38 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
             observed.inside = False
     mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
-    own = frozenset(id(leaf) for leaf in leaves if leaf is not None)
-    reached = reached_leaves(live, since, stage.name, own)
-    casts, twice = cast_leaves(live)
-    known = {id(p): p for p in (*stage.parameters(), *reached) if p.requires_grad}
+    mutated = frozenset(mutates)
+    _check_aliases(stage.name, state, mutated)
+    reached = reached_leaves(live, since, stage.name, own_leaves(inputs, leaves))
+    casts, uncast, twice = cast_leaves(live)
+    watched = [weakref.ref(leaf) for leaf in reached]
+    del tree, live, inputs, leaves, reached
+    alive = [leaf for reference in watched if (leaf := reference()) is not None]
+    known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(
-        mutates=frozenset(mutates),
+        mutates=mutated,
         buffers=snapshot.changed(),
         draws_host=not host.equals(HostGenerators.capture()),
         calls_autograd=observed.called,
         requires=out.requires,
         leaves=tuple(known.values()),
         casts=casts if probe.autocast.enabled else frozenset(),
+        uncast=uncast if probe.autocast.enabled else frozenset(),
         casts_twice=twice,
+        makes_leaves=len(alive) < len(watched),
     )
-    del tree, live, inputs, leaves
     return traits, observed.something_lives()
+
+
+def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
+    """A stage that writes into its input gets a copy of that tensor; others over the same bytes would not see the write."""
+    behind = [t.untyped_storage().data_ptr() for t in state.tensors]
+    for i in mutated:
+        if behind.count(behind[i]) > 1:
+            raise InputError(
+                f"{name} changes a tensor of its input in place that shares memory with another tensor of that state; "
+                "make the operation out of place, or clone() one of the two in the stage before"
+            )
 
 
 class _Saved:

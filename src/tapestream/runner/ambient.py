@@ -105,6 +105,10 @@ class Autocast:
         """Whether any casting takes place."""
         return any(enabled for _, enabled, _ in self.settings)
 
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """What ``device``'s operations cast to where casting is enabled."""
+        return next(dtype for kind, _, dtype in self.settings if kind == device.type)
+
     @contextlib.contextmanager
     def entered(self, *, cache: bool) -> Iterator[None]:
         """The same casting inside.

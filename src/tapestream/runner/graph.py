@@ -38,8 +38,8 @@ def reached_leaves(
     return list(leaves.values())
 
 
-def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], bool]:
-    """Ids of leaves that the graph uses through casts alone, and whether it casts any leaf more than once."""
+def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int], bool]:
+    """Ids of leaves that the graph uses through casts alone, ids of those it uses otherwise, and whether it casts any leaf twice."""
     casts: dict[int, int] = {}
     others: set[int] = set()
     for node in _nodes(outputs):
@@ -51,7 +51,7 @@ def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], bool]:
                 casts[id(variable)] = casts.get(id(variable), 0) + 1
             else:
                 others.add(id(variable))
-    return frozenset(casts.keys() - others), any(count > 1 for count in casts.values())
+    return frozenset(casts.keys() - others), frozenset(others), any(count > 1 for count in casts.values())
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Node]:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from tapestream.errors import GradientError, InputError
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.casts import SharedCasts
 from tapestream.runner.graph import next_sequence_number, reached_leaves
 from tapestream.runner.guards import Guard, Owner, check_versions, escaped
 from tapestream.runner.stage import Stage, Traits
@@ -26,12 +27,14 @@ class Tape:
     """One recorded stage, ready for its backward.
 
     ``inputs``: the leaf that stands for each input tensor (None where it carries no gradient). ``edges``: where each output's
-    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches.
+    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in the
+    weight it stands for.
     """
 
     inputs: list[torch.Tensor | None]
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor]
+    owners: list[torch.Tensor]
     requires: tuple[bool, ...]
 
 
@@ -63,6 +66,7 @@ class Runner:
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
         self._owners = [Owner(stage.name) for stage in stages]
+        self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
     def forward(self, k: int, state: State) -> State:
         """Run stage ``k`` and keep nothing but its output."""
@@ -87,13 +91,17 @@ class Runner:
             since = next_sequence_number()
             with contextlib.nullcontext() if self.hooks is None else saved_tensors_hooks(*self.hooks(k)):
                 guarded, leaves = self.guarded(k, state)
-                tree = self._call(k, state, guarded)
+                with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
+                    tree = self._call(k, state, guarded)
             out, live = take_apart(tree)
-        own = frozenset(id(leaf) for leaf in leaves if leaf is not None)
-        reached = reached_leaves(live, since, self.stages[k].name, own)
-        self._check_known(k, reached)
+        reached = reached_leaves(live, since, self.stages[k].name, own_leaves(guarded, leaves))
+        if self.traits[k].makes_leaves:
+            known = {id(leaf) for leaf in self.traits[k].leaves}
+            reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
+        owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
+        self._check_known(k, owners)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in live]
-        return out, Tape(leaves, edges, reached, out.requires)
+        return out, Tape(leaves, edges, reached, owners, out.requires)
 
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -111,10 +119,10 @@ class Runner:
                 seeds.append(cotangent)
         if not roots:
             return [None] * len(tape.inputs), []
-        for leaf in tape.leaves:
-            if id(leaf) in sums:
+        for leaf, weight in zip(tape.leaves, tape.owners, strict=True):
+            if id(weight) in sums:
                 roots.append(leaf)
-                seeds.append(sums[id(leaf)][1])
+                seeds.append(sums[id(weight)][1])
         wanted = [leaf for leaf in tape.inputs if leaf is not None]
         owner = self._owners[k]
         owner.inside = True
@@ -129,8 +137,8 @@ class Runner:
             owner.inside = False
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if leaf is None else next(of_inputs) for leaf in tape.inputs]
-        pairs = zip(tape.leaves, found[len(wanted) :], strict=True)
-        return cotangents_in, [(leaf, g) for leaf, g in pairs if g is not None]
+        pairs = zip(tape.owners, found[len(wanted) :], strict=True)
+        return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
@@ -223,6 +231,11 @@ class Runner:
                 f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and that it did "
                 "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
             )
+
+
+def own_leaves(guarded: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    """Ids of what a run's graph may end at: its input leaves, and inputs that the stage itself asked to require a gradient."""
+    return frozenset(id(t) for t in (*guarded, *leaves) if t is not None)
 
 
 @contextlib.contextmanager

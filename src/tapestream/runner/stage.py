@@ -20,7 +20,9 @@ class Traits:
     ``mutates``: input tensors that it changes in place. ``buffers``: buffers that it writes. ``draws_host``: it draws from
     Python's or NumPy's generator. ``calls_autograd``: it differentiates inside itself, so its tape must live until it
     ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under autocast it casts one weight
-    for several uses; ``casts``: ids of leaves of which it uses nothing but one such cast. ``requires``: which output tensors carry a gradient. ``leaves``: tensors that get a gradient from it.
+    for several uses; ``casts``: ids of leaves of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are.
+    ``requires``: which output tensors carry a gradient. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
+    ends at others too, made inside and gone with it.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -30,6 +32,8 @@ class Traits:
     plain_forward: bool = False
     casts_twice: bool = True
     casts: frozenset[int] = frozenset()
+    uncast: frozenset[int] = frozenset()
+    makes_leaves: bool = False
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
 
@@ -66,10 +70,10 @@ class Stage:
         return buffer_slots(self.modules)
 
     def mode(self) -> tuple[object, ...]:
-        """What may change a run's graph besides its input: train or eval, frozen or not."""
+        """What may change a run's graph besides its input: train or eval, its parameters, frozen or not."""
         return (
             tuple(m.training for m in self.modules),
-            tuple(p.requires_grad for p in self.parameters()),
+            tuple((id(p), p.requires_grad, p.dtype) for p in self.parameters()),
         )
 
 

@@ -1,0 +1,111 @@
+"""Options that several commands share, so that they are called and explained alike, and how commands end."""
+
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+import typer
+
+from tapestream.cli import show
+from tapestream.errors import InputError, TapestreamError
+from tapestream.models import GPTConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Model = Annotated[str, typer.Argument(help="'gpt' with --layers and --width, or a published size such as gpt3-175b.")]
+Layers = Annotated[int | None, typer.Option(help="Transformer blocks.")]
+Width = Annotated[int | None, typer.Option(help="Numbers per token between blocks.")]
+Heads = Annotated[int | None, typer.Option(help="Attention heads; by default of size 64, from width 2048 on 128.")]
+Budget = Annotated[str | None, typer.Option(help="Bytes allowed on the device, such as 12GiB.")]
+HostBudget = Annotated[str | None, typer.Option(help="Bytes allowed in RAM when the device is a GPU.")]
+Home = Annotated[str, typer.Option(help="Where blocks live between uses: auto, device, host or disk.")]
+Folder = Annotated[Path | None, typer.Option(help="Folder on the disk where blocks live; emptied at the end.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
+Data = Annotated[str, typer.Option(help="A folder or file of text, or stdlib: Python's own library.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per step.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adam, adagrad, rmsprop or sgd.")]
+Update = Annotated[
+    str, typer.Option(help="step: update after backward. backward: update each block as its gradient arrives.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def make_config(
+    model: str,
+    layers: int | None,
+    width: int | None,
+    heads: int | None,
+    *,
+    context: int | None,
+    vocabulary: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> GPTConfig:
+    """The GPT that the options name. Raises InputError where they are not enough or contradict each other."""
+    if model != "gpt":
+        if layers or width or heads:
+            raise InputError(f"{model} has its own size; leave --layers, --width and --heads out, or write 'gpt'")
+        named = GPTConfig.named(model)
+        return GPTConfig(
+            named.layers, named.width, named.heads, vocabulary or named.vocabulary, context or named.context, dtype=dtype
+        )
+    if layers is None or width is None:
+        raise InputError("'gpt' needs --layers and --width, for example --layers 24 --width 1024; or name a size: gpt2-124m")
+    return GPTConfig(
+        layers, width, heads or _heads(width), vocabulary or 50257, context or 2048, dtype=dtype
+    )
+
+
+def _heads(width: int) -> int:
+    head = 64 if width < 2048 else 128
+    return width // head if width % head == 0 else 1
+
+
+def chosen_device(device: str) -> str:
+    """``auto`` becomes cuda where PyTorch finds a GPU. Raises InputError for a device that is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device} was asked for; it is auto, cpu or cuda")
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise InputError("--device cuda was asked for, but PyTorch finds no GPU; use --device cpu")
+    return device if device != "auto" else "cuda" if there else "cpu"
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Ends a command as people and scripts expect: exit 2 and one red line for tapestream's own errors, 130 for Ctrl-C.
+
+    SIGTERM is taken as Ctrl-C, so that both leave by way of Python's own end, where home files are removed.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _on_sigterm(_interrupt)
+        try:
+            return command(*args, **kwargs)
+        except TapestreamError as error:
+            show.failure(str(error))
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            show.failure("stopped")
+            raise typer.Exit(130) from error
+        finally:
+            _on_sigterm(before)
+
+    return run
+
+
+def _on_sigterm(handler: Any) -> Any:
+    try:
+        return signal.signal(signal.SIGTERM, handler)
+    except ValueError:  # not in the main thread, where signals are nobody's business
+        return None
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,180 @@
+"""Whether a training step fits a machine, and if not, the least change with which it does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from tapestream.costs import Budget, Link, Machine, Profile
+from tapestream.errors import BudgetError
+from tapestream.ir.actions import Tier
+from tapestream.models import GPTConfig
+from tapestream.models.estimate import estimate
+from tapestream.planning.auto import make_plan
+from tapestream.planning.plan import Plan
+from tapestream.units import format_nbytes
+
+Change: TypeAlias = dict[str, str]
+"""Options and the values that they would have to have."""
+
+_QUICK = "revolve"  # where only the yes or no counts, one planner is enough
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
+
+    ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where everything that lives
+    there fits into it, the disk otherwise.
+    """
+
+    config: GPTConfig
+    batch: int
+    sequence: int
+    optimizer: str
+    update: str
+    device: str
+    budget: int
+    gpu: int | None
+    ram: int | None
+    disk: int | None
+    home: Tier | None
+    link: float
+    disk_read: float
+    disk_write: float
+    flops: float
+
+    def profile(self) -> Profile:
+        """What the step costs."""
+        return estimate(
+            self.config,
+            batch=self.batch,
+            sequence=self.sequence,
+            flops_per_second=self.flops,
+            optimizer=self.optimizer,
+            update=self.update,
+            # An update reads and writes memory: about 1 TB/s on a GPU, 5 GB/s on a CPU.
+            update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
+        )
+
+    def machine(self) -> Machine:
+        """Tiers and links: the disk is reached through RAM."""
+        read, write = Link(self.disk_read), Link(self.disk_write)
+        if self.device == "cpu":
+            return Machine({(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}, self.flops)
+        link = Link(self.link)
+        return Machine(
+            {
+                (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
+                (Tier.HOST, Tier.DEVICE): link, (Tier.DEVICE, Tier.HOST): link,
+            },
+            self.flops,
+        )  # fmt: skip
+
+    def chosen_home(self, profile: Profile) -> Tier:
+        """Where blocks live that do not stay on the device."""
+        if self.home is not None:
+            return self.home
+        gradients = self.update == "step"
+        total = sum(
+            b.parameters_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes for b in profile.blocks
+        )
+        return Tier.HOST if self.device != "cpu" and (self.ram is None or total <= self.ram) else Tier.DISK
+
+    def plan(self, planner: str = "auto") -> Plan:
+        """The plan. Raises BudgetError where nothing fits."""
+        if self.gpu is not None and self.budget > self.gpu:
+            raise BudgetError(
+                f"a budget of {format_nbytes(self.budget)} was asked for on a device of {format_nbytes(self.gpu)}; "
+                f"allow {format_nbytes(self.gpu)} at most"
+            )
+        profile = self.profile()
+        return make_plan(
+            profile,
+            Budget(self.budget, host=self.ram, disk=self.disk),
+            self.machine(),
+            planner=planner,
+            update=self.update,  # type: ignore[arg-type]  # make_plan checks it
+            home=self.chosen_home(profile),
+        )
+
+
+def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Plan]]:
+    """Changes that make ``question`` fit, each tried, the cheapest kind first, with a plan (not the fastest) for each."""
+    for change, asked in _candidates(question, refusal):
+        try:
+            yield change, asked.plan(_QUICK)
+        except BudgetError:
+            continue
+
+
+def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Question]]:
+    gpu, least = question.gpu, refusal.least_nbytes
+    if gpu is not None and question.budget > gpu:
+        yield {"--budget": _text(gpu)}, replace(question, budget=gpu)
+    other = "backward" if question.update == "step" else "step"
+    yield {"--update": other}, replace(question, update=other)
+    smaller = _smaller_batch(question)
+    if smaller is not None:
+        yield {"--batch": str(smaller)}, replace(question, batch=smaller)
+    yield from _more_room(question)
+    if least is not None and least > question.budget:
+        # What planners say they need is rounded up; a split of the budget may take a little more.
+        for text in (_text(least), _text(least * 21 // 20)):
+            nbytes = _mebibytes(text)
+            larger = replace(question, budget=nbytes)
+            if gpu is None or nbytes <= gpu:
+                change = {"--budget": text}
+            else:
+                larger, change = replace(larger, gpu=nbytes), {"--budget": text, "--gpu": text}
+            if _fits(larger):
+                yield change, larger
+                return
+
+
+def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
+    """Where RAM or the disk is what is missing: as much as the step takes there."""
+    for option, field, tier in (("--ram", "ram", Tier.HOST), ("--disk", "disk", Tier.DISK)):
+        here = getattr(question, field)
+        if here is None:
+            continue
+        # RAM without end would move everything there, so the home stays as it is.
+        home = question.chosen_home(question.profile())
+        try:
+            needed = replace(question, home=home, **{field: None}).plan(_QUICK).simulation.peak_nbytes[tier]
+        except BudgetError:
+            continue
+        if needed > here:
+            text = _text(needed)
+            yield {option: text}, replace(question, **{field: _mebibytes(text)})
+
+
+def _smaller_batch(question: Question) -> int | None:
+    """The largest smaller batch that fits, None where not even one sequence does."""
+    low, high = 0, question.batch  # low fits (0 always), high does not
+    while high - low > 1:
+        # One sequence first: where that is too much, nothing else need be tried.
+        middle = 1 if low == 0 else (low + high) // 2
+        if _fits(replace(question, batch=middle)):
+            low = middle
+        elif middle == 1:
+            return None
+        else:
+            high = middle
+    return low or None
+
+
+def _fits(question: Question) -> bool:
+    try:
+        question.plan(_QUICK)
+    except BudgetError:
+        return False
+    return True
+
+
+def _text(nbytes: int) -> str:
+    """At least ``nbytes``, as one would write it; `_mebibytes` is its inverse."""
+    return f"{-(-nbytes // 2**20)}MiB"
+
+
+def _mebibytes(text: str) -> int:
+    return int(text.removesuffix("MiB")) * 2**20
