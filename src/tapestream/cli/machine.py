@@ -1,7 +1,5 @@
 """``tapestream machine``: how fast bytes move between tiers here, measured."""
 
-
-
 from tapestream.cli import show
 from tapestream.cli.options import Device, Folder, Json, chosen_device, reported
 from tapestream.costs import Machine

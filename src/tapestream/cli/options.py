@@ -53,13 +53,18 @@ def make_config(
             raise InputError(f"{model} has its own size; leave --layers, --width and --heads out, or write 'gpt'")
         named = GPTConfig.named(model)
         return GPTConfig(
-            named.layers, named.width, named.heads, vocabulary or named.vocabulary, context or named.context, dtype=dtype
+            named.layers,
+            named.width,
+            named.heads,
+            vocabulary or named.vocabulary,
+            context or named.context,
+            dtype=dtype,
         )
     if layers is None or width is None:
-        raise InputError("'gpt' needs --layers and --width, for example --layers 24 --width 1024; or name a size: gpt2-124m")
-    return GPTConfig(
-        layers, width, heads or _heads(width), vocabulary or 50257, context or 2048, dtype=dtype
-    )
+        raise InputError(
+            "'gpt' needs --layers and --width, for example --layers 24 --width 1024; or name a size: gpt2-124m"
+        )
+    return GPTConfig(layers, width, heads or _heads(width), vocabulary or 50257, context or 2048, dtype=dtype)
 
 
 def _heads(width: int) -> int:

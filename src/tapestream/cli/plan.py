@@ -63,7 +63,13 @@ def plan(
     if allowed is None:
         raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
     config = make_config(
-        model, layers, width, heads, context=None if model != "gpt" else seq, vocabulary=vocabulary, dtype=_DTYPES[dtype]
+        model,
+        layers,
+        width,
+        heads,
+        context=None if model != "gpt" else seq,
+        vocabulary=vocabulary,
+        dtype=_DTYPES[dtype],
     )
     room = host_budget or ram
     question = Question(
@@ -159,7 +165,9 @@ def _print(
         show.line(f"Does not fit: {refusal}.", "red")
         texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in changes]
         if not texts:
-            show.line("No single change of --update, --batch, --budget, --ram or --disk makes it fit; use a smaller model.")
+            show.line(
+                "No single change of --update, --batch, --budget, --ram or --disk makes it fit; use a smaller model."
+            )
             return
         show.line(f"The least change that fits: {texts[0]}", "bold")
         for text in texts[1:]:
@@ -178,7 +186,10 @@ def _print(
     rows += [
         ("a step", f"{format_seconds(found.seconds)}, {format_seconds(found.simulation.stall_seconds)} of it waiting"),
         ("tokens", f"{answer['tokens_per_second']:.3g} a second"),
-        ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(answer['disk_written_nbytes_per_day'])} a day"),
+        (
+            "written to disk",
+            f"{format_nbytes(written)} a step, {format_nbytes(answer['disk_written_nbytes_per_day'])} a day",
+        ),
         ("assumed", _assumed(question)),
     ]
     show.table(title, rows)
@@ -188,6 +199,4 @@ def _print(
 
 def _assumed(question: Question) -> str:
     link = f"link {show.rate(question.link)}, " if question.device == "cuda" else ""
-    return (
-        f"{link}disk {show.rate(question.disk_read)} in, {show.rate(question.disk_write)} out, {show.flops(question.flops)}"
-    )
+    return f"{link}disk {show.rate(question.disk_read)} in, {show.rate(question.disk_write)} out, {show.flops(question.flops)}"

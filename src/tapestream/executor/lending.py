@@ -37,16 +37,18 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
     """
     value = None if block is None else Value(Kind.PARAMETERS, block)
     region = None if value is None else store.regions.get((value, Tier.DEVICE))
-    lent = None if region is None else region.memory
-    address = 0 if lent is None else lent.untyped_storage().data_ptr()
+    # Numbers only: every saved tensor keeps these two functions alive, and they must not keep the block's bytes.
+    storage = None if region is None else region.memory.untyped_storage().data_ptr()
+    start = 0 if region is None else region.memory.data_ptr()
+    del region
 
     def pack(tensor: torch.Tensor) -> Any:
-        if lent is None or tensor.untyped_storage().data_ptr() != address:
+        if storage is None or tensor.untyped_storage().data_ptr() != storage:
             return _Saved(tensor, tensor._version)
         assert block is not None
-        offset = tensor.data_ptr() - lent.data_ptr()
-        version = store.version(block)
-        return _Place(block, offset, tensor.shape, tensor.stride(), tensor.dtype, version)
+        return _Place(
+            block, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, store.version(block)
+        )
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _Saved):
@@ -61,9 +63,9 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
                 "call backward() before the update, or run the forward again"
             )
         home = store.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory
-        start = home.storage_offset() + saved.offset
+        first = home.storage_offset() + saved.offset
         return torch.empty(0, dtype=saved.dtype, device=home.device).set_(
-            home.untyped_storage(), start // saved.dtype.itemsize, saved.shape, saved.stride
+            home.untyped_storage(), first // saved.dtype.itemsize, saved.shape, saved.stride
         )
 
     return pack, unpack

@@ -54,15 +54,15 @@ def split_arguments(
         raise InputError(
             f"block {position} was called with keyword arguments only; pass the state as its first positional argument"
         )
-    rest = pytree.tree_leaves((args[1:], kwargs))
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in rest):
+    rest = args[1:]  # not args: the call's stages live until backward and must not keep the state
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((rest, kwargs))):
         raise InputError(
             f"block {position} takes a second tensor that requires a gradient; this is not supported yet: make it part of "
             "the state (a tuple as first argument and as result), or detach() it"
         )
 
     def bind(original: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda state: original(state, *args[1:], **kwargs)
+        return lambda state: original(state, *rest, **kwargs)
 
     return args[0], bind
 

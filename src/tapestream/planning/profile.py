@@ -1,6 +1,7 @@
 """Profiling: one careful run of every stage gives its bytes, seconds and traits, without side effects."""
 
 import contextlib
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from tapestream.errors import InputError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, reached_leaves
-from tapestream.runner.runner import Runner, Tape, own_leaves
+from tapestream.runner.runner import Runner, Tape
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import track_memory
@@ -52,6 +53,20 @@ def profile_stages(
     return Profile(tuple(costs), 0, carried=carried), traits, state
 
 
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Memory is measured inside: what the cycle collector frees in between is none of the stage's."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@as_recompute()
+@_collector_off()
 def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
@@ -90,7 +105,9 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
 def _try_without_graph(runner: Runner, state: State, out: State) -> None:
     """Let forwards run under ``no_grad``, about twice as fast for small stages, where that gives the bits and strides of ``out``."""
     known = runner.traits[0]
-    if known.calls_autograd:
+    # Whether a floating output carries a gradient may depend on chance or data; claiming too much is harmless, too little is not.
+    silent = any(t.is_floating_point() and not requires for t, requires in zip(out.tensors, out.requires, strict=True))
+    if known.calls_autograd or silent:
         return
     runner.traits = [replace(known, plain_forward=True)]
     try:
@@ -115,7 +132,7 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
     since = next_sequence_number()
     with torch.enable_grad(), probe.autocast.entered(cache=False):
         with saved_tensors_hooks(observed.pack, observed.unpack):
-            inputs, leaves = probe.guarded(0, state)
+            inputs, _ = probe.guarded(0, state)
             before = [t._version for t in inputs]
             tree = stage.function(state.tree(inputs))
             observed.inside = False
@@ -123,10 +140,10 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
     out, live = take_apart(tree)
     mutated = frozenset(mutates)
     _check_aliases(stage.name, state, mutated)
-    reached = reached_leaves(live, since, stage.name, own_leaves(inputs, leaves))
+    reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
     watched = [weakref.ref(leaf) for leaf in reached]
-    del tree, live, inputs, leaves, reached
+    del tree, live, inputs, reached
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
     known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(

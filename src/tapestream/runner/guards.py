@@ -7,31 +7,22 @@ import torch
 from tapestream.errors import GradientError
 
 
-class Owner:
-    """Says whether the stage that a guard belongs to is being differentiated by tapestream itself."""
-
-    __slots__ = ("inside", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.inside = False
-
-
 class Guard(torch.autograd.Function):
-    """Stands between a stage's input and the stage: makes in-place operations on the input legal, and stops a backward that comes from outside."""
+    """Stands between a stage's input and the stage: makes in-place operations on the input legal, and stops a backward from outside.
+
+    The runner's own backward asks for the cotangent that arrives here and goes no further.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
-        """``tensor`` itself, as a new tensor over the same bytes."""
-        ctx.owner = owner
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """``tensor`` itself, as a new tensor over the same bytes; ``root`` is any tensor that requires a gradient."""
+        ctx.name = name
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        """The cotangent unchanged, if tapestream asked."""
-        if not ctx.owner.inside:
-            raise escaped(ctx.owner.name)
-        return cotangents[0], None
+        """Raises GradientError: only a backward from outside comes through."""
+        raise escaped(ctx.name)
 
 
 def escaped(name: str) -> GradientError:

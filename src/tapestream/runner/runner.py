@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators,
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.graph import next_sequence_number, reached_leaves
-from tapestream.runner.guards import Guard, Owner, check_versions, escaped
+from tapestream.runner.guards import Guard, check_versions, escaped
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart
 
@@ -26,12 +26,12 @@ Gradients = list[torch.Tensor | None]
 class Tape:
     """One recorded stage, ready for its backward.
 
-    ``inputs``: the leaf that stands for each input tensor (None where it carries no gradient). ``edges``: where each output's
+    ``inputs``: where each input's cotangent leaves (None where it carries none). ``edges``: where each output's
     cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in the
     weight it stands for.
     """
 
-    inputs: list[torch.Tensor | None]
+    inputs: list[GradientEdge | None]
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
@@ -65,7 +65,7 @@ class Runner:
         self.autocast = Autocast.capture(device)
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
-        self._owners = [Owner(stage.name) for stage in stages]
+        self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
     def forward(self, k: int, state: State) -> State:
@@ -76,7 +76,12 @@ class Runner:
                 with torch.no_grad():
                     tree = self._call(k, state, [t.detach() for t in self._inputs(k, state)])
                 out, _ = take_apart(tree)
-                out = State(out.tensors, traits.requires, out.others, out.slots, out.spec)
+                if len(out.tensors) != len(traits.requires):
+                    raise InputError(
+                        f"{self.stages[k].name} returned {len(out.tensors)} tensors, but {len(traits.requires)} when it was "
+                        "profiled; a stage must return the same structure for the same shapes"
+                    )
+                out = replace(out, requires=traits.requires)
             else:
                 pack, unpack = self._dropping(k, keep=traits.calls_autograd)
                 with saved_tensors_hooks(pack, unpack):
@@ -90,18 +95,18 @@ class Runner:
         with self._surroundings(k):
             since = next_sequence_number()
             with contextlib.nullcontext() if self.hooks is None else saved_tensors_hooks(*self.hooks(k)):
-                guarded, leaves = self.guarded(k, state)
+                guarded, inputs = self.guarded(k, state)
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, state, guarded)
             out, live = take_apart(tree)
-        reached = reached_leaves(live, since, self.stages[k].name, own_leaves(guarded, leaves))
+        reached = reached_leaves(live, since, self.stages[k].name, self.own_leaves(guarded))
         if self.traits[k].makes_leaves:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
         self._check_known(k, owners)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in live]
-        return out, Tape(leaves, edges, reached, owners, out.requires)
+        return out, Tape(inputs, edges, reached, owners, out.requires)
 
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -111,6 +116,11 @@ class Runner:
         ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as an extra root, so that
         the additions happen in the order of plain autograd; the pair returned for that leaf is then the new sum.
         """
+        if len(tape.edges) != len(cotangents):
+            raise GradientError(
+                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} tensors) than at first "
+                f"({len(cotangents)}); it must depend on nothing but its input, its buffers and the global random generators"
+            )
         roots: list[Any] = []
         seeds: list[torch.Tensor] = []
         for edge, cotangent in zip(tape.edges, cotangents, strict=True):
@@ -123,20 +133,13 @@ class Runner:
             if id(weight) in sums:
                 roots.append(leaf)
                 seeds.append(sums[id(weight)][1])
-        wanted = [leaf for leaf in tape.inputs if leaf is not None]
-        owner = self._owners[k]
-        owner.inside = True
-        try:
-            with _hooks_off(tape.leaves):
-                found = list(
-                    torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
-                    if wanted or tape.leaves
-                    else ()
-                )
-        finally:
-            owner.inside = False
+        wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
+        if not wanted and not tape.leaves:
+            return [None] * len(tape.inputs), []
+        with _hooks_off(tape.leaves):
+            found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
-        cotangents_in = [None if leaf is None else next(of_inputs) for leaf in tape.inputs]
+        cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
         pairs = zip(tape.owners, found[len(wanted) :], strict=True)
         return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
@@ -151,17 +154,17 @@ class Runner:
         mutates = self.traits[k].mutates
         return [replica(t) if i in mutates else t for i, t in enumerate(state.tensors)]
 
-    def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The stage's inputs behind guards, and the leaves in front of the guards (None where no gradient flows)."""
-        guarded: list[torch.Tensor] = []
-        leaves: list[torch.Tensor | None] = []
-        for tensor, requires in zip(self._inputs(k, state), state.requires, strict=True):
-            leaf = tensor.detach().requires_grad_() if requires else None
-            leaves.append(leaf)
-            guarded.append(
-                tensor.detach() if leaf is None else Guard.apply(leaf, self._owners[k])  # type: ignore[no-untyped-call]
-            )
-        return guarded, leaves
+    def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
+        """The stage's inputs behind guards, and where their cotangents leave its graph (None where no gradient flows)."""
+        guarded = [
+            Guard.apply(self._root, t, self.stages[k].name) if requires else t.detach()  # type: ignore[no-untyped-call]
+            for t, requires in zip(self._inputs(k, state), state.requires, strict=True)
+        ]
+        return guarded, [get_gradient_edge(t) if r else None for t, r in zip(guarded, state.requires, strict=True)]
+
+    def own_leaves(self, guarded: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Ids of what a run's graph may end at: the guards' root, and inputs that the stage itself asked to require a gradient."""
+        return frozenset(id(t) for t in (self._root, *guarded))
 
     def _call(self, k: int, state: State, inputs: list[torch.Tensor]) -> Any:
         before = state.versions
@@ -231,11 +234,6 @@ class Runner:
                 f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and that it did "
                 "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
             )
-
-
-def own_leaves(guarded: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    """Ids of what a run's graph may end at: its input leaves, and inputs that the stage itself asked to require a gradient."""
-    return frozenset(id(t) for t in (*guarded, *leaves) if t is not None)
 
 
 @contextlib.contextmanager
