@@ -56,16 +56,16 @@ class Parcels:
             views.append(
                 _View(
                     number[storage.data_ptr()],
-                    tensor.storage_offset(),
+                    int(tensor.storage_offset()),
                     tensor.shape,
                     tensor.stride(),
                     tensor.dtype,
                 )
             )
         known = self._parcels.get(value)
-        lower = {t: c for t, c in known.copies.items() if t is not Tier.DEVICE} if known else {}
-        bare = replace(state, tensors=())
-        self._parcels[value] = _Parcel(bare, views, {**lower, Tier.DEVICE: regions}, {})
+        copies = dict(known.copies) if known else {}
+        copies[Tier.DEVICE] = regions
+        self._parcels[value] = _Parcel(replace(state, tensors=()), views, copies, {})
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Start copying every storage of the parcel."""

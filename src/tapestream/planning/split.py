@@ -240,10 +240,11 @@ def _bound(streaming: Streaming, stays: list[Stay]) -> float:
     for position, action in enumerate(streaming.computation):
         lane = (phase[position], None, None)
         lanes[lane] = lanes.get(lane, 0.0) + compute_seconds(action, streaming.profile)
-    for stay in stays if streaming.machine is not None else ():
+    machine = streaming.machine
+    for stay in () if machine is None else stays:
         for at, path in ((stay.start, stay.arrive), (stay.stop, stay.leave)):
             for source, target in pairwise(path):
-                seconds = streaming.machine.link(source, target).seconds(stay.nbytes)
+                seconds = 0.0 if machine is None else machine.link(source, target).seconds(stay.nbytes)
                 lanes[phase[at], source, target] = lanes.get((phase[at], source, target), 0.0) + seconds
     return sum(max(s for (p, *_), s in lanes.items() if p == number) for number in {p for p, *_ in lanes})
 

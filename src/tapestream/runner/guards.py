@@ -16,13 +16,13 @@ class Guard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """``tensor`` itself, as a new tensor over the same bytes; ``root`` is any tensor that requires a gradient."""
-        ctx.name = name
+        ctx.stage = name
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         """Raises GradientError: only a backward from outside comes through."""
-        raise escaped(ctx.name)
+        raise escaped(ctx.stage)
 
 
 def escaped(name: str) -> GradientError:

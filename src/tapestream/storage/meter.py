@@ -1,6 +1,9 @@
 """`track_memory`: the one meter for profiles, measurements and tests."""
 
 import contextlib
+import functools
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,13 +53,33 @@ def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
 
 
 def _start() -> None:
+    _hush()
+    _enable()
+
+
+@functools.cache
+def _hush() -> None:
+    """PyTorch warns once per process, on the C level, when memory from before the start is freed. That is no news here: provoke it unseen."""
+    sys.stderr.flush()
+    before = torch.empty(1)
+    with contextlib.ExitStack() as stack:
+        shown, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, shown)
+        stack.callback(os.close, nothing)
+        os.dup2(nothing, 2)
+        stack.callback(os.dup2, shown, 2)
+        _enable()
+        del before
+        torch._C._autograd._disable_profiler_legacy()
+
+
+def _enable() -> None:
     # The newer profiler reports the same events, but writes to standard output each time it starts and stops.
     if torch._C._autograd._profiler_enabled():
         raise InputError("track_memory() cannot run inside another track_memory() or profiler")
     experimental = torch._C._profiler._ExperimentalConfig()
-    config = torch.autograd.ProfilerConfig(
-        torch.autograd.ProfilerState.CPU, False, True, False, False, False, experimental
-    )
+    state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
+    config = torch.autograd.ProfilerConfig(state, False, True, False, False, False, experimental)  # type: ignore[attr-defined]
     torch._C._autograd._enable_profiler_legacy(config)
 
 
