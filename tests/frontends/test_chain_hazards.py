@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from exact import PLANNERS, assert_same, copy_of, plain, seed, train
-from models import Case, Noisy, mlp, rows
+from exact import PLANNERS, assert_same, called_once, copy_of, plain, seed, train
+from models import CASES, Case, Noisy, mlp, rows
 from torch import nn
 
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.chain import Chain
 from tapestream.runner.ambient import recomputing
+from tapestream.runner.state import take_apart
 from tapestream.storage.meter import track_memory
 
 
@@ -423,6 +424,20 @@ def test_an_exception_leaves_nothing_behind(chain_that_fails: tuple[Chain, Faili
     (expected,) = torch.autograd.grad(plain(list(net.stages))(x).square().sum(), x)
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_profiling_leaves_nothing_behind(name: str) -> None:
+    """An output that a stage saves under hooks must not keep its own graph alive."""
+    case = CASES[name]
+    stages = case.stages()
+    called_once(case, stages)
+    x = case.batch().requires_grad_(case.input_requires)
+    state = case.state(x)
+    before = live_tensors()
+    for _ in range(2):
+        Chain(stages, planner="revolve")._prepare(take_apart(state)[0], x.device)
+    assert live_tensors() == before
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

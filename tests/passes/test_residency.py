@@ -1,13 +1,16 @@
 """Which values are kept on the device."""
 
+from dataclasses import replace
+
 from chains import UPDATES, chains
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapestream.costs import BlockCost, Profile, StageCost
-from tapestream.ir import Kind, Value
+from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
+from tapestream.ir import Kind, Offload, Tier, Value
 from tapestream.passes import choose_resident
 from tapestream.passes.memory import block_values
+from tapestream.planning.auto import make_plan
 
 
 @given(chains(), st.sampled_from(UPDATES), st.integers(0, 200), st.integers(0, 200))
@@ -28,3 +31,22 @@ def test_the_most_used_bytes_come_first_and_are_spread_over_the_chain() -> None:
     everything = choose_resident(profile, 10**6, update="backward")
     assert Value(Kind.GRADIENT, 0) not in everything  # it never leaves the device before its update
     assert Value(Kind.OPTIMIZER_STATE, 3) in everything
+
+
+def test_on_a_gpu_a_gradient_is_resident_exactly_if_its_parameters_are() -> None:
+    """Users see a parameter and its gradient on one device, so plans for machines with a host tier never part them."""
+    stage = StageCost(1.0, 2.0, 8, 8, block=0)
+    stages = tuple(replace(stage, block=k) for k in range(6))
+    profile = Profile(stages, 8, tuple(BlockCost(100, 100, 200) for _ in range(6)))
+    link = Link(100.0)
+    lanes = ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST))
+    machine = Machine(dict.fromkeys(lanes, link))
+    resident_some = False
+    for nbytes in range(700, 2600, 90):
+        plan = make_plan(profile, Budget(nbytes), machine, update="step", home=Tier.HOST)
+        on_device = {value for value, tier in plan.schedule.resident if tier is Tier.DEVICE}
+        parameters = {v.index for v in on_device if v.kind is Kind.PARAMETERS}
+        sent = {a.value.index for a in plan.schedule if isinstance(a, Offload) and a.value.kind is Kind.GRADIENT}
+        assert parameters == set(range(6)) - sent
+        resident_some = resident_some or 0 < len(parameters) < 6
+    assert resident_some

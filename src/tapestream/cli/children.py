@@ -23,7 +23,8 @@ def child(role: str, job: Job, *, allowance: int = 0, compared: int = 0) -> Iter
     Raises TapestreamError when it ends by itself in any other way than well.
     """
     command = [
-        sys.executable, "-m", "tapestream.cli.demo_child", role, json.dumps(job.to_json()), str(allowance), str(compared),
+        sys.executable, "-m", "tapestream.cli.demo_child",
+        role, json.dumps(job.to_json()), str(allowance), str(compared),
     ]  # fmt: skip
     # A session of its own: Ctrl-C reaches this process alone, which then ends the child and knows when it is gone.
     process = subprocess.Popen(
@@ -37,7 +38,8 @@ def child(role: str, job: Job, *, allowance: int = 0, compared: int = 0) -> Iter
 
 
 def _messages(process: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     for line in process.stdout:
         if line.startswith("{"):
             yield json.loads(line)

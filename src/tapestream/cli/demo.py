@@ -53,8 +53,8 @@ def _job(quick: bool, device: str, budget: str | None, home: Path) -> Job:
     shape = (8, 512, 8) if quick else (24, 1024, 16)
     config = GPTConfig(*shape, vocabulary=BYTES, context=256)
     return Job(
-        config, "stdlib", batch=2, sequence=256, steps=10 if quick else 20, rate=1e-3 if quick else 6e-4,
-        warmup=6 if quick else 10, optimizer="adamw", update="backward", device=device,
+        config, "stdlib", batch=2, sequence=256, steps=10 if quick else 20, rate=1e-3 if quick else 3e-4,
+        warmup=10, optimizer="adamw", update="backward", device=device,
         budget=budget or ("96MiB" if quick else "1GiB"), host_budget=None, home="disk", folder=str(home),
     )  # fmt: skip
 
@@ -73,8 +73,8 @@ class Story:
 def _play(job: Job, out: Path, compared: int) -> Story:
     story, config = Story(), job.config
     show.line(
-        f"GPT of {config.layers} blocks of width {config.width}, {config.parameters / 1e6:.0f} million parameters, AdamW, "
-        f"{job.batch} x {job.sequence} bytes of Python's standard library a step"
+        f"GPT of {config.layers} blocks of width {config.width}, {config.parameters / 1e6:.0f} million parameters, "
+        f"AdamW, {job.batch} x {job.sequence} bytes of Python's standard library a step"
     )
     plain = plain_nbytes(job)
     show.line(
@@ -104,32 +104,36 @@ def _try_plain(job: Job, story: Story) -> None:
 
 
 def _say_limit(message: dict[str, Any]) -> None:
+    limit, taken, budget, allowance = (format_nbytes(message[key]) for key in ("limit", "taken", "budget", "allowance"))
     show.line(
-        f"   limit {format_nbytes(message['limit'])}: {format_nbytes(message['taken'])} that Python and PyTorch take once started"
-        f" + budget {format_nbytes(message['budget'])} + {format_nbytes(message['allowance'])} for Python objects and threads"
+        f"   limit {limit} = {taken} that Python and PyTorch take once started + budget {budget} + {allowance} for "
+        "Python objects and threads"
     )
 
 
 def _train(job: Job, story: Story, out: Path, compared: int) -> None:
     allowed = parse_nbytes(job.budget or 0)
-    with writing(out / "metrics.jsonl") as lines, show.progress() as advance:
-        with child("stream", job, allowance=ALLOWANCE, compared=compared) as messages:
-            for message in messages:
-                kind = message.pop("kind")
-                if kind == "limited":
-                    _say_limit(message)
-                elif kind == "progress":
-                    advance(message["what"], message["done"], message["total"], "")
-                elif kind == "step":
-                    record = Record(**message)
-                    story.records.append(record)
-                    lines.write(json.dumps(message) + "\n")
-                    lines.flush()
-                    advance("training", record.step + 1, job.steps, remark(record, allowed))
-                elif kind == "digest":
-                    story.digests["tapestream"] = message
-                elif kind == "end":
-                    story.end = message
+    with (
+        writing(out / "metrics.jsonl") as lines,
+        show.progress() as advance,
+        child("stream", job, allowance=ALLOWANCE, compared=compared) as messages,
+    ):
+        for message in messages:
+            kind = message.pop("kind")
+            if kind == "limited":
+                _say_limit(message)
+            elif kind == "progress":
+                advance(message["what"], message["done"], message["total"], "")
+            elif kind == "step":
+                record = Record(**message)
+                story.records.append(record)
+                lines.write(json.dumps(message) + "\n")
+                lines.flush()
+                advance("training", record.step + 1, job.steps, remark(record, allowed))
+            elif kind == "digest":
+                story.digests["tapestream"] = message
+            elif kind == "end":
+                story.end = message
     losses = [record.loss for record in story.records]
     if not losses or losses[-1] > 0.9 * losses[0]:
         story.problems.append("The loss did not fall by a tenth; please report this with the output above.")
@@ -164,16 +168,17 @@ def _close(job: Job, story: Story, out: Path) -> None:
     seconds = sum(record.seconds for record in steady) / len(steady)
     waiting = sum(record.waiting_seconds for record in steady) / len(steady)
     moved = steady[-1].moved_nbytes
-    budget = parse_nbytes(job.budget or 0)
+    budget, plain = parse_nbytes(job.budget or 0), plain_nbytes(job)
+    lanes = (f"{format_nbytes(nbytes)} {lane.replace('device', 'RAM')}" for lane, nbytes in moved.items())
     show.table(
         "What happened",
         [
             ("budget", format_nbytes(budget)),
             ("peak, simulated", show.share(end["simulated_peak"], budget)),
             ("peak, measured (step 2)", show.share(end["measured"]["peak"], budget)),
-            ("plain PyTorch needs", f"{format_nbytes(plain_nbytes(job))} (computed), {plain_nbytes(job) / budget:.1f} times the budget"),
+            ("plain PyTorch needs", f"{format_nbytes(plain)} (computed), {plain / budget:.1f} times the budget"),
             ("a step", f"{format_seconds(seconds)}, {waiting / seconds:.1%} of it waiting for the disk"),
-            ("moved a step", ", ".join(f"{format_nbytes(n)} {lane.replace('device', 'RAM')}" for lane, n in moved.items())),
+            ("moved a step", ", ".join(lanes)),
             ("tokens", f"{job.batch * job.sequence / seconds:.0f} a second"),
             ("loss", f"{records[0].loss:.3f} -> {records[-1].loss:.3f} in {len(records)} steps"),
         ],

@@ -1,8 +1,8 @@
-"""One run of the demo in a process of its own: ``python -m tapestream.cli.demo_child ROLE JOB LIMIT``.
+"""One run of the demo in a process of its own: ``python -m tapestream.cli.demo_child ROLE JOB ALLOWANCE COMPARED``.
 
-Says what happens as lines of JSON on standard output. Roles: ``stream`` and ``plain`` under a hard limit, ``reference`` (plain
-without one). The limit is what the process takes after a small training run has imported, started and allocated what any
-run needs, plus the budget, plus a stated allowance.
+Says what happens as lines of JSON on standard output. Roles: ``stream`` and ``plain`` under a hard limit,
+``reference`` (plain without one). The limit is what the process takes after a small training run has imported, started
+and allocated what any run needs, plus the budget, plus a stated allowance.
 """
 
 import hashlib

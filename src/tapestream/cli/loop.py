@@ -25,7 +25,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained, and how. Sizes as text, such as "1GiB". ``warmup``: steps over which the rate rises to ``rate``."""
+    """What is trained, and how. Sizes as text ("1GiB"); the learning rate rises to ``rate`` over ``warmup`` steps."""
 
     config: GPTConfig
     data: str
@@ -88,7 +88,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def options_of(job: Job) -> dict[str, Any]:
-    """What both the streamed and the plain optimizer are made with: the same implementation, so that bits can be compared."""
+    """Options of the streamed and the plain optimizer: the same implementation, so that bits can be compared."""
     return {"lr": job.rate_at(0), "foreach": False}
 
 

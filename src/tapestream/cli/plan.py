@@ -11,9 +11,22 @@ import typer
 from tapestream.cli import show
 from tapestream.cli.machine import name
 from tapestream.cli.options import (
-    Batch, Budget, Folder, Heads, Home, HostBudget, Json, Layers, Model, Optimizer, Seq, Update, Width,
-    make_config, reported,
-)  # fmt: skip
+    Batch,
+    Budget,
+    Folder,
+    Heads,
+    Home,
+    HostBudget,
+    Json,
+    Layers,
+    Model,
+    Optimizer,
+    Seq,
+    Update,
+    Width,
+    make_config,
+    reported,
+)
 from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
@@ -53,11 +66,11 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw the plan here (.png, .pdf, .svg).")] = None,
     json_: Json = False,
 ) -> None:
-    """Say in seconds whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
+    """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
     if dtype not in _DTYPES or home not in _HOMES or device not in ("cpu", "cuda"):
         raise InputError(
-            f"--dtype {dtype} --home {home} --device {device} was asked for; --dtype is fp32 or bf16, --home auto, device, "
-            "host or disk, --device cuda or cpu"
+            f"--dtype {dtype} --home {home} --device {device} was asked for; --dtype is fp32 or bf16, "
+            "--home auto, device, host or disk, --device cuda or cpu"
         )
     allowed = budget or gpu or (ram if device == "cpu" else None)
     if allowed is None:
@@ -130,21 +143,26 @@ def _document(
     document: dict[str, Any] = {
         "model": {
             "name": model, "layers": config.layers, "width": config.width, "heads": config.heads,
-            "vocabulary": config.vocabulary, "parameters": config.parameters, "dtype": str(config.dtype).removeprefix("torch."),
+            "vocabulary": config.vocabulary, "parameters": config.parameters,
+            "dtype": str(config.dtype).removeprefix("torch."),
         },
-        "batch": question.batch, "sequence": question.sequence, "optimizer": question.optimizer, "update": question.update,
-        "fits": refusal is None, "reason": None if refusal is None else str(refusal), "changes": changes, "answer": None,
+        "batch": question.batch, "sequence": question.sequence,
+        "optimizer": question.optimizer, "update": question.update,
+        "fits": refusal is None, "reason": None if refusal is None else str(refusal), "changes": changes,
+        "answer": None,
     }  # fmt: skip
     if found is not None:
         written = written_nbytes(found)
-        tokens = found.profile.stages and question.batch * question.sequence
+        tokens = question.batch * question.sequence
         if refusal is not None and "--batch" in changes[0]:
             tokens = int(changes[0]["--batch"]) * question.sequence
         document["answer"] = {
             "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
             "waiting_seconds": found.simulation.stall_seconds, "tokens_per_second": tokens / found.seconds,
             "tiers": {
-                tier.name.lower(): {"peak_nbytes": found.simulation.peak_nbytes[tier], "allowed_nbytes": found.budget.nbytes(tier)}
+                tier.name.lower(): {
+                    "peak_nbytes": found.simulation.peak_nbytes[tier], "allowed_nbytes": found.budget.nbytes(tier),
+                }
                 for tier in Tier
             },
             "disk_written_nbytes_per_step": written,
@@ -199,4 +217,5 @@ def _print(
 
 def _assumed(question: Question) -> str:
     link = f"link {show.rate(question.link)}, " if question.device == "cuda" else ""
-    return f"{link}disk {show.rate(question.disk_read)} in, {show.rate(question.disk_write)} out, {show.flops(question.flops)}"
+    disk = f"disk {show.rate(question.disk_read)} in, {show.rate(question.disk_write)} out"
+    return f"{link}{disk}, {show.flops(question.flops)}"

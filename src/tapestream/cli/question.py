@@ -23,8 +23,8 @@ _QUICK = "revolve"  # where only the yes or no counts, one planner is enough
 class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
 
-    ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where everything that lives
-    there fits into it, the disk otherwise.
+    ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where everything that
+    lives there fits into it, the disk otherwise.
     """
 
     config: GPTConfig
@@ -74,11 +74,15 @@ class Question:
         """Where blocks live that do not stay on the device."""
         if self.home is not None:
             return self.home
+        fits = self.ram is None or self.home_nbytes(profile) <= self.ram
+        return Tier.HOST if self.device != "cpu" and fits else Tier.DISK
+
+    def home_nbytes(self, profile: Profile) -> int:
+        """Bytes of everything that could live at home: parameters, optimizer state, and gradients kept for the step."""
         gradients = self.update == "step"
-        total = sum(
+        return sum(
             b.parameters_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes for b in profile.blocks
         )
-        return Tier.HOST if self.device != "cpu" and (self.ram is None or total <= self.ram) else Tier.DISK
 
     def plan(self, planner: str = "auto") -> Plan:
         """The plan. Raises BudgetError where nothing fits."""
@@ -88,18 +92,25 @@ class Question:
                 f"allow {format_nbytes(self.gpu)} at most"
             )
         profile = self.profile()
+        home, lives = self.chosen_home(profile), self.home_nbytes(profile)
+        room = {Tier.HOST: self.ram, Tier.DISK: self.disk}.get(home)
+        if room is not None and lives > room + self.budget:  # the planners would find out too, but slowly
+            raise BudgetError(
+                f"parameters and optimizer state take {format_nbytes(lives)}, the device and {home.name.lower()} have "
+                f"{format_nbytes(room + self.budget)}; give more there"
+            )
         return make_plan(
             profile,
             Budget(self.budget, host=self.ram, disk=self.disk),
             self.machine(),
             planner=planner,
             update=self.update,  # type: ignore[arg-type]  # make_plan checks it
-            home=self.chosen_home(profile),
+            home=home,
         )
 
 
 def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Plan]]:
-    """Changes that make ``question`` fit, each tried, the cheapest kind first, with a plan (not the fastest) for each."""
+    """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest)."""
     for change, asked in _candidates(question, refusal):
         try:
             yield change, asked.plan(_QUICK)
@@ -133,19 +144,24 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
 
 def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
     """Where RAM or the disk is what is missing: as much as the step takes there."""
-    for option, field, tier in (("--ram", "ram", Tier.HOST), ("--disk", "disk", Tier.DISK)):
-        here = getattr(question, field)
-        if here is None:
-            continue
-        # RAM without end would move everything there, so the home stays as it is.
-        home = question.chosen_home(question.profile())
-        try:
-            needed = replace(question, home=home, **{field: None}).plan(_QUICK).simulation.peak_nbytes[tier]
-        except BudgetError:
-            continue
-        if needed > here:
-            text = _text(needed)
-            yield {option: text}, replace(question, **{field: _mebibytes(text)})
+    # RAM without end would move everything there, so the home stays as it is.
+    fixed = replace(question, home=question.chosen_home(question.profile()))
+    if question.ram is not None:
+        text = _needed(replace(fixed, ram=None), Tier.HOST)
+        if text is not None and _mebibytes(text) > question.ram:
+            yield {"--ram": text}, replace(question, ram=_mebibytes(text))
+    if question.disk is not None:
+        text = _needed(replace(fixed, disk=None), Tier.DISK)
+        if text is not None and _mebibytes(text) > question.disk:
+            yield {"--disk": text}, replace(question, disk=_mebibytes(text))
+
+
+def _needed(question: Question, tier: Tier) -> str | None:
+    """What a plan takes in ``tier``, None where there is none."""
+    try:
+        return _text(question.plan(_QUICK).simulation.peak_nbytes[tier])
+    except BudgetError:
+        return None
 
 
 def _smaller_batch(question: Question) -> int | None:

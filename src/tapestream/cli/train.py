@@ -10,9 +10,26 @@ import typer
 from tapestream.cli import show
 from tapestream.cli.loop import Job, Measured, Record, run, streamed, text_of
 from tapestream.cli.options import (
-    Batch, Budget, Data, Device, Folder, Heads, Home, HostBudget, Json, Layers, Model, Optimizer, Seq, Steps, Update, Width,
-    chosen_device, make_config, reported,
-)  # fmt: skip
+    Batch,
+    Budget,
+    Data,
+    Device,
+    Folder,
+    Heads,
+    Home,
+    HostBudget,
+    Json,
+    Layers,
+    Model,
+    Optimizer,
+    Seq,
+    Steps,
+    Update,
+    Width,
+    chosen_device,
+    make_config,
+    reported,
+)
 from tapestream.errors import StorageError
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 

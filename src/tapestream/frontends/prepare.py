@@ -8,7 +8,7 @@ from tapestream.costs import BlockCost, Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.observe import Observed, Segment
-from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.actions import Kind, Offload, Tier, Value
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.runner.stage import Traits
@@ -71,10 +71,20 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
                     **handle.knobs,
                 )
             )
-    resident = frozenset(value for plan in plans for value, tier in plan.schedule.resident if tier is Tier.DEVICE)
+    resident = frozenset().union(*(_resident(plan, handle.update) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     traits = tuple(segment.traits for segment in segments)
     return Prepared(tuple(segments), tuple(plans), traits, order, resident, handle.update)
+
+
+def _resident(plan: Plan, update: str | None) -> frozenset[Value]:
+    """Block values that live on the device: those named at the start of a step, and gradients that the plan never sends home."""
+    there = {value for value, tier in plan.schedule.resident if tier is Tier.DEVICE}
+    if update != "backward":
+        sent = {a.value for a in plan.schedule if isinstance(a, Offload) and a.value.kind is Kind.GRADIENT}
+        trained = (Value(Kind.GRADIENT, b) for b, cost in enumerate(plan.profile.blocks) if cost.gradient_nbytes)
+        there.update(value for value in trained if value not in sent)
+    return frozenset(there)
 
 
 def outside_nbytes(handle: "Streamed") -> int:

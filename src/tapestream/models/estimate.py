@@ -13,8 +13,8 @@ from tapestream.storage.layout import Layout
 # Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
 _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 
-# Multiplications and additions of a block are 2 per weight and token, and 2 s w per token for causal attention (half the
-# s x s matrix, twice). Its backward does the former twice, and the latter 2.5 times: flash attention recomputes the scores.
+# Multiplications and additions of a block are 2 per weight and token, and 2 s w per token for causal attention (half of
+# the s x s matrix, twice). Backward does the former twice, the latter 2.5 times: flash attention recomputes the scores.
 _ATTENTION_BACKWARD = 2.5
 
 
@@ -35,17 +35,19 @@ def estimate(
     update: str = "step",
     update_bytes_per_second: float = 5e9,
 ) -> Profile:
-    """The Profile of one training step of ``GPT(config)`` on ``batch`` x ``sequence`` tokens, one stage and one parameter block a layer.
+    """The Profile of one training step of ``GPT(config)`` on ``batch`` x ``sequence`` tokens.
 
-    Bytes are those that `GPT` takes under PyTorch with a fused attention: parameters as `tapestream.stream` lays them out,
-    float32 optimizer state (and a float32 master of 16-bit parameters), saved tensors of 15 states a layer plus the statistics
+    One stage and one parameter block a layer; embeddings and the final norm lie outside the blocks. Bytes are those
+    that `GPT` takes under PyTorch with a fused attention: parameters as `tapestream.stream` lays them out, float32
+    optimizer state (and a float32 master of 16-bit parameters), saved tensors of 15 states a layer plus the statistics
     of attention and LayerNorm. Seconds are operations over ``flops_per_second``, and bytes touched by an update over
-    ``update_bytes_per_second``. Embeddings and the final norm lie outside the blocks. Real kernels reach a part of a
-    device's peak only: give the rate that they do reach. Raises InputError for numbers that fit no training step.
+    ``update_bytes_per_second``. Real kernels reach a part of a device's peak only: give the rate that they do reach.
+    Raises InputError for numbers that fit no training step.
     """
     if batch < 1 or not 1 <= sequence <= config.context:
         raise InputError(
-            f"estimate: batch {batch} and sequence {sequence} were asked for; the batch is at least 1 and the sequence 1 to {config.context} (the context)"
+            f"estimate: batch {batch} and sequence {sequence} were asked for; the batch is at least 1 and the sequence "
+            f"1 to {config.context} (the context)"
         )
     if not flops_per_second > 0 or not update_bytes_per_second > 0:
         raise InputError("estimate: flops_per_second and update_bytes_per_second must be positive")
@@ -107,7 +109,7 @@ def _stage(config: GPTConfig, tokens: int, sequence: int, flops_per_second: floa
         (linear + attention) / flops_per_second,
         (2 * linear + _ATTENTION_BACKWARD * attention) / flops_per_second,
         output_nbytes=state,
-        # Normed input, query, key and value, attention's output, sum, normed sum, hidden before and after GELU (4 each);
+        # Normed input; query, key, value; attention's output; sum; normed sum; hidden before and after GELU (4 each);
         # one number a head, and mean and deviation of two norms, per token.
         saved_nbytes=15 * state + 4 * tokens * (config.heads + 4),
         forward_extra_nbytes=8 * state,  # sum, hidden before and after GELU, less the output
@@ -117,6 +119,6 @@ def _stage(config: GPTConfig, tokens: int, sequence: int, flops_per_second: floa
 
 
 def _turn_nbytes(config: GPTConfig, tokens: int) -> int:
-    """Final norm, logits and cross-entropy at their peak: log-probabilities, their cotangent and that of the logits, all float32."""
+    """Final norm, logits and cross-entropy at their peak: log-probabilities, their cotangent, that of the logits."""
     wide = tokens * config.vocabulary * max(4, config.dtype.itemsize)
     return 3 * wide + 2 * tokens * config.width * config.dtype.itemsize

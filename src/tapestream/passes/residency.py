@@ -63,3 +63,24 @@ def worthiest_first(profile: Profile, update: UpdateMode) -> list[Value]:
         return (-crossings[value], sizes[value], spread, order[value.kind])
 
     return sorted((value for value in sizes if crossings[value]), key=key)
+
+
+def with_gradients(order: list[Value]) -> list[Value]:
+    """The same values, each gradient right behind its parameters."""
+    gradients = {value.index: value for value in order if value.kind is Kind.GRADIENT}
+    paired: list[Value] = []
+    for value in order:
+        if value.kind is Kind.GRADIENT:
+            continue
+        paired.append(value)
+        if value.kind is Kind.PARAMETERS and value.index in gradients:
+            paired.append(gradients.pop(value.index))
+    return paired + list(gradients.values())
+
+
+def splits_a_pair(order: list[Value], count: int) -> bool:
+    """Whether the first ``count`` values of a `with_gradients` order end between parameters and their gradient."""
+    if not 0 < count < len(order):
+        return False
+    last, following = order[count - 1], order[count]
+    return last.kind is Kind.PARAMETERS and following == Value(Kind.GRADIENT, last.index)

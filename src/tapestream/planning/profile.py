@@ -105,9 +105,10 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
 def _try_without_graph(runner: Runner, state: State, out: State) -> None:
     """Let forwards run under ``no_grad``, about twice as fast for small stages, where that gives the bits and strides of ``out``."""
     known = runner.traits[0]
-    # Whether a floating output carries a gradient may depend on chance or data; claiming too much is harmless, too little is not.
-    silent = any(t.is_floating_point() and not requires for t, requires in zip(out.tensors, out.requires, strict=True))
-    if known.calls_autograd or silent:
+    # Whether a floating output carries a gradient may depend on chance or data, so differ between the runs seen here;
+    # claiming too much is harmless, too little is not.
+    seen = (*zip(out.tensors, out.requires, strict=True), *zip(out.tensors, known.requires or (), strict=False))
+    if known.calls_autograd or any(t.is_floating_point() and not requires for t, requires in seen):
         return
     runner.traits = [replace(known, plain_forward=True)]
     try:
@@ -189,7 +190,7 @@ class _Observer:
         self._packed: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor)
+        saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
         self._packed.append(weakref.ref(saved))
         return saved
 
@@ -208,7 +209,7 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, device: to
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         held.update(storages((tensor,)))
-        return tensor
+        return tensor.detach()  # as in _Observer
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
     with track_memory(device) as meter:

@@ -16,7 +16,7 @@ from tapestream.passes.hoist import kept_between
 from tapestream.passes.issue import BARRIERS
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
-from tapestream.passes.residency import UpdateMode, worthiest_first
+from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradients, worthiest_first
 from tapestream.passes.stays import Occupancy, Stay
 from tapestream.passes.streaming import Streaming
 from tapestream.simulate import Simulation, simulate
@@ -206,6 +206,9 @@ def _residents(streaming: Streaming, terms: Terms) -> list[frozenset[Value]]:
     if terms.resident is not None:
         return [terms.resident]
     order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
+    apart = terms.machine is not None and (Tier.HOST, Tier.DEVICE) in terms.machine.links
+    if apart:  # a GPU: users see a parameter and its gradient on one device
+        order = with_gradients(order)
     limit = terms.budget.device_nbytes
     if limit is None:
         return [frozenset(order)]
@@ -213,6 +216,8 @@ def _residents(streaming: Streaming, terms: Terms) -> list[frozenset[Value]]:
     block = max((b.parameters_nbytes + b.buffers_nbytes for b in terms.profile.blocks), default=0)
     spare = limit - peaks[0]
     counts = {bisect_right(peaks, limit - window) - 1 for window in (0, block, 2 * block, spare // 2, spare)}
+    if apart:
+        counts = {count - splits_a_pair(order, count) for count in counts}
     return [frozenset(order[:count]) for count in sorted(counts, reverse=True) if count >= 0]
 
 

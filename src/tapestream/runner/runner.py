@@ -216,7 +216,7 @@ class Runner:
 
         def pack(tensor: torch.Tensor) -> int:
             if keep:
-                kept.append(tensor)
+                kept.append(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
             return len(kept) - 1
 
         def unpack(index: int) -> torch.Tensor:
