@@ -51,7 +51,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,11 @@ def gpt(dropout: float = 0.1, blocks: int = 4) -> Stages:
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
+        self.a, self.norm, self.b = (
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.Conv2d(width, width, 1),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import plain
 from torch import nn
 
 from tapestream.errors import BudgetError
@@ -41,7 +42,9 @@ def chains() -> dict[str, tuple[list[nn.Module], torch.Tensor]]:
 
 
 SHARES = (1.0, 0.6, 0.0)
-GRID = list(itertools.product(["wide", "growing", "convolutions"], ["periodic", "bisection", "revolve", "rotor", "auto"]))
+GRID = list(
+    itertools.product(["wide", "growing", "convolutions"], ["periodic", "bisection", "revolve", "rotor", "auto"])
+)
 CASES = [("wide", "store_all", 1.0), *((n, p, SHARES[1 + k % 2]) for k, (n, p) in enumerate(GRID))]
 
 
@@ -61,12 +64,13 @@ def chain_at(stages: list[nn.Module], x: torch.Tensor, planner: str, share: floa
     return net
 
 
-def step(net: Chain, x: torch.Tensor) -> None:
-    """Forward and backward; the cotangent is the caller's as in the simulation, but made inside."""
-    out = net(x)
-    cotangent = torch.ones_like(out)
-    out, root = None, torch.autograd.graph.get_gradient_edge(out)
-    torch.autograd.backward([root], [cotangent])  # type: ignore[arg-type]
+def peak_of_a_step(net: Chain, x: torch.Tensor, cotangent: torch.Tensor) -> int:
+    """Bytes at the peak of forward and backward, the result dropped in between; the cotangent is the caller's."""
+    with track_memory() as meter:
+        out = net(x)
+        out, root = None, torch.autograd.graph.get_gradient_edge(out)
+        torch.autograd.backward([root], [cotangent])  # type: ignore[arg-type]
+    return meter.peak_nbytes
 
 
 @pytest.mark.parametrize(("name", "planner", "share"), CASES)
@@ -86,11 +90,15 @@ def test_peak_bytes_and_forwards(name: str, planner: str, share: float) -> None:
 
     handles = [stage.register_forward_hook(count(k)) for k, stage in enumerate(stages)]
     gc.collect()
-    with track_memory() as meter:
-        step(net, x)
+    cotangent = torch.ones_like(plain(stages)(x).detach())
+    counts[:] = [0] * len(stages)
+    measured = peak_of_a_step(net, x, cotangent)
     for handle in handles:
         handle.remove()
     simulation = net.plan.simulation
     assert sum(counts) == simulation.forwards
-    assert meter.peak_nbytes > 2 * 2**20
-    assert meter.peak_nbytes == pytest.approx(simulation.peak_nbytes[Tier.DEVICE], rel=0.05)
+    assert measured > 2 * 2**20
+    # Counted though not used here: the caller's cotangent, and at a Record the transient bytes of a forward that keeps nothing.
+    counted = cotangent.nbytes + max(cost.forward_extra_nbytes for cost in net.plan.profile.stages)
+    simulated = simulation.peak_nbytes[Tier.DEVICE]
+    assert 0.95 * simulated - counted <= measured <= 1.05 * simulated

@@ -80,9 +80,7 @@ def stages_of(kinds: list[str]) -> list[Any]:
     autocast=st.booleans(),
 )
 def test_random_chains(kinds: list[str], planner: str, share: float, requires: bool, autocast: bool) -> None:
-    case = Case(
-        lambda: stages_of(kinds), rows(2, 3, WIDTH), lambda x: (x,), input_requires=requires, autocast=autocast
-    )
+    case = Case(lambda: stages_of(kinds), rows(2, 3, WIDTH), lambda x: (x,), input_requires=requires, autocast=autocast)
     ours, theirs = case.stages(), case.stages()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -235,7 +235,9 @@ def test_texts_of_refusals() -> None:
 
 def test_tensors_on_another_device_are_refused() -> None:
     x = leaf(3, 6)
-    with pytest.raises(InputError, match=r"stage 0 .*has parameters on cpu while its input lies on meta; call \.to\('meta'\)"):
+    with pytest.raises(
+        InputError, match=r"stage 0 .*has parameters on cpu while its input lies on meta; call \.to\('meta'\)"
+    ):
         Chain(mlp())(x.to("meta"))
     with pytest.raises(InputError, match=r"inputs lie on cpu, meta, but must lie on one device; move them with \.to"):
         Chain(mlp())((x, x.to("meta")))

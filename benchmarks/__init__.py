@@ -1,0 +1,1 @@
+"""Benchmarks, one file per claim: ``python -m benchmarks.NAME [--quick]`` writes ``benchmarks/results/NAME.json``."""

@@ -1,0 +1,151 @@
+"""What all benchmarks share: running in turn, medians of ratios, peaks, and the record of machine and versions."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+import tapestream as ts
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to run. ``quick``: tiny, to see that everything works; the numbers mean nothing."""
+
+    device: str
+    quick: bool
+    rounds: int
+    threads: int
+    save: bool
+
+    def facts(self, **more: object) -> dict[str, object]:
+        """For the result file."""
+        return {"device": self.device, "rounds": self.rounds, "threads": self.threads, **more}
+
+
+def settings(device: str = "cpu", rounds: int = 7) -> Settings:
+    """Settings from the command line; limits PyTorch's threads."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds A B A B ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    return Settings(device, given.quick, 2 if given.quick else given.rounds, given.threads, not given.quick)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds by the clock and of this process's processors, round by round, of every contender."""
+
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+    def seconds(self, name: str) -> float:
+        """The median by the clock."""
+        return median(self.wall[name])
+
+    def ratio(self, name: str, reference: str) -> Row:
+        """Median of the rounds' ratios with their quartiles, and the median ratio of processor time.
+
+        Both of a round ran one right after the other, so that what else the machine does mostly cancels.
+        """
+        found = [a / b for a, b in zip(self.wall[name], self.wall[reference], strict=True)]
+        low, _, high = quantiles(found, n=4) if len(found) > 2 else (min(found), 0.0, max(found))
+        cpu = [a / b for a, b in zip(self.cpu[name], self.cpu[reference], strict=True) if b > 0]
+        return {
+            "ratio": round(median(found), 4), "ratio_quartiles": [round(low, 4), round(high, 4)],
+            "processor_ratio": round(median(cpu), 4),
+        }  # fmt: skip
+
+
+def alternate(runs: Mapping[str, Run], rounds: int, device: str, *, warm: int = 1, repeat: int = 1) -> Timings:
+    """Every contender in turn, ``rounds`` times over after ``warm`` rounds unmeasured; ``repeat`` calls each time."""
+    timings = Timings({name: [] for name in runs}, {name: [] for name in runs})
+    for number in range(-warm, rounds):
+        for name, run in runs.items():
+            synchronize(device)
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(repeat):
+                run()
+            synchronize(device)
+            if number >= 0:
+                timings.wall[name].append((time.perf_counter() - wall) / repeat)
+                timings.cpu[name].append((time.process_time() - cpu) / repeat)
+    return timings
+
+
+def synchronize(device: str) -> None:
+    """Wait until the GPU, if it is one, has done everything."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_nbytes(run: Run, device: str) -> int:
+    """Most bytes of tensors at once beyond those before ``run``."""
+    with ts.track_memory(device) as meter:
+        run()
+    return meter.peak_nbytes
+
+
+def same_bits(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(left, right, strict=True)
+    )
+
+
+def save(name: str, title: str, settings: Settings, rows: list[Row], **facts: object) -> None:
+    """Print the rows; write ``results/NAME.json`` unless this was a quick run."""
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    if not settings.save:
+        return
+    document = {
+        "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": _commit(),
+        "machine": _machine(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
+        "rows": rows,
+    }  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+        return found.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "../src")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+
+def _machine(device: str) -> dict[str, object]:
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").splitlines()
+        if line.startswith("model name")
+    ]
+    found: dict[str, object] = {"processor": names[0] if names else platform.machine(), "cores": os.cpu_count()}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.system()}

@@ -1,0 +1,147 @@
+"""Claim (b): at the same measured peak, `ts.Chain` is no slower than PyTorch's `checkpoint_sequential` at its best.
+
+Every number of segments, reentrant and not, is run: its peak is measured, and it is timed. Ours then gets the largest
+budget whose measured peak is no higher than a peak of theirs, and is timed in turn with the fastest two of theirs that
+stay within that peak. Peaks count everything beyond weights and batch: tape, gradients, workspaces.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint_sequential
+
+import tapestream as ts
+from benchmarks.common import Row, Settings, alternate, peak_nbytes, same_bits, save, settings
+from benchmarks.networks import Case, Network, gpt, pyramid, resnet
+
+TITLE = "Step time at equal measured peak, against the best checkpoint_sequential"
+_PEAKS = 4  # compared, spread over the range of theirs
+_RIVALS = 2  # timed in turn with ours at each peak
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """One way to call checkpoint_sequential."""
+
+    segments: int
+    reentrant: bool
+    step: Callable[[], None]
+    peak_nbytes: int
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.segments} segments, use_reentrant={self.reentrant}"
+
+
+def main(device: str = "cpu", name: str = "equal_peak") -> None:
+    """Measure all networks."""
+    chosen = settings(device, rounds=7)
+    rows = [row for case in _cases(chosen) for row in measure(case, chosen)]
+    save(name, TITLE, chosen, rows, peaks=_PEAKS, rivals_at_each_peak=_RIVALS)
+
+
+def _cases(chosen: Settings) -> list[Case]:
+    device = chosen.device
+    if chosen.quick:
+        return [gpt(4, 64, 2, 64, device), resnet(2, 4, device), pyramid(2, 16, device)]
+    return [gpt(12, 256, 8, 128, device), resnet(18, 32, device), pyramid(16, 32, device)]
+
+
+def measure(case: Case, chosen: Settings) -> list[Row]:
+    """Rows for a few peaks of theirs."""
+    network = case.network()
+    rivals = [_rival(network, case, s, r) for s in range(1, len(network.blocks) + 1) for r in (False, True)]
+    seconds = _first_look(rivals, chosen)
+    rows = []
+    for limit in _spread(sorted({r.peak_nbytes for r in rivals})):
+        within = sorted((r for r in rivals if r.peak_nbytes <= limit), key=lambda r: seconds[r.name])
+        rows.append(_row(case, limit, within[:_RIVALS], network, chosen))
+    return rows
+
+
+def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Rival:
+    def run_blocks(x: Tensor) -> Tensor:
+        found: Tensor = checkpoint_sequential(list(network.blocks), segments, x, use_reentrant=reentrant)
+        return found
+
+    step = stepper(network, case, run_blocks)
+    step()
+    network.zero_grad()
+    return Rival(segments, reentrant, step, peak_nbytes(step, case.device))
+
+
+def stepper(network: Network, case: Case, run_blocks: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """zero_grad, forward and backward as a function."""
+    x, targets = case.batch()
+
+    def step() -> None:
+        network.zero_grad()
+        network.loss(x, targets, run_blocks).backward()
+
+    return step
+
+
+def _first_look(rivals: list[Rival], chosen: Settings) -> dict[str, float]:
+    """Seconds of each: the least of a few rounds of processor time, the quietest measure there is."""
+    timings = alternate({r.name: r.step for r in rivals}, 2 if len(rivals) > 40 else 3, chosen.device, warm=0)
+    times = timings.wall if chosen.device == "cuda" else timings.cpu
+    return {name: min(found) for name, found in times.items()}
+
+
+def _spread(peaks: list[int]) -> list[int]:
+    count = min(_PEAKS, len(peaks))
+    return [peaks[round(i * (len(peaks) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _row(case: Case, limit: int, rivals: list[Rival], theirs: Network, chosen: Settings) -> Row:
+    row: Row = {"network": case.name, "peak_limit_nbytes": limit}
+    network = case.network()
+    found = _within(network, case, limit)
+    if found is None:
+        return {**row, "best": rivals[0].name, "met": False, "why": "no budget of ours has a measured peak that low"}
+    chain, peak = found
+    timings = alternate(
+        {"ours": stepper(network, case, chain), **{r.name: r.step for r in rivals}}, chosen.rounds, chosen.device
+    )
+    best = min((r.name for r in rivals), key=timings.seconds)
+    assert chain.plan is not None
+    ratio = timings.ratio("ours", best)
+    equal = same_bits([p.grad for p in network.parameters()], [p.grad for p in theirs.parameters()])
+    return {
+        **row, "peak_nbytes": peak, "planner": chain.plan.planner, "forwards": chain.plan.simulation.forwards,
+        "stages": len(network.blocks), "seconds": round(timings.seconds("ours"), 5), "best": best,
+        "best_seconds": round(timings.seconds(best), 5), **ratio, "claim": 1.0, "met": ratio["ratio"] <= 1.0,
+        "equal_bits": equal,
+    }  # fmt: skip
+
+
+def _within(network: Network, case: Case, limit: int) -> tuple[ts.Chain, int] | None:
+    """The chain with the largest budget found whose measured peak is at most ``limit``, by bisection, and its peak."""
+    best: tuple[ts.Chain, int] | None = None
+    low, high = 0, limit
+    for _ in range(9):
+        middle = high if best is None and low == 0 and high == limit else (low + high) // 2
+        chain = ts.Chain(list(network.blocks), budget=middle)
+        step = stepper(network, case, chain)
+        try:
+            step()
+        except ts.BudgetError:
+            low = middle
+            continue
+        network.zero_grad()
+        peak = peak_nbytes(step, case.device)
+        if peak <= limit:
+            best, low = (chain, peak), middle
+        else:
+            high = middle
+        if high - low < limit // 100 or (best is not None and best[1] > 0.99 * limit):
+            break
+    return best
+
+
+if __name__ == "__main__":
+    torch.backends.cudnn.deterministic = True
+    main()

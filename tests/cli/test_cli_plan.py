@@ -1,0 +1,128 @@
+"""`tapestream plan`: the answer, its JSON, exit status, and that the least change really fits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tapestream.cli.app import make_app
+from tapestream.planning.plan import Plan
+
+MODEL = ["gpt", "--layers", "6", "--width", "256", "--seq", "128", "--vocabulary", "512"]
+
+
+def ask(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["plan", *arguments])
+
+
+def answered(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = ask(*arguments, "--json")
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_a_step_that_fits_says_what_it_takes_in_each_tier() -> None:
+    status, document = answered(*MODEL, "--budget", "40MiB", "--ram", "1GiB")
+    assert status == 0
+    assert document["fits"] is True
+    assert document["changes"] == []
+    assert document["model"] == {
+        "name": "gpt", "layers": 6, "width": 256, "heads": 4, "vocabulary": 512, "dtype": "float32",
+        "parameters": 6 * (12 * 256**2 + 13 * 256) + 256 * (512 + 128 + 2),
+    }  # fmt: skip
+    answer = document["answer"]
+    tiers = answer["tiers"]
+    assert 0 < tiers["device"]["peak_nbytes"] <= tiers["device"]["allowed_nbytes"] == 40 * 2**20
+    assert 0 < tiers["host"]["peak_nbytes"] <= 2**30
+    assert answer["disk_written_nbytes_per_step"] == 0
+    assert answer["tokens_per_second"] == pytest.approx(128 / answer["seconds_per_step"])
+
+
+def test_a_home_too_large_for_ram_is_on_disk_and_the_writing_is_counted() -> None:
+    status, document = answered(*MODEL, "--budget", "40MiB", "--ram", "30MiB", "--update", "backward")
+    assert status == 0
+    answer = document["answer"]
+    assert answer["tiers"]["disk"]["peak_nbytes"] > 0
+    assert answer["tiers"]["host"]["peak_nbytes"] <= 30 * 2**20
+    written = answer["disk_written_nbytes_per_step"]
+    assert written > 0
+    assert answer["disk_written_nbytes_per_day"] == pytest.approx(
+        written * 86400 / answer["seconds_per_step"], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"--budget": "6MiB", "--gpu": "8MiB"},
+        {"--budget": "12MiB", "--gpu": "1GiB", "--batch": "16"},
+        {"--budget": "2GiB", "--gpu": "1GiB"},
+        {"--budget": "40MiB", "--ram": "30MiB", "--disk": "20MiB"},
+    ],
+)
+def test_every_change_that_is_offered_fits_when_applied(asked: dict[str, str]) -> None:
+    given = {"--ram": "1GiB", **asked}
+    status, document = answered(*MODEL, *(word for pair in given.items() for word in pair))
+    assert status == 2
+    assert document["fits"] is False
+    assert document["reason"]
+    assert document["changes"]
+    for change in document["changes"]:
+        changed = {**given, **change}
+        assert changed != given
+        status, _ = answered(*MODEL, *(word for pair in changed.items() for word in pair))
+        assert status == 0, change
+
+
+def test_a_smaller_batch_is_the_largest_that_fits() -> None:
+    given = [*MODEL, "--budget", "12MiB", "--gpu", "12MiB", "--ram", "1GiB"]
+    _, document = answered(*given, "--batch", "16")
+    batch = next(int(change["--batch"]) for change in document["changes"] if "--batch" in change)
+    assert 1 <= batch < 16
+    assert answered(*given, "--batch", str(batch + 1))[0] == 2
+
+
+def test_gpt3_is_answered_without_allocating_it() -> None:
+    status, document = answered("gpt3-175b", "--budget", "12GiB", "--gpu", "12GiB", "--ram", "64GiB", "--dtype", "bf16")
+    assert document["model"]["parameters"] > 174e9
+    assert status == (0 if document["fits"] else 2)
+    assert document["answer"]["tiers"]["disk"]["peak_nbytes"] > 2e12
+
+
+def test_the_tables_name_the_change_and_saved_plans_can_be_read(tmp_path: Path) -> None:
+    failed = ask(*MODEL, "--budget", "6MiB", "--ram", "1GiB")
+    assert failed.exit_code == 2
+    assert "The least change that fits: --" in failed.stdout
+    good = ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", "--save", str(tmp_path / "plan.json"))
+    assert good.exit_code == 0
+    assert "It fits" in good.stdout
+    assert Plan.load(tmp_path / "plan.json").peak_nbytes <= 40 * 2**20
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", "--plot", str(tmp_path / "plan.png")).exit_code == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["gpt"], "--budget 12GiB"),
+        (["gpt", "--budget", "1GiB"], "--layers 24 --width 1024"),
+        (["gpt9", "--budget", "1GiB"], "gpt3-175b"),
+        (["gpt2-124m", "--layers", "3", "--budget", "1GiB"], "write 'gpt'"),
+        ([*MODEL, "--budget", "eight"], "for example '8GiB'"),
+        ([*MODEL, "--budget", "1GiB", "--optimizer", "lamb"], "adamw"),
+        ([*MODEL, "--budget", "1GiB", "--update", "never"], "backward"),
+        ([*MODEL, "--budget", "1GiB", "--dtype", "fp8"], "bf16"),
+        ([*MODEL, "--budget", "1GiB", "--folder", "/no/such/folder"], "create it"),
+    ],
+)
+def test_errors_are_one_line_with_advice_and_no_traceback(arguments: list[str], advice: str) -> None:
+    result = ask(*arguments)
+    assert result.exit_code == 2
+    assert advice in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output

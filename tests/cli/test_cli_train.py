@@ -1,0 +1,97 @@
+"""`tapestream train` and `machine`, and how commands end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tapestream.cli.app import make_app
+from tapestream.cli.loop import Job
+from tapestream.cli.options import reported
+from tapestream.models import GPTConfig
+
+SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu"]
+
+
+def test_training_falls_writes_metrics_and_leaves_no_home_behind(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 50)
+    metrics, home = tmp_path / "metrics.jsonl", tmp_path / "home"
+    options = ["--budget", "8MiB", "--folder", str(home), "--steps", "8", "--rate", "0.003", "--metrics", str(metrics)]
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, "--data", str(text), *options])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(line["planned_peak_nbytes"] <= 8 * 2**20 for line in lines)
+    assert lines[-1]["measured_peak_nbytes"] <= 8 * 2**20
+    assert f"{lines[-1]['loss']:.3f}" in result.stdout
+
+
+def test_a_budget_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:
+    options = ["--budget", "100kB", "--folder", str(tmp_path), "--metrics", str(tmp_path / "m.jsonl"), "--steps", "1"]
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, *options])
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_missing_text_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, "--data", str(tmp_path / "nothing")])
+    assert result.exit_code == 2
+    assert "no file or folder" in result.stderr
+
+
+def test_the_machine_is_measured_as_json(tmp_path: Path) -> None:
+    result = CliRunner().invoke(make_app(), ["machine", "--device", "cpu", "--folder", str(tmp_path), "--json"])
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert {(link["source"], link["target"]) for link in document["links"]} == {("disk", "device"), ("device", "disk")}
+    assert all(link["bytes_per_second"] > 0 for link in document["links"])
+    assert document["flops_per_second"] > 0
+
+
+def test_the_machine_as_a_table(tmp_path: Path) -> None:
+    result = CliRunner().invoke(make_app(), ["machine", "--device", "cpu", "--folder", str(tmp_path)])
+    assert "disk to RAM" in result.stdout
+    assert CliRunner().invoke(make_app(), ["machine", "--folder", str(tmp_path / "no")]).exit_code == 2
+
+
+def test_ctrl_c_ends_a_command_with_130() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @reported
+    def waits() -> None:
+        raise KeyboardInterrupt
+
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "stopped"
+
+
+def test_jobs_survive_json() -> None:
+    job = Job(
+        GPTConfig(2, 64, 1, vocabulary=256),
+        "stdlib",
+        1,
+        32,
+        4,
+        1e-3,
+        2,
+        "adamw",
+        "step",
+        "cpu",
+        "1GiB",
+        None,
+        "auto",
+        None,
+    )
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
+def test_the_rate_rises_and_stays(step: int, rate: float) -> None:
+    job = Job(GPTConfig(1, 8, 1), "stdlib", 1, 8, 10, 1.0, 4, "sgd", "step", "cpu", None, None, "auto", None)
+    assert job.rate_at(step) == rate

@@ -1,0 +1,154 @@
+"""Training twice, by plain PyTorch and by `stream`, and comparing every bit."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from exact import Trace, assert_same, copy_of, seed
+from streamable import Model, loss_of
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import BudgetError
+
+D, H, K = ts.Tier.DEVICE, ts.Tier.HOST, ts.Tier.DISK
+DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
+TWO_HOPS = ts.Machine(links={(H, D): ts.Link(2e9), (D, H): ts.Link(2e9), (K, H): ts.Link(1e9), (H, K): ts.Link(1e9)})
+LEVELS = ("full", "half", "least")
+ENGINES = ("auto", "adversarial", "fake_streams")
+
+Plain = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes a torch optimizer for a plain model."""
+
+
+def options_of(engine: str, folder: Path, home: str = "disk", device: str = "cpu") -> dict[str, Any]:
+    """Arguments of `stream`. Speeds are given, so that nothing is measured."""
+    machine = TWO_HOPS if engine == "fake_streams" or device == "cuda" else DIRECT
+    found: dict[str, Any] = {"device": device, "engine": engine, "home": home, "machine": machine}
+    return found | ({"folder": folder} if home == "disk" else {})
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    case: Model,
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
+    gradients: bool = True,
+    device: str = "cpu",
+) -> Trace:
+    """Everything that ``steps`` steps leave behind, by name."""
+    seed(3)
+    trace: Trace = {}
+    for step in range(steps):
+        for micro in range(micro_batches):
+            loss = loss_at(model, case, device)
+            loss.backward()
+            trace[f"{step}.{micro} loss"] = copy_of(loss)
+        if gradients:
+            trace |= {f"{step} gradient {name}": copy_of(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        trace |= everything(model, f"{step} after ")
+    return trace | {"torch": torch.get_rng_state()} | state_of(optimizer)
+
+
+def loss_at(model: nn.Module, case: Model, device: str = "cpu") -> torch.Tensor:
+    """The loss of one fresh batch."""
+    batch = tuple(t.to(device) for t in case.batch())
+    with torch.autocast(device, torch.bfloat16) if case.autocast else contextlib.nullcontext():
+        return loss_of(model(*batch))
+
+
+def everything(model: nn.Module, prefix: str = "") -> Trace:
+    """Copies of what ``state_dict()`` holds."""
+    return {prefix + name: copy_of(tensor) for name, tensor in model.state_dict().items()}
+
+
+def gradients_of(model: nn.Module) -> Trace:
+    """Copies of all gradients."""
+    return {name: copy_of(p.grad) for name, p in model.named_parameters()}
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Trace:
+    """Copies of the optimizer's state, by parameter number and name."""
+    return {
+        f"state {number} {name}": torch.as_tensor(value).clone()
+        for number, entries in optimizer.state_dict()["state"].items()
+        for name, value in entries.items()
+        if value is not None
+    }
+
+
+@contextlib.contextmanager
+def streamed(case: Model, budget: int | str | None = None, **options: Any) -> Iterator[nn.Module]:
+    """A streamed model, undone at the end: nothing may be left in its folder then."""
+    model = ts.stream(case.model(), budget=budget, **options)
+    try:
+        yield model
+    finally:
+        ts.unstream(model)
+        if "folder" in options:
+            assert not any(Path(options["folder"]).iterdir())
+
+
+def budget_at(level: str, case: Model, optimizer: Callable[[nn.Module], Any], **options: Any) -> int:
+    """Bytes for one of LEVELS: all that a step takes with everything on the device, halfway to the least, or the least that works."""
+    with streamed(case, 1, **options) as model:
+        optimizer(model)
+        least = least_for(model, case, options["device"])
+    if level == "least":
+        return least
+    generous = {k: v for k, v in options.items() if k not in ("home", "folder")}
+    with streamed(case, "1 TiB", **generous, home="device") as model:
+        optimizer(model)
+        loss_at(model, case, options["device"]).backward()
+        full = ts.report(model).plan.peak_nbytes
+    return full if level == "full" else (least + full) // 2
+
+
+def least_for(model: nn.Module, case: Model, device: str = "cpu") -> int:
+    """The budget that the error of far too small a one names."""
+    least = None
+    for _ in range(3):  # the first error may name only what lies outside the blocks
+        try:
+            loss_at(model, case, device)
+        except BudgetError as error:
+            assert error.least_nbytes is not None
+            assert least is None or error.least_nbytes > least, "the named budget does not work"
+            least = error.least_nbytes
+            ts.frontends.stream.handle_of(model).budget = ts.Budget(least)
+    assert least is not None
+    return least
+
+
+def assert_exact(
+    case: Model,
+    budget: int,
+    *,
+    make: type[torch.optim.Optimizer] = torch.optim.SGD,
+    knobs: dict[str, Any] | None = None,
+    update: str = "step",
+    micro_batches: int = 1,
+    **options: Any,
+) -> None:
+    """Train by both and compare."""
+    knobs = knobs or {"lr": 0.05, "momentum": 0.9}
+    device = options["device"]
+    plain = case.model().to(device)
+    gradients = update == "step"
+    trainable = [p for p in plain.parameters() if p.requires_grad]
+    expected = train(plain, make(trainable, **knobs), case, micro_batches=micro_batches, gradients=gradients, device=device)
+    with streamed(case, budget, **options) as model:
+        optimizer = ts.optimizer(model, make, update=update, master=None, **knobs)
+        found = train(model, optimizer, case, micro_batches=micro_batches, gradients=gradients, device=device)
+        assert ts.report(model).plan.peak_nbytes <= budget
+    assert_same(expected, {name: None if t is None else t.to(expected_device(expected, name)) for name, t in found.items()})
+
+
+def expected_device(trace: Trace, name: str) -> torch.device:
+    tensor = trace[name]
+    return torch.device("cpu") if tensor is None else tensor.device
