@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch import nn
 
 import tapestream as ts
+from tapestream.cli.loop import held_nbytes
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -31,6 +34,7 @@ class Settings:
     rounds: int
     threads: int
     save: bool
+    folder: str
 
     def facts(self, **more: object) -> dict[str, object]:
         """For the result file."""
@@ -43,9 +47,12 @@ def settings(device: str = "cpu", rounds: int = 7) -> Settings:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds A B A B ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the disk is that is streamed from")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    return Settings(device, given.quick, 2 if given.quick else given.rounds, given.threads, not given.quick)
+    return Settings(
+        device, given.quick, 2 if given.quick else given.rounds, given.threads, not given.quick, given.folder
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,8 @@ class Timings:
         low, _, high = quantiles(found, n=4) if len(found) > 2 else (min(found), 0.0, max(found))
         cpu = [a / b for a, b in zip(self.cpu[name], self.cpu[reference], strict=True) if b > 0]
         return {
-            "ratio": round(median(found), 4), "ratio_quartiles": [round(low, 4), round(high, 4)],
-            "processor_ratio": round(median(cpu), 4),
+            "ratio": round(median(found), 4), "quartiles": f"{low:.3f} to {high:.3f}",
+            "ratio of processor time": round(median(cpu), 4),
         }  # fmt: skip
 
 
@@ -102,11 +109,31 @@ def peak_nbytes(run: Run, device: str) -> int:
     return meter.peak_nbytes
 
 
+def streamed_peak_nbytes(model: nn.Module, step: Run, device: str) -> int:
+    """Bytes at the peak of one step of a streamed model: what it holds between steps, and what the step adds."""
+    return held_nbytes(model) + peak_nbytes(step, device)
+
+
 def same_bits(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
     """Whether all tensors are equal, bit for bit."""
     return all(
         a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(left, right, strict=True)
     )
+
+
+def milliseconds(seconds: float) -> float:
+    """Rounded, for tables."""
+    return round(seconds * 1e3, 3)
+
+
+def mebibytes(nbytes: int) -> float:
+    """Rounded, for tables."""
+    return round(nbytes / 2**20, 3)
+
+
+def yes(found: bool) -> str:
+    """For tables."""
+    return "yes" if found else "no"
 
 
 def save(name: str, title: str, settings: Settings, rows: list[Row], **facts: object) -> None:
@@ -135,16 +162,14 @@ def _commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
-def _machine(device: str) -> dict[str, object]:
+def _machine(device: str) -> str:
     names = [
         line.split(":", 1)[1].strip()
         for line in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").splitlines()
         if line.startswith("model name")
     ]
-    found: dict[str, object] = {"processor": names[0] if names else platform.machine(), "cores": os.cpu_count()}
-    if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+    found = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    return f"{found}, {torch.cuda.get_device_name()}" if device == "cuda" else found
 
 
 def _versions() -> dict[str, str]:

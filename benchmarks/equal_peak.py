@@ -8,12 +8,22 @@ stay within that peak. Peaks count everything beyond weights and batch: tape, gr
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
 
 import tapestream as ts
-from benchmarks.common import Row, Settings, alternate, peak_nbytes, same_bits, save, settings
+from benchmarks.common import (
+    Row,
+    Settings,
+    alternate,
+    mebibytes,
+    milliseconds,
+    peak_nbytes,
+    same_bits,
+    save,
+    settings,
+    yes,
+)
 from benchmarks.networks import Case, Network, gpt, pyramid, resnet
 
 TITLE = "Step time at equal measured peak, against the best checkpoint_sequential"
@@ -64,7 +74,9 @@ def measure(case: Case, chosen: Settings) -> list[Row]:
 
 def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Rival:
     def run_blocks(x: Tensor) -> Tensor:
-        found: Tensor = checkpoint_sequential(list(network.blocks), segments, x, use_reentrant=reentrant)
+        found: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
+            list(network.blocks), segments, x, use_reentrant=reentrant
+        )
         return found
 
     step = stepper(network, case, run_blocks)
@@ -79,7 +91,7 @@ def stepper(network: Network, case: Case, run_blocks: Callable[[Tensor], Tensor]
 
     def step() -> None:
         network.zero_grad()
-        network.loss(x, targets, run_blocks).backward()
+        network.loss(x, targets, run_blocks).backward()  # type: ignore[no-untyped-call]
 
     return step
 
@@ -97,11 +109,11 @@ def _spread(peaks: list[int]) -> list[int]:
 
 
 def _row(case: Case, limit: int, rivals: list[Rival], theirs: Network, chosen: Settings) -> Row:
-    row: Row = {"network": case.name, "peak_limit_nbytes": limit}
+    row: Row = {"network": case.name, "peak allowed MiB": mebibytes(limit)}
     network = case.network()
     found = _within(network, case, limit)
     if found is None:
-        return {**row, "best": rivals[0].name, "met": False, "why": "no budget of ours has a measured peak that low"}
+        return {**row, "plan": "none has a measured peak that low", "best of PyTorch": rivals[0].name, "met": "no"}
     chain, peak = found
     timings = alternate(
         {"ours": stepper(network, case, chain), **{r.name: r.step for r in rivals}}, chosen.rounds, chosen.device
@@ -110,38 +122,39 @@ def _row(case: Case, limit: int, rivals: list[Rival], theirs: Network, chosen: S
     assert chain.plan is not None
     ratio = timings.ratio("ours", best)
     equal = same_bits([p.grad for p in network.parameters()], [p.grad for p in theirs.parameters()])
+    simulation = chain.plan.simulation
     return {
-        **row, "peak_nbytes": peak, "planner": chain.plan.planner, "forwards": chain.plan.simulation.forwards,
-        "stages": len(network.blocks), "seconds": round(timings.seconds("ours"), 5), "best": best,
-        "best_seconds": round(timings.seconds(best), 5), **ratio, "claim": 1.0, "met": ratio["ratio"] <= 1.0,
-        "equal_bits": equal,
+        **row, "peak MiB": mebibytes(peak), "plan": f"{chain.plan.planner}, {simulation.forwards} forwards",
+        "ms": milliseconds(timings.seconds("ours")), "best of PyTorch": best,
+        "its peak MiB": mebibytes(next(r.peak_nbytes for r in rivals if r.name == best)),
+        "its ms": milliseconds(timings.seconds(best)), **ratio, "claim": "at most 1.00",
+        "met": yes(ratio["ratio"] <= 1.0), "same bits": yes(equal),
     }  # fmt: skip
 
 
 def _within(network: Network, case: Case, limit: int) -> tuple[ts.Chain, int] | None:
     """The chain with the largest budget found whose measured peak is at most ``limit``, by bisection, and its peak."""
     best: tuple[ts.Chain, int] | None = None
-    low, high = 0, limit
-    for _ in range(9):
-        middle = high if best is None and low == 0 and high == limit else (low + high) // 2
+    low, high, middle = 0, limit, limit
+    for _ in range(10):
         chain = ts.Chain(list(network.blocks), budget=middle)
         step = stepper(network, case, chain)
         try:
             step()
         except ts.BudgetError:
             low = middle
-            continue
-        network.zero_grad()
-        peak = peak_nbytes(step, case.device)
-        if peak <= limit:
-            best, low = (chain, peak), middle
         else:
-            high = middle
-        if high - low < limit // 100 or (best is not None and best[1] > 0.99 * limit):
+            network.zero_grad()
+            peak = peak_nbytes(step, case.device)
+            if peak <= limit:
+                best, low = (chain, peak), middle
+            else:
+                high = middle
+        if high - low < limit // 200 or (best is not None and best[1] > 0.99 * limit):
             break
+        middle = (low + high) // 2
     return best
 
 
 if __name__ == "__main__":
-    torch.backends.cudnn.deterministic = True
     main()

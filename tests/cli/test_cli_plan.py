@@ -56,7 +56,7 @@ def test_a_home_too_large_for_ram_is_on_disk_and_the_writing_is_counted() -> Non
     "asked",
     [
         {"--budget": "6MiB", "--gpu": "8MiB"},
-        {"--budget": "12MiB", "--gpu": "1GiB", "--batch": "16"},
+        {"--budget": "20MiB", "--gpu": "1GiB", "--batch": "16"},
         {"--budget": "2GiB", "--gpu": "1GiB"},
         {"--budget": "40MiB", "--ram": "30MiB", "--disk": "20MiB"},
     ],
@@ -76,7 +76,7 @@ def test_every_change_that_is_offered_fits_when_applied(asked: dict[str, str]) -
 
 
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:
-    given = [*MODEL, "--budget", "12MiB", "--gpu", "12MiB", "--ram", "1GiB"]
+    given = [*MODEL, "--budget", "20MiB", "--gpu", "20MiB", "--ram", "1GiB"]
     _, document = answered(*given, "--batch", "16")
     batch = next(int(change["--batch"]) for change in document["changes"] if "--batch" in change)
     assert 1 <= batch < 16

@@ -1,5 +1,6 @@
 """`tapestream train` and `machine`, and how commands end."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_training_falls_writes_metrics_and_leaves_no_home_behind(tmp_path: Path)
     assert all(line["planned_peak_nbytes"] <= 8 * 2**20 for line in lines)
     assert lines[-1]["measured_peak_nbytes"] <= 8 * 2**20
     assert f"{lines[-1]['loss']:.3f}" in result.stdout
+    gc.collect()  # in a process of its own, its end does this
+    assert list(home.iterdir()) == []
 
 
 def test_a_budget_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The interpreter obeys any valid schedule, refuses what the judge would refuse, and skips what autograd does not ask for."""
+"""The interpreter obeys any valid schedule, refuses what the judge would refuse, and skips what autograd does not
+ask for."""
 
 import pytest
 import torch

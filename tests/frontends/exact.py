@@ -15,7 +15,8 @@ from tapestream.frontends.chain import Chain
 
 PLANNERS = ("store_all", "periodic", "bisection", "revolve", "rotor", "auto")
 LEVELS = ("full", "most", "half", "least")
-"""How tight the budget is: all that storing everything takes, 75% of it, 50%, or the least that the planner can do with."""
+"""How tight the budget is: all that storing everything takes, 75% of it, 50%, or the least that the planner can do
+with."""
 
 
 def plain(stages: Stages) -> Callable[[Any], Any]:
@@ -105,8 +106,8 @@ def budget_at(level: str, case: Case, planner: str) -> int:
     try:
         called_once(case, case.stages(), planner=planner, budget=asked)
     except BudgetError as error:
-        assert error.least_nbytes is not None
-        assert error.least_nbytes > asked
+        assert error.least_nbytes is not None  # noqa: PT017
+        assert error.least_nbytes > asked  # noqa: PT017
         return error.least_nbytes + case.slack_nbytes
     return asked + case.slack_nbytes
 

@@ -157,7 +157,8 @@ def normed() -> Stages:
     from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
     return [
-        parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), old_style(spectral_norm, nn.Linear(6, 6)), nn.Tanh(),
+        parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), old_style(spectral_norm, nn.Linear(6, 6)),
+        nn.Tanh(),
         parametrizations.weight_norm(nn.Linear(6, 6)), nn.Tanh(), old_style(weight_norm, nn.Linear(6, 6)), nn.Tanh(),
     ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Every model of the zoo, every planner, every level of budget: losses, gradients, parameters, buffers, generators, bit for bit."""
+"""Every model of the zoo, every planner, every level of budget: losses, gradients, parameters, buffers, generators,
+bit for bit."""
 
 import itertools
 

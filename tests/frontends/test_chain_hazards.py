@@ -1,7 +1,7 @@
 """What could go silently wrong in a recomputation goes right or raises."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,9 +146,7 @@ def test_a_recompute_of_another_structure_raises() -> None:
     net = least([changing] * 6, state)
     net(state)["x"].sum().backward()
     armed = True
-    with pytest.raises(
-        (GradientError, InputError), match=r"\(changing\) returned (another structure when|2 tensors, but 1)"
-    ):
+    with pytest.raises(GradientError, match=r"\(changing\) returned another structure when"):
         net(state)["x"].sum().backward()
 
 
@@ -192,7 +190,9 @@ def test_function_transforms_raise_or_work(make: Any) -> None:
         except (RuntimeError, InputError):
             continue
         run = plain(stages)
-        expected = torch.func.grad(lambda t: run(t).sum())(x) if found.shape == x.shape else torch.func.vmap(run)(x)
+        expected = (
+            torch.func.grad(lambda t, run=run: run(t).sum())(x) if found.shape == x.shape else torch.func.vmap(run)(x)
+        )
         torch.testing.assert_close(found, expected)
 
 
@@ -250,7 +250,8 @@ def test_recomputing_is_true_in_recomputes_and_profiling_alone() -> None:
     assert not recomputing()
 
 
-# -------------------------------------------------------------------------------------------------------- captured tensors
+# -------------------------------------------------------------------------------------------------------- captured
+# tensors
 
 
 def test_a_captured_leaf_gets_its_gradient(make: Any) -> None:
@@ -286,10 +287,10 @@ def test_a_tensor_captured_only_later_raises(make: Any) -> None:
     net = make([torch.tanh, lambda t: t @ held[0] if held else t * 2, torch.sigmoid], x)
     net(x).sum().backward()
     held.append(leaf(6, 6))
-    with pytest.raises(InputError, match="stage 1 .*did not use when it was profiled"):
+    with pytest.raises(InputError, match=r"stage 1 .*did not use when it was profiled"):
         net(x).sum().backward()
     held[0] = held[0] * 2
-    with pytest.raises(GradientError, match="stage 1 .*computed before the stage"):
+    with pytest.raises(GradientError, match=r"stage 1 .*computed before the stage"):
         net(x).sum().backward()
 
 
@@ -324,7 +325,7 @@ def test_the_input_changed_before_backward_raises(make: Any) -> None:
     out = make(stages, copy)(copy)
     with torch.no_grad():
         copy.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         out.sum().backward()
 
 
@@ -335,7 +336,7 @@ def test_weights_changed_before_backward_raise(make: Any) -> None:
     out = net(x)
     with torch.no_grad():
         stages[2].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         out.sum().backward()
 
 
@@ -346,7 +347,7 @@ def test_the_output_changed_before_backward_raises_or_is_right(make: Any, last: 
     out = make(stages, x)(x)
     out.mul_(3)
     if isinstance(last, nn.Sigmoid):
-        with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             out.sum().backward()
         return
     out.sum().backward()
@@ -357,7 +358,7 @@ def test_the_output_changed_before_backward_raises_or_is_right(make: Any, last: 
 
 def test_a_stage_that_writes_where_two_tensors_of_the_state_lie_raises() -> None:
     stages = [lambda x: (y := x * 2, y[:, :3]), lambda s: (torch.relu_(s[0]), s[1]), lambda s: s[0].sum() + s[1].sum()]
-    with pytest.raises(InputError, match="stage 1 .*shares memory with another tensor"):
+    with pytest.raises(InputError, match=r"stage 1 .*shares memory with another tensor"):
         Chain(stages)(leaf(3, 6))
 
 
@@ -393,12 +394,12 @@ def live_tensors() -> int:
 
 
 @pytest.fixture
-def chain_that_fails() -> Iterator[tuple[Chain, Failing, torch.Tensor]]:
+def chain_that_fails() -> tuple[Chain, Failing, torch.Tensor]:
     x, failing = leaf(3, 6), Failing()
     net = least([nn.Linear(6, 6), nn.Tanh(), failing, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)], x)
     net(x).sum().backward()
     net.zero_grad()
-    yield net, failing, x
+    return net, failing, x
 
 
 @pytest.mark.parametrize("fuse", [0, 1])

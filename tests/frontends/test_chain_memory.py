@@ -57,7 +57,7 @@ def chain_at(stages: list[nn.Module], x: torch.Tensor, planner: str, share: floa
     try:
         Chain(stages, planner=planner, budget=budget)(x)
     except BudgetError as error:
-        assert error.least_nbytes is not None
+        assert error.least_nbytes is not None  # noqa: PT017
         budget = error.least_nbytes
     net = Chain(stages, planner=planner, budget=budget)
     net(x).sum().backward()
@@ -98,7 +98,8 @@ def test_peak_bytes_and_forwards(name: str, planner: str, share: float) -> None:
     simulation = net.plan.simulation
     assert sum(counts) == simulation.forwards
     assert measured > 2 * 2**20
-    # Counted though not used here: the caller's cotangent, and at a Record the transient bytes of a forward that keeps nothing.
+    # Counted though not used here: the caller's cotangent, and at a Record the transient bytes of a forward that
+    # keeps nothing.
     counted = cotangent.nbytes + max(cost.forward_extra_nbytes for cost in net.plan.profile.stages)
     simulated = simulation.peak_nbytes[Tier.DEVICE]
     assert 0.95 * simulated - counted <= measured <= 1.05 * simulated

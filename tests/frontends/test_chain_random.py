@@ -99,7 +99,7 @@ def test_random_chains(kinds: list[str], planner: str, share: float, requires: b
         try:
             found = train(Chain(ours, planner=planner, budget=budget), ours, case, 2)
         except BudgetError as error:
-            assert error.least_nbytes is not None
+            assert error.least_nbytes is not None  # noqa: PT017
             ours = case.stages()
             found = train(Chain(ours, planner=planner, budget=error.least_nbytes + 4096), ours, case, 2)
     assert_same(expected, found)

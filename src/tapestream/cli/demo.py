@@ -154,8 +154,14 @@ def _compare(job: Job, story: Story, compared: int) -> None:
 
 def plain_nbytes(job: Job) -> int:
     """What plain PyTorch needs for a step, computed: parameters, gradients, optimizer state, and the whole tape."""
+    # As for update="backward": in plain PyTorch each gradient stays where it was made.
     profile = estimate(
-        job.config, batch=job.batch, sequence=job.sequence, flops_per_second=1e12, optimizer=job.optimizer
+        job.config,
+        batch=job.batch,
+        sequence=job.sequence,
+        flops_per_second=1e12,
+        optimizer=job.optimizer,
+        update="backward",
     )
     return make_plan(profile, planner="store_all", update="step", home=Tier.DEVICE).peak_nbytes
 

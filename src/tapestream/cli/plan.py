@@ -203,7 +203,7 @@ def _print(
     written = answer["disk_written_nbytes_per_step"]
     rows += [
         ("a step", f"{format_seconds(found.seconds)}, {format_seconds(found.simulation.stall_seconds)} of it waiting"),
-        ("tokens", f"{answer['tokens_per_second']:.3g} a second"),
+        ("tokens", f"{show.number(answer['tokens_per_second'])} a second"),
         (
             "written to disk",
             f"{format_nbytes(written)} a step, {format_nbytes(answer['disk_written_nbytes_per_day'])} a day",

@@ -82,3 +82,8 @@ def share(nbytes: float, allowed: int | None) -> str:
     if allowed is None:
         return f"{format_nbytes(nbytes)}, no limit given"
     return f"{format_nbytes(nbytes)} of {format_nbytes(allowed)} ({nbytes / max(1, allowed):.0%})"
+
+
+def number(value: float) -> str:
+    """Three significant digits, written out: ``"2,910"``, ``"0.322"``."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

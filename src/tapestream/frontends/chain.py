@@ -27,13 +27,16 @@ from tapestream.runner.state import State, take_apart
 class Chain(nn.Module):
     """``stages`` applied one after the other, differentiated within ``budget`` bytes.
 
-    ``stages``: modules or functions from state to state; a state is a tensor or any pytree of tensors. ``budget``: bytes that
+    ``stages``: modules or functions from state to state; a state is a tensor or any pytree of tensors. ``budget``:
+    bytes that
     may be held beyond arguments and resident parameters (``"512MiB"``, int, Budget; None: what is free now less 5%).
     ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` go to it. ``plan``: a Plan to use as it is.
-    ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the first time and raises
+    ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the
+    first time and raises
     GradientError if the two differ.
 
-    A plan is made at the first call with new shapes or modes and reused. Gradients equal plain PyTorch's bit for bit, except that a
+    A plan is made at the first call with new shapes or modes and reused. Gradients equal plain PyTorch's bit for
+    bit, except that a
     parameter used twice inside the chain *and* outside it may have its parts added in another order.
 
     Raises BudgetError when no plan fits, InputError for unusable stages, inputs or knobs.
@@ -188,7 +191,7 @@ class _Call:
         out = interpreter.live
         assert out is not None
         interpreter.live = None
-        if not out.same_structure(self.prepared.output):
+        if out.spec != self.prepared.output.spec:
             raise InputError(
                 f"{self.chain._stages[-1].name} returned another structure ({out.spec}) than when it was profiled "
                 f"({self.prepared.output.spec}); a stage must return the same structure for the same shapes"
@@ -202,7 +205,8 @@ class _Call:
         interpreter, self.interpreter = self.interpreter, None
         if interpreter is None:
             raise GradientError(
-                "this chain was differentiated a second time, but its tape is gone after one backward (retain_graph=True "
+                "this chain was differentiated a second time, but its tape is gone after one backward "
+                "(retain_graph=True "
                 "is not supported); call the chain again"
             )
         n = len(self.chain._stages)

@@ -47,30 +47,15 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     budget = handle.budget
     allowed = budget.device_nbytes
     assert allowed is not None
-    if allowed <= outside:
-        raise BudgetError(
-            f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, their gradients and optimizer "
-            f"state, embeddings) alone takes {format_nbytes(outside)}; allow more, or name more blocks with blocks=[...]",
-            least_nbytes=outside,
-        )
-    plans = []
     if handle.given is not None:
         if len(profiles) > 1:
             raise InputError(f"plan= is for one chain of blocks, this model has {len(profiles)}; use plan=None")
-        plans.append(fit_given_plan(handle.given, profiles[0], budget))
+        plans = [fit_given_plan(handle.given, profiles[0], budget)]
     else:
-        for profile, nbytes in zip(profiles, _shares(profiles, allowed - outside), strict=True):
-            plans.append(
-                make_plan(
-                    profile,
-                    Budget(outside + nbytes, host=budget.host_nbytes, disk=budget.disk_nbytes),
-                    handle.machine(),
-                    planner=handle.planner,
-                    update=handle.update,
-                    home=handle.store.home,
-                    **handle.knobs,
-                )
-            )
+        plans = [
+            _plan(handle, profile, outside + nbytes)
+            for profile, nbytes in zip(profiles, _divided(handle, profiles, allowed, outside), strict=True)
+        ]
     resident = frozenset().union(*(_resident(plan, handle.update) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     traits = tuple(segment.traits for segment in segments)
@@ -85,6 +70,43 @@ def _resident(plan: Plan, update: str | None) -> frozenset[Value]:
         trained = (Value(Kind.GRADIENT, b) for b, cost in enumerate(plan.profile.blocks) if cost.gradient_nbytes)
         there.update(value for value in trained if value not in sent)
     return frozenset(there)
+
+
+def _plan(handle: "Streamed", profile: Profile, nbytes: int) -> Plan:
+    budget = Budget(nbytes, host=handle.budget.host_nbytes, disk=handle.budget.disk_nbytes)
+    home = handle.store.home
+    return make_plan(
+        profile, budget, handle.machine(), planner=handle.planner, update=handle.update, home=home, **handle.knobs
+    )
+
+
+def _divided(handle: "Streamed", profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:
+    """Bytes for each segment beside what is always there: what it cannot do without, and of the rest in proportion to its needs.
+
+    Raises BudgetError when the sum of the least is too much.
+    """
+    room = allowed - outside
+    if len(profiles) == 1 and room > 0:
+        return [room]  # the planner's own message is the best one
+    least = [_least(handle, profile, outside) for profile in profiles]
+    if sum(least) > room:
+        raise BudgetError(
+            f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, their gradients and optimizer "
+            f"state, buffers, embeddings) takes {format_nbytes(outside)} and the blocks need at least {format_nbytes(sum(least))} beside it; allow "
+            f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
+            least_nbytes=outside + sum(least),
+        )
+    return [a + b for a, b in zip(least, _shares(profiles, room - sum(least)), strict=True)]
+
+
+def _least(handle: "Streamed", profile: Profile, outside: int) -> int:
+    try:
+        _plan(handle, profile, outside + 1)
+    except BudgetError as error:
+        if error.least_nbytes is None:
+            raise  # the host or the disk is too small
+        return error.least_nbytes - outside
+    return 1
 
 
 def outside_nbytes(handle: "Streamed") -> int:

@@ -10,7 +10,8 @@ from tapestream.runner.ambient import Autocast
 from tapestream.runner.stage import Traits
 from tapestream.runner.state import State
 
-# A smaller input may use the plan of a larger one down to this share of its elements: below, a plan of its own recomputes less.
+# A smaller input may use the plan of a larger one down to this share of its elements: below, a plan of its own
+# recomputes less.
 _SERVES_DOWN_TO = 0.75
 
 

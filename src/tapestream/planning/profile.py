@@ -34,8 +34,10 @@ def profile_stages(
 ) -> tuple[Profile, list[Traits], State]:
     """Run each stage three times forward and once backward on ``state``.
 
-    Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last state as a
-    template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before when it returns or raises.
+    Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last
+    state as a
+    template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before when it
+    returns or raises.
     """
     costs: list[StageCost] = []
     traits: list[Traits] = []
@@ -103,12 +105,13 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
 
 
 def _try_without_graph(runner: Runner, state: State, out: State) -> None:
-    """Let forwards run under ``no_grad``, about twice as fast for small stages, where that gives the bits and strides of ``out``."""
+    """Let forwards run under ``no_grad``, about twice as fast for small stages, where that gives the bits and
+    strides of ``out``."""
     known = runner.traits[0]
     # Whether a floating output carries a gradient may depend on chance or data, so differ between the runs seen here;
     # claiming too much is harmless, too little is not.
     seen = (*zip(out.tensors, out.requires, strict=True), *zip(out.tensors, known.requires or (), strict=False))
-    if known.calls_autograd or any(t.is_floating_point() and not requires for t, requires in seen):
+    if known.calls_autograd or any((t.is_floating_point() or t.is_complex()) and not requires for t, requires in seen):
         return
     runner.traits = [replace(known, plain_forward=True)]
     try:
@@ -131,12 +134,12 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
     since = next_sequence_number()
-    with torch.enable_grad(), probe.autocast.entered(cache=False):
-        with saved_tensors_hooks(observed.pack, observed.unpack):
-            inputs, _ = probe.guarded(0, state)
-            before = [t._version for t in inputs]
-            tree = stage.function(state.tree(inputs))
-            observed.inside = False
+    watching = saved_tensors_hooks(observed.pack, observed.unpack)
+    with torch.enable_grad(), probe.autocast.entered(cache=False), watching:
+        inputs, _ = probe.guarded(0, state)
+        before = [t._version for t in inputs]
+        tree = stage.function(state.tree(inputs))
+        observed.inside = False
     mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     mutated = frozenset(mutates)
@@ -163,7 +166,8 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
-    """A stage that writes into its input gets a copy of that tensor; others over the same bytes would not see the write."""
+    """A stage that writes into its input gets a copy of that tensor; others over the same bytes would not see the
+    write."""
     behind = [t.untyped_storage().data_ptr() for t in state.tensors]
     for i in mutated:
         if behind.count(behind[i]) > 1:
@@ -270,7 +274,8 @@ class Travellers:
         self._number = number
 
     def carried(self, costs: list[StageCost]) -> tuple[Carried, ...]:
-        """The storages found; their bytes leave the costs of the stages that made them. The caller's own cost nothing."""
+        """The storages found; their bytes leave the costs of the stages that made them. The caller's own cost
+        nothing."""
         found = []
         for (born, _), (last, nbytes) in self._spans.items():
             if born > 0:

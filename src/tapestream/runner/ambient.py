@@ -1,4 +1,5 @@
-"""What surrounds a run besides its inputs: random generators, autocast, and the flag that says "this is a recompute"."""
+"""What surrounds a run besides its inputs: random generators, autocast, and the flag that says "this is a
+recompute"."""
 
 import contextlib
 import random
@@ -61,7 +62,8 @@ class TorchGenerators:
 
 @dataclass(frozen=True, slots=True)
 class HostGenerators:
-    """States of Python's and NumPy's global generators: slow to capture (50 microseconds), so taken only where needed."""
+    """States of Python's and NumPy's global generators: slow to capture (50 microseconds), so taken only where
+    needed."""
 
     python: Any
     numpy: Any

@@ -1,4 +1,5 @@
-"""Buffers (BatchNorm's statistics, spectral norm's vectors): a recompute sees the old ones and its writes are discarded."""
+"""Buffers (BatchNorm's statistics, spectral norm's vectors): a recompute sees the old ones and its writes are
+discarded."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

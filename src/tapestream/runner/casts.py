@@ -15,7 +15,8 @@ from tapestream.runner.stage import Stage, Traits
 class SharedCasts:
     """Weights that several stages use, and all of them through casts alone.
 
-    ``slots``: per stage, where its modules hold them. ``first``: by id of the weight, the first stage that uses it, whose backward
+    ``slots``: per stage, where its modules hold them. ``first``: by id of the weight, the first stage that uses it,
+    whose backward
     is the last one to add.
     """
 
@@ -45,7 +46,8 @@ class SharedCasts:
 
     @contextlib.contextmanager
     def standing_in(self, k: int, dtype: torch.dtype) -> Iterator[dict[int, torch.Tensor]]:
-        """Inside, the modules of stage ``k`` hold casts that are leaves; yields the weights by id of their stand-ins."""
+        """Inside, the modules of stage ``k`` hold casts that are leaves; yields the weights by id of their
+        stand-ins."""
         weights: dict[int, torch.Tensor] = {}
         stands: dict[int, torch.Tensor] = {}
         held = [(module, name, module._parameters[name]) for module, name in self.slots.get(k, ())]

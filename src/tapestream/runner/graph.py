@@ -10,15 +10,17 @@ from tapestream.errors import GradientError
 
 def next_sequence_number() -> int:
     """A number that only autograd nodes made later reach."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def reached_leaves(
     outputs: Sequence[torch.Tensor], since: int, name: str, inputs: frozenset[int] = frozenset()
 ) -> list[torch.Tensor]:
-    """The leaf tensors (parameters, captured tensors) whose gradients the graph of ``outputs`` reaches, in a fixed order.
+    """The leaf tensors (parameters, captured tensors) whose gradients the graph of ``outputs`` reaches, in a fixed
+    order.
 
-    ``inputs``: ids of the stage's own input leaves, left out. Raises GradientError when the graph leaves the stage other
+    ``inputs``: ids of the stage's own input leaves, left out. Raises GradientError when the graph leaves the stage
+    other
     than through a leaf, since a gradient would then be lost: a tensor computed before and captured.
     """
     leaves: dict[int, torch.Tensor] = {}
@@ -39,7 +41,8 @@ def reached_leaves(
 
 
 def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int], bool]:
-    """Ids of leaves that the graph uses through casts alone, ids of those it uses otherwise, and whether it casts any leaf twice."""
+    """Ids of leaves that the graph uses through casts alone, ids of those it uses otherwise, and whether it casts
+    any leaf twice."""
     casts: dict[int, int] = {}
     others: set[int] = set()
     for node in _nodes(outputs):
@@ -68,7 +71,7 @@ def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 def _variable(node: Node) -> torch.Tensor | None:
     """The leaf behind an AccumulateGrad node, None for any other node."""
-    return node.variable if isinstance(node, _AccumulateGrad) else None  # type: ignore[attr-defined]
+    return node.variable if isinstance(node, _AccumulateGrad) else None
 
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

@@ -8,7 +8,8 @@ from tapestream.errors import GradientError
 
 
 class Guard(torch.autograd.Function):
-    """Stands between a stage's input and the stage: makes in-place operations on the input legal, and stops a backward from outside.
+    """Stands between a stage's input and the stage: makes in-place operations on the input legal, and stops a
+    backward from outside.
 
     The runner's own backward asks for the cotangent that arrives here and goes no further.
     """

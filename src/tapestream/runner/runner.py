@@ -27,7 +27,8 @@ class Tape:
     """One recorded stage, ready for its backward.
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``edges``: where each output's
-    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in the
+    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
+    for a stand-in the
     weight it stands for.
     """
 
@@ -72,16 +73,13 @@ class Runner:
         """Run stage ``k`` and keep nothing but its output."""
         traits = self.traits[k]
         with self._surroundings(k):
-            if traits.plain_forward and traits.requires is not None:
+            if traits.plain_forward:
                 with torch.no_grad():
                     tree = self._call(k, state, [t.detach() for t in self._inputs(k, state)])
                 out, _ = take_apart(tree)
-                if len(out.tensors) != len(traits.requires):
-                    raise InputError(
-                        f"{self.stages[k].name} returned {len(out.tensors)} tensors, but {len(traits.requires)} when it was "
-                        "profiled; a stage must return the same structure for the same shapes"
-                    )
-                out = replace(out, requires=traits.requires)
+                # Such a stage gave all its floating outputs a gradient; where one has none, a cotangent too many is
+                # dropped.
+                out = replace(out, requires=tuple(t.is_floating_point() or t.is_complex() for t in out.tensors))
             else:
                 pack, unpack = self._dropping(k, keep=traits.calls_autograd)
                 with saved_tensors_hooks(pack, unpack):
@@ -113,13 +111,16 @@ class Runner:
     ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Consume ``tape``: cotangents of the inputs, and (leaf, gradient) pairs.
 
-        ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as an extra root, so that
+        ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It
+        enters as an extra root, so that
         the additions happen in the order of plain autograd; the pair returned for that leaf is then the new sum.
         """
         if len(tape.edges) != len(cotangents):
             raise GradientError(
-                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} tensors) than at first "
-                f"({len(cotangents)}); it must depend on nothing but its input, its buffers and the global random generators"
+                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} "
+                f"tensors) than at first "
+                f"({len(cotangents)}); it must depend on nothing but its input, its buffers and the global random "
+                f"generators"
             )
         roots: list[Any] = []
         seeds: list[torch.Tensor] = []
@@ -155,7 +156,8 @@ class Runner:
         return [replica(t) if i in mutates else t for i, t in enumerate(state.tensors)]
 
     def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
-        """The stage's inputs behind guards, and where their cotangents leave its graph (None where no gradient flows)."""
+        """The stage's inputs behind guards, and where their cotangents leave its graph (None where no gradient
+        flows)."""
         guarded = [
             Guard.apply(self._root, t, self.stages[k].name) if requires else t.detach()  # type: ignore[no-untyped-call]
             for t, requires in zip(self._inputs(k, state), state.requires, strict=True)
@@ -163,7 +165,8 @@ class Runner:
         return guarded, [get_gradient_edge(t) if r else None for t, r in zip(guarded, state.requires, strict=True)]
 
     def own_leaves(self, guarded: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Ids of what a run's graph may end at: the guards' root, and inputs that the stage itself asked to require a gradient."""
+        """Ids of what a run's graph may end at: the guards' root, and inputs that the stage itself asked to require
+        a gradient."""
         return frozenset(id(t) for t in (self._root, *guarded))
 
     def _call(self, k: int, state: State, inputs: list[torch.Tensor]) -> Any:
@@ -231,7 +234,8 @@ class Runner:
         strangers = [leaf for leaf in reached if id(leaf) not in known]
         if strangers:
             raise InputError(
-                f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and that it did "
+                f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient "
+                f"and that it did "
                 "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
             )
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 class State:
     """A pytree of tensors taken apart.
 
-    ``tensors``: each distinct tensor once, detached (a tensor that appears twice in the tree must stay one tensor, or the
+    ``tensors``: each distinct tensor once, detached (a tensor that appears twice in the tree must stay one tensor,
+    or the
     sums of its gradients would be made in another order). ``requires``: which of them carry a gradient.
     ``others``: leaves that are no tensors. ``slots``: per leaf, an index into ``tensors``, or ``~i`` for ``others[i]``.
     """

@@ -1,0 +1,76 @@
+"""README.md: its results are those of the files, its Python runs, its options exist."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from tapestream.cli.app import make_app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULT = {
+    "name": "b", "title": "Two", "date": "2025-01-01", "commit": "0123456789abcdef", "machine": "two cores",
+    "versions": {"torch": "9.9"}, "rows": [{"what": "a|b", "seconds": 0.12345}, {"what": "c", "times": 12345.6}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def readme() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_shows_the_results_that_are_there(readme: ModuleType) -> None:
+    assert readme.main(["--check"]) == 0
+
+
+def test_a_result_becomes_a_table_and_another_change_is_noticed(readme: ModuleType) -> None:
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    made = readme.rewritten(text, [RESULT])
+    assert "old" not in made
+    assert made.startswith("before\n")
+    assert made.endswith("\nafter\n")
+    assert "2025-01-01, two cores, torch 9.9, commit 0123456789ab" in made
+    assert "| what | seconds | times |" in made
+    assert "| a\\|b | 0.123 |  |" in made
+    assert "| c |  | 12346 |" in made
+    assert readme.rewritten(made, [RESULT]) == made
+    assert readme.rewritten(made, []) != made
+
+
+@pytest.mark.parametrize("missing", ["rows", "commit", "machine"])
+def test_incomplete_results_are_refused(readme: ModuleType, missing: str) -> None:
+    cut: dict[str, Any] = {key: value for key, value in RESULT.items() if key != missing}
+    with pytest.raises(ValueError, match=missing):
+        readme.section([cut])
+
+
+def test_marks_must_be_there(readme: ModuleType) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        readme.rewritten("no marks", [])
+
+
+def test_every_option_and_command_in_the_readme_exists() -> None:
+    commands = get_command(make_app()).commands  # type: ignore[attr-defined]
+    known = {name: {o for p in command.params for o in p.opts} for name, command in commands.items()}
+    shown = re.findall(r"^\$ tapestream (\w+)((?:.*\\\n)*.*)$", README, re.MULTILINE)
+    assert {name for name, _ in shown} == set(known)
+    for name, arguments in shown:
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known[name], name
+
+
+def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr
