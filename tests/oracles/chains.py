@@ -14,6 +14,7 @@ _stages = st.builds(
     reads_input=st.booleans(),
     reads_output=st.booleans(),
     forward_extra_nbytes=st.sampled_from((0, 0, 3)),
+    record_extra_nbytes=st.sampled_from((None, 0, 2)),
     backward_extra_nbytes=st.sampled_from((0, 0, 4)),
     cotangent_nbytes=st.none() | st.integers(0, 6),
     record_seconds=st.none() | st.integers(5, 7).map(float),

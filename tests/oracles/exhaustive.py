@@ -84,7 +84,7 @@ def _moves(profile: Profile, n: int, m: _Machine) -> "Iterator[tuple[float, int,
             yield cost.forward_seconds, peak, m._replace(live=k + 1, running=True)
         if k not in m.taped:
             taped = m.taped | {k}
-            peak = _held(profile, both._replace(taped=taped)) + cost.forward_extra_nbytes
+            peak = _held(profile, both._replace(taped=taped)) + cost.recorded_extra_nbytes
             yield cost.recorded_seconds, peak, m._replace(live=k + 1, running=False, taped=taped)
 
 

@@ -1,6 +1,6 @@
 """Hoisting: never slower, never more bytes, never over the budget, and it does hide copies."""
 
-from chains import DEVICE, HOST, UPDATES, chains, computations, machines
+from streamed_chains import DEVICE, HOST, UPDATES, chains, computations, machines
 from hypothesis import given
 from hypothesis import strategies as st
 

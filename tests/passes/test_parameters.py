@@ -1,7 +1,7 @@
 """Parameter streaming: what the judge accepts, and what moves."""
 
 import pytest
-from chains import DEVICE, DISK, HOST, UPDATES, chains, computations, machines
+from streamed_chains import DEVICE, DISK, HOST, UPDATES, chains, computations, machines
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chains import UPDATES, chains
+from streamed_chains import UPDATES, chains
 from hypothesis import given
 from hypothesis import strategies as st
 

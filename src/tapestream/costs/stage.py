@@ -16,7 +16,7 @@ class StageCost:
     saved tensors, cotangents and the gradient block.
     ``cotangent_nbytes``: bytes of the cotangent of the *output*; None means ``output_nbytes``.
     ``block``: the parameter block that the stage uses, None for none.
-    ``record_seconds``: a forward that keeps its saved tensors; None means ``forward_seconds``.
+    ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
     """
 
     forward_seconds: float
@@ -30,6 +30,7 @@ class StageCost:
     cotangent_nbytes: int | None = None
     block: int | None = None
     record_seconds: float | None = None
+    record_extra_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
@@ -41,6 +42,11 @@ class StageCost:
     def recorded_seconds(self) -> float:
         """Seconds of one Record."""
         return self.forward_seconds if self.record_seconds is None else self.record_seconds
+
+    @property
+    def recorded_extra_nbytes(self) -> int:
+        """Transient bytes of one Record, beyond what it keeps."""
+        return self.forward_extra_nbytes if self.record_extra_nbytes is None else self.record_extra_nbytes
 
     @property
     def cotangent_bytes(self) -> int:

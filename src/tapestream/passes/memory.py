@@ -103,7 +103,7 @@ class _Walk:
         match action:
             case Forward(start, stop):
                 for k in range(start, stop):
-                    peak = max(peak if k > start else 0, self._step(k))
+                    peak = max(peak if k > start else 0, self._step(k, profile.stages[k].forward_extra_nbytes))
             case Record(k):
                 cost = profile.stages[k]
                 self.device += cost.saved_nbytes
@@ -111,7 +111,7 @@ class _Walk:
                     self._hold(k, _Hold.INPUT)
                 if cost.reads_output:
                     self._hold(k + 1, _Hold.OUTPUT)
-                peak = self._step(k)
+                peak = self._step(k, profile.stages[k].recorded_extra_nbytes)
             case Backward(k):
                 if self.live == k + 1:
                     self._go(None)
@@ -140,10 +140,10 @@ class _Walk:
                 pass
         return peak
 
-    def _step(self, k: int) -> int:
+    def _step(self, k: int, extra: int) -> int:
         former = self.live
         self._hold(k + 1, _Hold.LIVE)
-        peak = self.device + self.profile.stages[k].forward_extra_nbytes
+        peak = self.device + extra
         self.live = k + 1
         if former is not None:
             self._drop(former, _Hold.LIVE)

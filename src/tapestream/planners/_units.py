@@ -53,6 +53,7 @@ class Run:
         found = gcd(*self.states, *self.cotangents)
         for cost in dict.fromkeys(self.costs):
             found = gcd(found, cost.saved_nbytes, cost.forward_extra_nbytes, cost.backward_extra_nbytes)
+            found = gcd(found, cost.recorded_extra_nbytes)
         return found or 1
 
 
@@ -115,7 +116,8 @@ def unit_of(run: Run, first: int, inner: Units | None = None) -> Unit:
         before = 0 if k == 0 else states[k]
         forward.append(before + output)
         through.append(states[k] + output)
-        recording = saved + held + before + cost.saved_nbytes + output
+        kept = cost.saved_nbytes + states[k + 1] + cost.recorded_extra_nbytes
+        recording = saved + held + before + kept
         record_first, record_rest = (recording, 0) if k == 0 else (record_first, max(record_rest, recording))
         saved += cost.saved_nbytes
         if k and (cost.reads_input or costs[k - 1].reads_output):

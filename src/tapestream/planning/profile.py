@@ -92,12 +92,11 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
         backward_seconds, backward_extra = _measure_backward(runner, tape, out, device)
     finally:
         snapshot.put_back()
-    forward_extra = max(meter.peak_nbytes - output_nbytes, cost.forward_extra_nbytes)
     cost = replace(
         cost,
         forward_seconds=seconds,
         backward_seconds=backward_seconds,
-        forward_extra_nbytes=forward_extra,
+        forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
         backward_extra_nbytes=backward_extra,
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
     )
@@ -228,7 +227,7 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, device: to
         saved,
         reads_input=any(a in inputs for a in held),
         reads_output=any(a in outputs and a not in inputs for a in held),
-        forward_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
+        record_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
         record_seconds=seconds,
     )
     return cost, tape

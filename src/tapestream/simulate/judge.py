@@ -186,7 +186,7 @@ class Judge:
             states.hold(k)
         if cost.reads_output:
             states.hold(k + 1)
-        self.memory.touch(DEVICE, cost.forward_extra_nbytes, k)
+        self.memory.touch(DEVICE, cost.recorded_extra_nbytes, k)
         states.live = k + 1
         places.release(k)
         self.forwards += 1

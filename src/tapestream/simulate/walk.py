@@ -135,7 +135,7 @@ class Walk:
         self._make_live(k + 1)
         self.nbytes += self.cost.saved_nbytes
         self.tape.flip(k)
-        self._touch(self.cost.forward_extra_nbytes)
+        self._touch(self.cost.recorded_extra_nbytes)
         self.live = k + 1
         self._drop_unless_held(k)
         self.forwards += 1

@@ -1,0 +1,153 @@
+"""`BlockCopies`: where every copy of every block value lies, and what the Parameter objects show."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tapestream.errors import StorageError
+from tapestream.executor.engines.protocol import CopyEngine, Ticket
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.pool import Pool
+from tapestream.storage.regions import Region
+
+
+class BlockCopies:
+    """Regions of block values by tier, the copies in flight between them, and which of them are newer than home.
+
+    ``direct``: disk and device are one hop apart. ``resident``: values that live on the device instead of at ``home``.
+    """
+
+    def __init__(
+        self, pool: Pool, engine: CopyEngine, blocks: Sequence[ParameterBlock], home: Tier, device: torch.device
+    ) -> None:
+        self.pool, self.engine, self.blocks, self.home, self.device = pool, engine, blocks, home, device
+        self.direct = engine.name not in ("cuda", "fake_streams")
+        self.resident: frozenset[Value] = frozenset()
+        self.regions: dict[tuple[Value, Tier], Region] = {}
+        self.tickets: dict[tuple[Value, Tier], Ticket] = {}
+        self.dirty: set[Value] = set()  # on the device, newer than at home
+        self._shown: dict[int, tuple[int, ...]] = {}  # addresses of what a block's parameters show
+
+    def tier_of(self, value: Value) -> Tier:
+        """Where a value lives between uses."""
+        return Tier.DEVICE if value in self.resident else self.home
+
+    def region(self, value: Value, tier: Tier) -> Region:
+        """The value's copy in ``tier``, made (with undefined content) if there is none."""
+        region = self.regions.get((value, tier))
+        if region is None:
+            region = self.regions[value, tier] = self.pool.allocate(tier, self._nbytes(value))
+        return region
+
+    def has(self, value: Value, tier: Tier) -> bool:
+        """Whether there is a copy in ``tier``."""
+        return (value, tier) in self.regions
+
+    def release(self, value: Value, tier: Tier) -> None:
+        """Drop a copy, if there is one."""
+        region = self.regions.pop((value, tier), None)
+        if region is not None:
+            self.engine.release(region)
+            self.pool.release(region)
+
+    def start(self, value: Value, source: Tier, target: Tier) -> None:
+        """Start copying."""
+        self._look(value, source)
+        here, there = self.region(value, source), self.region(value, target)
+        self.tickets[value, target] = self.engine.copy(here, there)
+
+    def wait(self, value: Value, tier: Tier) -> None:
+        """Until a copy that was started has ended; nothing where another live call has settled meanwhile."""
+        ticket = self.tickets.pop((value, tier), None)
+        if ticket is None:
+            return
+        self.engine.wait(ticket)
+        if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
+            self.show(value, Tier.DEVICE)
+        if tier is self.home:
+            self.dirty.discard(value)
+
+    def copy_now(self, value: Value, source: Tier, target: Tier) -> None:
+        """Copy and wait, by way of the host where there is no direct link."""
+        through = None if self.direct or {source, target} != {Tier.DEVICE, Tier.DISK} else Tier.HOST
+        self._look(value, source)
+        for here, there in ((source, through or target), (through, target)):
+            if here is not None:
+                self.engine.wait(self.engine.copy(self.region(value, here), self.region(value, there)))
+        if through is not None:
+            self.release(value, through)
+        if target is self.home:
+            self.dirty.discard(value)
+
+    def bytes_at(self, value: Value, tier: Tier) -> torch.Tensor:
+        """The bytes of a copy: device memory, host memory, or a shared mapping of its file."""
+        region = self.region(value, tier)
+        return region.file.map() if region.extent is not None else region.memory
+
+    def show(self, value: Value, tier: Tier) -> None:
+        """Let the Parameter objects show the copy in ``tier``."""
+        block = self.blocks[value.index]
+        block.show(block.views(self.bytes_at(value, tier)))
+        self._shown[value.index] = tuple(p.data_ptr() for p in block.parameters)
+
+    def adopt_replaced(self, value: Value) -> None:
+        """What a user put into a parameter with ``p.data = tensor`` is written to where the value lives before that is read."""
+        if value.kind is not Kind.PARAMETERS or not self.has(value, self.tier_of(value)):
+            return
+        block, shown = self.blocks[value.index], self._shown.get(value.index, ())
+        for i, (parameter, address) in enumerate(zip(block.parameters, shown, strict=False)):
+            if parameter.data_ptr() != address:
+                view = block.views(self.bytes_at(value, self.tier_of(value)))[i]
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    def device_regions(self, block: int, *, update: bool = False) -> list[Region]:
+        """What a stage that uses the block, or its update, touches."""
+        kinds = (Kind.PARAMETERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE) if update else (Kind.PARAMETERS,)
+        found = (self.regions.get((Value(kind, block), Tier.DEVICE)) for kind in kinds)
+        return [region for region in found if region is not None]
+
+    def settle(self) -> None:
+        """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be saved is."""
+        if self.tickets:
+            self.engine.abandon()
+            self.tickets.clear()
+        failed: StorageError | None = None
+        for value, tier in list(self.regions):
+            if tier is self.home or (tier is Tier.DEVICE and value in self.resident):
+                continue
+            try:
+                if tier is Tier.DEVICE and value in self.dirty:
+                    self.copy_now(value, Tier.DEVICE, self.home)
+                if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
+                    self.show(value, self.home)
+            except StorageError as error:
+                failed = failed or error  # the copy on the device stays: it is the only one
+                continue
+            self.release(value, tier)
+        if failed is not None:
+            raise failed
+
+    def move(self, value: Value, source: Tier, target: Tier) -> None:
+        """Let a value live elsewhere from now on; gradients go with their parameters."""
+        self.copy_now(value, source, target)
+        if value.kind is Kind.PARAMETERS:
+            parameters = self.blocks[value.index].parameters
+            gradients = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+            self.show(value, target)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient if gradient is None else gradient.to(p.device)
+        self.release(value, source)
+
+    def _look(self, value: Value, source: Tier) -> None:
+        if source is self.tier_of(value):
+            self.adopt_replaced(value)
+
+    def _nbytes(self, value: Value) -> int:
+        block = self.blocks[value.index]
+        if value.kind is Kind.OPTIMIZER_STATE:
+            return 0 if block.state_layout is None else block.state_layout.nbytes
+        return block.layout.nbytes
