@@ -57,7 +57,7 @@ def _cases(chosen: Settings) -> list[Case]:
     device = chosen.device
     if chosen.quick:
         return [gpt(4, 64, 2, 64, device), resnet(2, 4, device), pyramid(2, 16, device)]
-    return [gpt(12, 256, 8, 128, device), resnet(18, 32, device), pyramid(16, 32, device)]
+    return [gpt(12, 256, 8, 128, device), resnet(18, 16, device), pyramid(16, 32, device)]
 
 
 def measure(case: Case, chosen: Settings) -> list[Row]:
@@ -97,8 +97,8 @@ def stepper(network: Network, case: Case, run_blocks: Callable[[Tensor], Tensor]
 
 
 def _first_look(rivals: list[Rival], chosen: Settings) -> dict[str, float]:
-    """Seconds of each: the least of a few rounds of processor time, the quietest measure there is."""
-    timings = alternate({r.name: r.step for r in rivals}, 2 if len(rivals) > 40 else 3, chosen.device, warm=0)
+    """Seconds of each: processor time, the quietest measure there is."""
+    timings = alternate({r.name: r.step for r in rivals}, 1 if len(rivals) > 40 else 3, chosen.device, warm=0)
     times = timings.wall if chosen.device == "cuda" else timings.cpu
     return {name: min(found) for name, found in times.items()}
 

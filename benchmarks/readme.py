@@ -17,7 +17,7 @@ _FIELDS = {"name", "title", "date", "commit", "machine", "versions", "rows"}
 
 
 def section(results: Iterable[dict[str, Any]]) -> str:
-    """The text between the marks: one table a result, in order of their names. Raises ValueError for a field missing."""
+    """The text between the marks: one table a result, ordered by name. Raises ValueError where a field is missing."""
     parts = [_table(result) for result in sorted(results, key=lambda result: str(result.get("name")))]
     return "\n\n".join(parts) or "No results have been recorded yet."
 

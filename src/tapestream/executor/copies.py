@@ -27,6 +27,7 @@ class BlockCopies:
         self.regions: dict[tuple[Value, Tier], Region] = {}
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
         self.dirty: set[Value] = set()  # on the device, newer than at home
+        self._left: list[Region] = []  # not ours any more, but to be given back to the pool when users have done
         self._shown: dict[int, tuple[int, ...]] = {}  # addresses of what a block's parameters show
 
     def tier_of(self, value: Value) -> Tier:
@@ -50,6 +51,17 @@ class BlockCopies:
         if region is not None:
             self.engine.release(region)
             self.pool.release(region)
+
+    def renew(self, value: Value, tier: Tier) -> None:
+        """Where tensors of users still show a copy that is about to be written anew, leave it to them and take other bytes."""
+        region = self.regions.get((value, tier))
+        if region is None:
+            return
+        if region.extent is not None:
+            if region.extent.mapped:
+                self.release(value, tier)
+        elif _users(region.memory) > 0:
+            self._left.append(self.regions.pop((value, tier)))
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Start copying."""
@@ -126,6 +138,9 @@ class BlockCopies:
                 failed = failed or error  # the copy on the device stays: it is the only one
                 continue
             self.release(value, tier)
+        for region in [region for region in self._left if _users(region.memory) == 0]:
+            self._left.remove(region)
+            self.pool.release(region)
         if failed is not None:
             raise failed
 
@@ -151,3 +166,10 @@ class BlockCopies:
         if value.kind is Kind.OPTIMIZER_STATE:
             return 0 if block.state_layout is None else block.state_layout.nbytes
         return block.layout.nbytes
+
+
+def _users(memory: torch.Tensor) -> int:
+    """Tensors over the same bytes besides ``memory`` and the whole that it was cut from."""
+    storage = memory.untyped_storage()
+    ours = 2 + (memory._base is not None)  # ``storage`` counts too
+    return int(torch._C._storage_Use_Count(storage._cdata)) - ours  # type: ignore[attr-defined]

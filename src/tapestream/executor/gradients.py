@@ -1,11 +1,12 @@
 """`Gradients`: from the end of a block's backward to ``.grad``, in the order in which plain autograd adds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 
 from tapestream.executor.copies import BlockCopies
+from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.regions import Region
 
@@ -28,6 +29,7 @@ class GradientBook:
         self.fresh: dict[int, Found] = {}  # taken from a call, not yet laid out
         self.together = False
         self._arrived: dict[int, list[int]] = {}  # laid out and sent home, not yet shown by .grad
+        self._stepped: dict[int, list[int]] = {}  # used up by updates within this backward
         self._earlier: dict[int, Region | None] = {}  # what .grad shows while this backward's sums lie at home
 
     def take(self, block: int, sums: Sums) -> None:
@@ -56,17 +58,18 @@ class GradientBook:
     def lay_out(self, block: int) -> None:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
-        fresh = {i: through_hooks(this.parameters[i], g) for i, g in self.fresh.pop(block).items()}
+        fresh = self.hooked(block)
         if self.together:
             self._put_aside(value)
-        else:
-            self._make_room(value)
+        elif not self._shown(block):
+            copies.renew(value, copies.home)  # users may hold what .grad showed before they set it to None
         earlier = {} if self.together else {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
         at_home = self._all_at_home(block, earlier)
         if at_home:
             copies.copy_now(value, copies.home, Tier.DEVICE)  # not through the mapping: its pages would stay in memory
         region = copies.region(value, Tier.DEVICE)
         copies.engine.compute_begins([region])
+        arrived: list[int] = []
         for i, view in enumerate(this.views(region.memory)):
             before, gradient = earlier.get(i), fresh.pop(i, None)
             if before is not None and not at_home:
@@ -74,7 +77,8 @@ class GradientBook:
             if gradient is not None:
                 view.copy_(gradient) if before is None else view.add_(gradient)
             if gradient is not None or before is not None:
-                self._arrived.setdefault(block, []).append(i)
+                arrived.append(i)
+        self._arrived[block] = arrived
         copies.engine.compute_ended([region])
 
     def at_step(self, block: int) -> Found:
@@ -96,31 +100,38 @@ class GradientBook:
         self.copies.copy_now(value, Tier.DEVICE, self.copies.home)
         self.copies.release(value, Tier.DEVICE)
 
+    def hooked(self, block: int) -> Found:
+        """The fresh gradients, taken out, as the parameters' hooks leave them."""
+        parameters, fresh = self.copies.blocks[block].parameters, self.fresh.pop(block, {})
+        return fresh if self.together else {i: _through_hooks(parameters[i], g) for i, g in fresh.items()}
+
     def accumulate(self, block: int) -> None:
         """Let ``.grad`` have the fresh gradients as they are: they stay on the device."""
         for i, gradient in self.fresh.pop(block).items():
             parameter = self.copies.blocks[block].parameters[i]
-            gradient = through_hooks(parameter, gradient)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                with torch.no_grad():
-                    parameter.grad.add_(gradient)
-            _after_accumulation(parameter)
+            _add(parameter, _through_hooks(parameter, gradient))
+
+    def stepped(self, block: int, numbers: Iterable[int]) -> None:
+        """An update has used these gradients up: ``.grad`` will say so."""
+        self._stepped[block] = list(numbers)
 
     def publish(self) -> None:
         """Let ``.grad`` be the gradients that came home."""
         for block, arrived in self._arrived.items():
-            value, parameters = Value(Kind.GRADIENT, block), self.copies.blocks[block].parameters
-            views = self.copies.blocks[block].views(self.copies.bytes_at(value, self.copies.home))
+            value, this = Value(Kind.GRADIENT, block), self.copies.blocks[block]
+            views = this.views(self.copies.bytes_at(value, self.copies.home))
+            if self.together:
+                self._add_to_earlier(value, {i: _through_hooks(this.parameters[i], views[i]) for i in arrived})
+                continue
             for i in arrived:
-                before = parameters[i].grad if block in self._earlier else None
-                if before is not None:
-                    views[i].copy_(before.add_(views[i]))
-                parameters[i].grad = views[i]
-                _after_accumulation(parameters[i])
-            self._forget(block)
+                this.parameters[i].grad = views[i]
+                _after_accumulation(this.parameters[i])
+        for block, numbers in self._stepped.items():
+            for parameter in (self.copies.blocks[block].parameters[i] for i in numbers):
+                parameter.grad = SteppedGradient.standing_for(parameter)
+                _after_accumulation(parameter)
         self._arrived.clear()
+        self._stepped.clear()
         self.together = False
 
     def clear(self) -> None:
@@ -132,18 +143,22 @@ class GradientBook:
         if value.index not in self._earlier:
             self._earlier[value.index] = self.copies.regions.pop((value, self.copies.home), None)
 
-    def _forget(self, block: int) -> None:
-        region = self._earlier.pop(block, None)
-        if region is not None:
-            self.copies.pool.release(region)
+    def _add_to_earlier(self, value: Value, sums: Found) -> None:
+        parameters, earlier = self.copies.blocks[value.index].parameters, self._earlier.pop(value.index)
+        if earlier is not None:
+            self.copies.release(value, self.copies.home)
+            self.copies.regions[value, self.copies.home] = earlier
+            views = self.copies.blocks[value.index].views(self.copies.bytes_at(value, self.copies.home))
+            for i, total in sums.items():
+                if parameters[i].grad is None:
+                    sums[i] = views[i].copy_(total)
+        for i, total in sums.items():
+            _add(parameters[i], total)
 
-    def _make_room(self, value: Value) -> None:
-        """A gradient at home that users hold although no ``.grad`` shows it any more stays as it is: the next gets other bytes."""
-        if self.copies.has(value, self.copies.home):
-            block = self.copies.blocks[value.index]
-            own = self._own(value.index)
-            if not any(p.grad is not None and p.grad.data_ptr() in own for p in block.parameters):
-                self.copies.abandon(value, self.copies.home)
+    def _shown(self, block: int) -> bool:
+        """Whether any ``.grad`` shows the gradients at home."""
+        own = self._own(block)
+        return any(p.grad is not None and p.grad.data_ptr() in own for p in self.copies.blocks[block].parameters)
 
     def _all_at_home(self, block: int, earlier: Mapping[int, torch.Tensor]) -> bool:
         own = self._own(block) if earlier else ()
@@ -158,7 +173,16 @@ class GradientBook:
         return frozenset(view.data_ptr() for view in self.copies.blocks[block].views(memory))
 
 
-def through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad.add_(gradient)
+    _after_accumulation(parameter)
+
+
+def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """What autograd does with a leaf's hooks: each may replace the gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         replaced = hook(gradient)

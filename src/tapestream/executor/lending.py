@@ -36,7 +36,7 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
     autograd's own check of version counters off, so both kinds are checked here.
     """
     value = None if block is None else Value(Kind.PARAMETERS, block)
-    region = None if value is None else store.regions.get((value, Tier.DEVICE))
+    region = None if value is None else store.copies.regions.get((value, Tier.DEVICE))
     # Numbers only: every saved tensor keeps these two functions alive, and they must not keep the block's bytes.
     storage = None if region is None else region.memory.untyped_storage().data_ptr()
     start = 0 if region is None else region.memory.data_ptr()
@@ -62,7 +62,7 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
                 f"the parameters of {name} were changed after this forward, so its gradient would be that of other weights; "
                 "call backward() before the update, or run the forward again"
             )
-        home = store.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory
+        home = store.copies.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory
         first = home.storage_offset() + saved.offset
         return torch.empty(0, dtype=saved.dtype, device=home.device).set_(
             home.untyped_storage(), first // saved.dtype.itemsize, saved.shape, saved.stride

@@ -1,6 +1,8 @@
 """`StreamCall`: one live call of a streamed model; one autograd node per block call."""
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,36 +18,53 @@ from tapestream.runner.stage import Stage
 from tapestream.runner.state import State, take_apart
 
 
-class StreamCall:
-    """The interpreters of one call, one per segment, and where the call stands."""
+@dataclass(slots=True, eq=False)
+class Live:
+    """Calls of one model that still await their backward, and the one whose backward is under way."""
 
-    def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device) -> None:
-        self.store, self.prepared, self.device = store, prepared, device
+    calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
+    differentiated: "StreamCall | None" = None
+
+    def recover(self) -> None:
+        """A backward that ended in an exception of somebody else's leaves its call open: end it."""
+        if self.differentiated is not None:
+            self.differentiated.abort()
+
+    def check_none(self, what: str, prepared: Prepared | None) -> None:
+        """Raise GradientError where another forward would see weights that an awaited backward changes."""
+        if prepared is not None and prepared.update == "backward" and self.calls:
+            raise GradientError(
+                f"{what} before the backward of the first: with update='backward' the first backward changes the weights that the "
+                "second forward has used; call backward() first, or use update='step'"
+            )
+
+
+class StreamCall:
+    """The interpreters of one call, one per segment, and where the call stands.
+
+    ``marker``: part of the graph of every block that has trainable parameters; autograd runs its node when it wants their gradients.
+    """
+
+    def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device, live: Live) -> None:
+        self.store, self.prepared, self.device, self.live = store, prepared, device, live
+        self.marker = torch.empty(0, requires_grad=True).view(0)
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
         self.done = 0  # block calls so far
         self.closed = False
-        self.callback_queued = False
-        self._views: list[_SegmentView] = []
+        self._views: list[SegmentView] = []
+        self._differentiating = False
         self._last: tuple[tuple[torch.Tensor, int], ...] = ()
+        live.calls.add(self)
 
     @property
     def forward_open(self) -> bool:
         """Whether more block calls are expected."""
         return not self.closed and self.done < len(self.prepared.order)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a backward is still to come."""
-        return not self.closed
-
-    def check_second(self) -> None:
-        """Another forward begins while this call waits for its backward."""
-        if self.prepared.update == "backward":
-            raise GradientError(
-                "a second forward began before the backward of the first: with update='backward' the first backward changes the weights that the "
-                "second forward has used; call backward() first, or use update='step'"
-            )
+    def end_forward(self) -> None:
+        """The model has returned. What it returned must not be held from here: dropping it ends the call."""
+        self._last = ()
 
     def enter(self, position: int, tensors: tuple[torch.Tensor, ...], stage: Stage, state: State) -> tuple[int, int]:
         """Check that this block call is the one that was planned; returns (segment, stage number)."""
@@ -74,7 +93,8 @@ class StreamCall:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
         stages = self.stages[segment] = [Stage(position, torch.nn.Identity()) for position in planned.positions]
         uses = [self.store.uses[position] for position in planned.positions]
-        view = _SegmentView(self.store, uses)
+        view = SegmentView(self.store, uses)
+        self._views.append(view)
         runner = Runner(
             stages, planned.traits, self.device, lambda k: lending_hooks(self.store, uses[k], stages[k].name)
         )
@@ -100,44 +120,64 @@ class StreamCall:
                 "this call was differentiated a second time, but its tape is gone after one backward (retain_graph=True is not supported); run the "
                 "forward again"
             )
-        self._last = ()
-        if not self.callback_queued:
-            self.callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        if not self._differentiating:
+            self._begin_backward()
+        block = self.store.uses[self.prepared.segments[segment].positions[k]]
+        if block is not None and self.store.gradients.together:
+            self.store.gradients.seed(block, interpreter.sums)
         try:
             return interpreter.run_backward(k, cotangents)
         except BaseException:
             self.abort()
             raise
 
-    def finish(self) -> None:
-        """The user's backward has ended: what it did not ask for is dropped, gradients become visible."""
+    def _begin_backward(self) -> None:
+        self._differentiating = True
+        wanted = torch._C._will_engine_execute_node(self.marker.grad_fn)  # type: ignore[attr-defined]
+        for view in self._views:
+            view.wanted = wanted
+        before, self.live.differentiated = self.live.differentiated, self
+        if before is not None:
+            before.finish(publish=False)
+        elif len(self.live.calls) > 1:
+            self.store.gradients.together = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+
+    def finish(self, *, publish: bool = True) -> None:
+        """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become visible (if ``publish``)."""
         if self.closed:
             return
-        self.callback_queued = False
         try:
-            for segment, interpreter in enumerate(self.interpreters):
+            for interpreter in self.interpreters:
                 if interpreter is not None:
                     interpreter.finish_backward()
-                    self.store.collect(interpreter.sums)
-                self.interpreters[segment] = None
+                    self._collect(interpreter)
         finally:
-            self.closed = True
-            self.store.settle()
+            self._close(publish=publish)
+
+    def _collect(self, interpreter: Interpreter) -> None:
+        """Gradients of blocks whose first stage the backward did not reach."""
+        for block in self.store.blocks if all(view.wanted for view in self._views) else ():
+            self.store.take_gradients(block.index, interpreter.sums)
 
     def abort(self) -> None:
         """After an exception: nothing of this call is left."""
         if not self.closed:
-            self.closed = True
-            self.interpreters = [None] * len(self.interpreters)
-            self._last = ()
-            self.store.fresh.clear()
-            self.store.settle()
+            self.store.gradients.fresh.clear()
+            self._close()
+
+    def _close(self, *, publish: bool = True) -> None:
+        self.closed = True
+        self.interpreters = [None] * len(self.interpreters)
+        self._last = ()
+        if self.live.differentiated is self and publish:
+            self.live.differentiated = None
+        self.live.calls.discard(self)
+        self.store.settle(publish=publish)
 
     def __del__(self) -> None:
         if not self.closed and any(self.interpreters):
-            self.closed = True
-            self.store.settle()
+            self._close(publish=self.live.differentiated is None)
 
 
 def apply_block(
@@ -148,10 +188,9 @@ def apply_block(
     state, tensors = take_apart(tree)
     planned = call.prepared.order[call.done]
     trait = call.prepared.traits[planned[0]][planned[1]]
-    block_module = call.store.modules[position]
-    stage = Stage(position, block_module).calling(bind(original))
+    stage = Stage(position, call.store.modules[position]).calling(bind(original))
     segment, k = call.enter(position, tensors, stage, state)
-    anchor = torch.empty(0, requires_grad=bool(trait.leaves))
+    anchor = call.marker if trait.leaves else None
     template: list[State] = []
     outputs = _BlockNode.apply(call, segment, k, template, anchor, *tensors)  # type: ignore[no-untyped-call]
     call.remember(outputs)
@@ -159,7 +198,7 @@ def apply_block(
 
 
 class _BlockNode(torch.autograd.Function):
-    """One block call. ``anchor`` makes the node part of the graph when parameters alone need gradients."""
+    """One block call. ``anchor``, the call's marker, makes the node part of the graph when parameters alone need gradients."""
 
     @staticmethod
     def forward(
@@ -168,7 +207,7 @@ class _BlockNode(torch.autograd.Function):
         segment: int,
         k: int,
         template: list[State],
-        anchor: torch.Tensor,
+        anchor: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
@@ -185,11 +224,12 @@ class _BlockNode(torch.autograd.Function):
         return (None, None, None, None, None, *given)
 
 
-class _SegmentView:
+class SegmentView:
     """The store as one segment's interpreter sees it: stages numbered within the segment."""
 
     def __init__(self, store: BlockStore, uses: list[int | None]) -> None:
         self._store, self._uses = store, uses
+        self.wanted = True  # whether the backward at hand asks for gradients of parameters
         self._last_use = {b: k for k, b in reversed(list(enumerate(uses))) if b is not None}
         self.start, self.wait, self.free = store.start, store.wait, store.free
         self.update, self.has_gradient = store.update, store.has_gradient
@@ -202,5 +242,7 @@ class _SegmentView:
 
     def backward_ended(self, stage: int, sums: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         block = self._uses[stage]
-        if block is not None and self._last_use[block] == stage:
+        if not self.wanted:
+            sums.clear()
+        elif block is not None and self._last_use[block] == stage:
             self._store.take_gradients(block, sums)

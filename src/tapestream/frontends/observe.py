@@ -28,7 +28,7 @@ class Segment:
     positions: list[int] = field(default_factory=list)
     costs: list[StageCost] = field(default_factory=list)
     traits: list[Traits] = field(default_factory=list)
-    initial: State | None = None
+    initial_nbytes: int = 0
     travellers: Travellers | None = None
 
 
@@ -142,19 +142,19 @@ class Observation:
         if not linked:
             if meter is not None:
                 self._before_nbytes += max(0, meter.end_nbytes - sum(storages(tensors).values()))
-            self.segments.append(Segment(initial=state, travellers=Travellers(state)))
+            self.segments.append(Segment(initial_nbytes=sum(storages(tensors).values()), travellers=Travellers(state)))
         segment = self.segments[-1]
         stage = Stage(position, self.blocks[position]).calling(bind(original))
         block = self.store.uses[position]
-        if block is not None:
-            self.store.lend(block)
+        brought = block is not None and self.store.lend(block)
         try:
             if self.verify:
                 check_deterministic([stage], state, self.device)
             cost, traits, out = profile_stage(stage, state, self.device)
         finally:
-            if block is not None:
+            if block is not None and brought:
                 self.store.give_back(block)
+        _check_own(position, self.blocks[position], traits)
         segment.positions.append(position)
         segment.costs.append(cost)
         segment.traits.append(traits)
@@ -166,3 +166,14 @@ class Observation:
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside()
         return out.tree(self._last)
+
+
+def _check_own(position: int, block: nn.Module, traits: Traits) -> None:
+    """A gradient has to belong to a parameter of the block."""
+    own = {id(p) for p in block.parameters()}
+    strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
+    if strangers:
+        raise InputError(
+            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and is not one of "
+            "its parameters; this is not supported yet: make it a parameter of the block, or detach() it"
+        )

@@ -12,7 +12,6 @@ from tapestream.ir.actions import Kind, Offload, Tier, Value
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.runner.stage import Traits
-from tapestream.runner.state import storages
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
 
@@ -139,7 +138,7 @@ def _profile(
     mine = {block for block in uses if block is not None}
     blocks = tuple(cost if i in mine else BlockCost(0) for i, cost in enumerate(costs))
     stages = list(segment.costs)
-    assert segment.travellers is not None and segment.initial is not None
+    assert segment.travellers is not None
     carried = segment.travellers.carried(stages)
     for k, block in enumerate(uses):
         extra = stages[k].backward_extra_nbytes
@@ -149,7 +148,7 @@ def _profile(
         stages[k] = replace(stages[k], block=block, backward_extra_nbytes=extra)
     return Profile(
         tuple(stages),
-        sum(storages(segment.initial.tensors).values()) or segment.initial_nbytes,
+        segment.initial_nbytes,
         blocks,
         carried,
         outside_nbytes=outside,

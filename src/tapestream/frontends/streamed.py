@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine
-from tapestream.errors import InputError
-from tapestream.executor.blocks import BlockStore
+from tapestream.errors import InputError, StorageError
+from tapestream.executor.blocks import BlockStore, Updater
 from tapestream.executor.engines import make_engine
 from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
+from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes, host_nbytes
 from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
-from tapestream.frontends.call import StreamCall, apply_block
+from tapestream.frontends.call import Live, SegmentView, StreamCall, apply_block
 from tapestream.frontends.observe import Observation
 from tapestream.frontends.prepare import Prepared, prepare
 from tapestream.ir.actions import Kind, Tier
@@ -25,6 +26,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.measure import measure_machine
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
+from tapestream.runner.runner import Runner
 from tapestream.runner.state import State, take_apart
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
@@ -84,7 +86,8 @@ class Streamed:
             raise
         self._prepared: dict[object, Prepared] = {}
         self._observation: Observation | None = None
-        self._call: StreamCall | None = None
+        self._call: StreamCall | None = None  # the one whose forward is under way
+        self._live = Live()
         self.last: Prepared | None = None
         self._bypass = False
         self._counted: EngineStatistics | None = None
@@ -95,12 +98,12 @@ class Streamed:
         """The model's own ``__call__``."""
         if self._bypass or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        if self._call is not None and self._call.pending:
-            self._call.check_second()
+        self._live.recover()
+        self._live.check_none("a second forward began", self.last)
         prepared = self._prepare(original, args, kwargs)
         self.store.settle()
         self.store.place(prepared.resident)
-        self._call = call = StreamCall(self.store, prepared, self.device)
+        self._call = call = StreamCall(self.store, prepared, self.device, self._live)
         self.last = prepared
         try:
             return original(*args, **kwargs)
@@ -108,7 +111,8 @@ class Streamed:
             call.abort()
             raise
         finally:
-            self._call = call if call.pending else None
+            self._call = None
+            call.end_forward()
 
     def call_block(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -133,11 +137,12 @@ class Streamed:
         block = self.store.uses[position]
         if block is None:
             return original(*args, **kwargs)
-        self.store.lend(block)
+        brought = self.store.lend(block)
         try:
             return original(*args, **kwargs)
         finally:
-            self.store.give_back(block)
+            if brought:
+                self.store.give_back(block)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -208,28 +213,36 @@ class Streamed:
         """Bytes of optimizer state of a parameter outside the blocks."""
         return 0 if self.optimizer is None else self.optimizer.state_nbytes(parameter)
 
-    def attach(self, optimizer: StreamedOptimizer) -> None:
+    def check_idle(self, what: str) -> None:
+        """Raise InputError between a forward and its backward."""
+        self._live.recover()
+        if self._live.calls:
+            raise InputError(f"{what} was called between a forward and its backward; call it before the forward")
+
+    def attach(self, optimizer: StreamedOptimizer, updater: Updater) -> None:
         """Plan for this optimizer from now on."""
-        if self._call is not None and self._call.pending:
-            raise InputError("ts.optimizer() was called between a forward and its backward; make the optimizer first")
         self.store.settle()
         self.store.place(frozenset())
         self.store.drop(Kind.OPTIMIZER_STATE)
-        self.optimizer, self.update = optimizer, optimizer.update
-        self.store.updater_is_eager = optimizer.update == "backward"
-        self._prepared.clear()
+        for parameter in self.model.parameters():
+            if isinstance(parameter.grad, SteppedGradient):
+                parameter.grad = None
+        self.optimizer, self.update, self.store.updater = optimizer, optimizer.update, updater
+        self.replan()
 
     def run_step(self) -> None:
-        """The step phase of the last plan: every block that has a gradient is updated once."""
-        prepared = self.last
-        if prepared is None or prepared.update != "step":
-            self.store.update_all()
-            return
+        """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated once."""
+        self._live.recover()
         self.store.settle()
-        self.store.place(prepared.resident)
+        self.store.updated.clear()
+        prepared = self.last
         try:
-            for plan in prepared.plans:
-                Interpreter(plan.schedule, None, blocks=self.store).run_step()
+            if prepared is not None and prepared.update == "step":
+                self.store.place(prepared.resident)
+                for plan in prepared.plans:
+                    Interpreter(plan.schedule, Runner([], [], self.device), blocks=SegmentView(self.store, [])).run_step()
+                self.store.settle()
+            self.store.update_left()
         finally:
             self.store.settle()
 
@@ -244,7 +257,7 @@ class Streamed:
         """Bring everything outside blocks to the device, then block by block home: one block more than the homes is ever held."""
         make_outside_real(self.model, self.blocks, self.device)
         groups, uses = parameter_groups(self.model, self.blocks)
-        store = BlockStore(self.pool, self.engine, [], uses, home, self.device)
+        store = BlockStore(self.pool, self.engine, self.blocks, uses, home, self.device)
         for number, members in enumerate(groups):
             modules = [self.blocks[position] for position in members]
             for module in modules:
@@ -255,12 +268,13 @@ class Streamed:
         for position, use in enumerate(uses):
             if use is None:
                 buffers_to(self.blocks[position], self.device)
-        store.modules = self.blocks
         return store
 
     def close(self) -> None:
         """Bring everything back into memory of its own and remove the files."""
-        self.store.settle()
+        self._live.recover()
+        with contextlib.suppress(StorageError):  # what can be read, be it from a mapping of a removed file, is taken below
+            self.store.settle()
         for block in self.store.blocks:
             self.store.disown(block.index)
         self._close_storage()

@@ -27,7 +27,9 @@ class Rule:
         self._created: set[int] = set()
 
     def run(self, block: ParameterBlock, gradients: Mapping[int, torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Update the block's parameters that have a gradient, in place, and their state in ``views``."""
+        """Update the block's parameters that are the optimizer's and have a gradient, in place, and their state in ``views``."""
+        known = {id(p) for group in self._groups() for p in group["params"]}
+        gradients = {i: g for i, g in gradients.items() if id(block.parameters[i]) in known}
         states: dict[int, dict[str, torch.Tensor]] = {i: {} for i in gradients}
         for (i, name), view in zip(block.state_slots, views, strict=True):
             if i in states:
@@ -44,6 +46,11 @@ class Rule:
         self._created.add(id(parameter))
         self.scalars[id(parameter)] = scalars
 
+    def forget(self) -> None:
+        """Nothing has been updated yet."""
+        self._created.clear()
+        self.scalars.clear()
+
     @torch.no_grad()
     def _step(
         self,
@@ -55,25 +62,24 @@ class Rule:
         if not numbers:
             return
         targets: dict[int, torch.Tensor] = {}
-        earlier: dict[int, torch.Tensor | None] = {}
         for i in numbers:
-            parameter = block.parameters[i]
-            target: torch.Tensor = parameter
-            gradient = gradients[i]
+            parameter, gradient = block.parameters[i], gradients[i]
+            # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is left alone.
+            target = parameter.detach()
             if id(parameter) in self._masters:
                 target = states[i][MASTER]
                 if id(parameter) not in self._created:
                     target.copy_(parameter)
                 gradient = gradient.to(target.dtype)
-            targets[i], earlier[i] = target, target.grad
             target.grad = gradient
+            targets[i] = target
         try:
             self._optimize(block, numbers, targets, states)
         finally:
-            for i in numbers:
-                targets[i].grad = None if targets[i] is not block.parameters[i] else earlier[i]
+            for target in targets.values():
+                target.grad = None
         for i in numbers:
-            if targets[i] is not block.parameters[i]:
+            if id(block.parameters[i]) in self._masters:
                 block.parameters[i].copy_(targets[i])
             self._created.add(id(block.parameters[i]))
 
@@ -90,8 +96,6 @@ class Rule:
             mine = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
             if mine:
                 groups.append({**group, "params": [targets[i] for i in mine]})
-        if not groups:
-            return
         inner = self._cls(groups, **self._options)
         for i in numbers:
             key = id(block.parameters[i])
