@@ -15,6 +15,7 @@ help:
 	@echo "make demo-quick   the same, smaller"
 	@echo "make test         style, types, layers and tests, as CI runs them"
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
+	@echo "make bench        every claim measured beside its peers, into benchmarks/results"
 	@echo "make clean        remove .venv and all caches"
 
 venv: $(STAMP)
@@ -51,3 +52,10 @@ clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f .lint-imports.tmp
+
+BENCHMARKS := everything_fits equal_peak from_disk beside_ramtorch random_lengths
+
+.PHONY: bench
+bench: venv  # half an hour; writes benchmarks/results; THREADS=n, FOLDER=path/on/the/disk/to/measure
+	@for name in $(BENCHMARKS); do echo "$$name"; \
+	  $(BIN)/python -m benchmarks.$$name $(if $(THREADS),--threads $(THREADS)) $(if $(FOLDER),--folder $(FOLDER)) || exit 1; done

@@ -1,8 +1,8 @@
 """Claim (d): beside RamTorch (``pip install --no-deps ramtorch``) on the CPU, no more memory and no more time.
 
 RamTorch's `OffloadModel` runs on the CPU, where its copies become clones. Each of its three ways to treat activations
-is measured. Memory is what the process holds resident at the peak of a step beyond what it held before the model was made,
-each side in a process of its own; that of RamTorch is the budget of ours. Times are taken in turn in one process.
+is measured. Memory is what the process holds resident at the peak of a step beyond what it held before the model was
+made, each side in a process of its own; that of RamTorch is the budget of ours. Times are taken in turn in one process.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def main() -> None:
         _child()
         return
     chosen = settings("cpu", rounds=7)
+    if find_spec("ramtorch") is None:
+        print("RamTorch is not installed, so nothing is measured: pip install --no-deps ramtorch")
+        return
     rows = [measure(case, mode, chosen) for case in _cases(chosen.quick) for mode in MODES]
     save(
         "beside_ramtorch", TITLE, chosen, rows, ramtorch=metadata.version("ramtorch"), window=2,

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from exact import PLANNERS, assert_same, called_once, copy_of, plain, seed, train
@@ -461,3 +462,38 @@ def test_nothing_is_left_after_a_step_or_a_dropped_call(planner: str) -> None:
     assert meter.peak_nbytes > 0
     assert live_tensors() == before
     assert net._live_nbytes == 0
+
+
+def test_a_long_stage_that_draws_from_numpy_only_sometimes_is_recomputed_with_the_same_numbers() -> None:
+    """It did not draw while it was profiled; stages of several milliseconds are watched at every call."""
+    draws = False
+
+    class Sometimes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(600, 600))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(x @ self.weight) @ self.weight
+            return y * float(numpy.random.rand()) if draws else y * 0.5
+
+    torch.manual_seed(0)
+    stages = [Sometimes() for _ in range(4)]
+    x = torch.randn(3000, 600, requires_grad=True)
+    net = Chain(stages, planner="periodic", segments=4)
+    net(x).sum().backward()
+    assert net.plan is not None
+    if any(cost.forward_seconds < 5e-3 for cost in net.plan.profile.stages):
+        pytest.skip("this machine is too fast for the stage to count as long")
+    draws = True
+    results = []
+    for run in (net, torch.nn.Sequential(*stages)):
+        for t in (x, *net.parameters()):
+            t.grad = None
+        numpy.random.seed(1)
+        run(x).sum().backward()
+        results.append([x.grad, *(p.grad for p in net.parameters())])
+    for mine, plain in zip(*results, strict=True):
+        assert mine is not None
+        assert plain is not None
+        assert torch.equal(mine, plain)

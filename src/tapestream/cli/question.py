@@ -129,14 +129,22 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
         yield {"--batch": str(smaller)}, replace(question, batch=smaller)
     yield from _more_room(question)
     if least is not None and least > question.budget:
+        yield from _larger_device(question, least)
+
+
+def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Question]]:
+    """A larger budget (and device, where it is too small), with the update as asked, else with the other."""
+    other = "backward" if question.update == "step" else "step"
+    for update in (question.update, other):
         # What planners say they need is rounded up; a split of the budget may take a little more.
-        for text in (_text(least), _text(least * 21 // 20)):
+        for share in (100, 105, 115):
+            text = _text(least * share // 100)
             nbytes = _mebibytes(text)
-            larger = replace(question, budget=nbytes)
-            if gpu is None or nbytes <= gpu:
-                change = {"--budget": text}
-            else:
-                larger, change = replace(larger, gpu=nbytes), {"--budget": text, "--gpu": text}
+            larger, change = replace(question, budget=nbytes, update=update), {"--budget": text}
+            if question.gpu is not None and nbytes > question.gpu:
+                larger, change = replace(larger, gpu=nbytes), {**change, "--gpu": text}
+            if update != question.update:
+                change["--update"] = update
             if _fits(larger):
                 yield change, larger
                 return

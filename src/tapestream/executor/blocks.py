@@ -169,8 +169,8 @@ class BlockStore:
     def lend(self, block: int) -> bool:
         """Bring a block's parameters to the device now, if they are not there; returns whether they were brought. `settle` returns them."""
         value, copies = Value(Kind.PARAMETERS, block), self.copies
-        if (value, Tier.DEVICE) in copies.tickets:
-            copies.wait(value, Tier.DEVICE)
+        for tier in (Tier.HOST, Tier.DEVICE):
+            copies.wait(value, tier)
         if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
             return False
         copies.copy_now(value, self.home, Tier.DEVICE)

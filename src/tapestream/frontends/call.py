@@ -1,7 +1,8 @@
 """`StreamCall`: one live call of a streamed model; one autograd node per block call."""
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,18 @@ class Live:
 
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     differentiated: "StreamCall | None" = None
+    busy: bool = False
 
-    def recover(self) -> None:
-        """A backward that ended in an exception of somebody else's leaves its call open: end it."""
-        if self.differentiated is not None:
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception has left ends first."""
+        if self.differentiated is not None and not self.busy:
             self.differentiated.abort()
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
 
     def check_none(self, what: str, prepared: Prepared | None) -> None:
         """Raise GradientError where another forward would see weights that an awaited backward changes."""
@@ -91,12 +99,13 @@ class StreamCall:
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
-        stages = self.stages[segment] = [Stage(position, torch.nn.Identity()) for position in planned.positions]
+        stages = self.stages[segment] = [Stage(position, self.store.modules[position]) for position in planned.positions]
         uses = [self.store.uses[position] for position in planned.positions]
         view = SegmentView(self.store, uses)
         self._views.append(view)
+        store = self.store  # not self: a call that holds itself would outlive its result
         runner = Runner(
-            stages, planned.traits, self.device, lambda k: lending_hooks(self.store, uses[k], stages[k].name)
+            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name)
         )
         interpreter = Interpreter(plan.schedule, runner, blocks=view)
         interpreter.begin(state)
@@ -176,8 +185,9 @@ class StreamCall:
         self.store.settle(publish=publish)
 
     def __del__(self) -> None:
-        if not self.closed and any(self.interpreters):
-            self._close(publish=self.live.differentiated is None)
+        # What was returned has been dropped. While others use the store it is settled by them.
+        if not self.closed and not self.live.calls and not self.live.busy:
+            self._close()
 
 
 def apply_block(

@@ -96,9 +96,14 @@ class Streamed:
 
     def call_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own ``__call__``."""
-        if self._bypass or not torch.is_grad_enabled():
+        if self._bypass:
             return original(*args, **kwargs)
-        self._live.recover()
+        with self._live.working():
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return self._call_live(original, args, kwargs)
+
+    def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._live.check_none("a second forward began", self.last)
         prepared = self._prepare(original, args, kwargs)
         self.store.settle()
@@ -215,7 +220,8 @@ class Streamed:
 
     def check_idle(self, what: str) -> None:
         """Raise InputError between a forward and its backward."""
-        self._live.recover()
+        with self._live.working():
+            pass
         if self._live.calls:
             raise InputError(f"{what} was called between a forward and its backward; call it before the forward")
 
@@ -232,19 +238,20 @@ class Streamed:
 
     def run_step(self) -> None:
         """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated once."""
-        self._live.recover()
-        self.store.settle()
-        self.store.updated.clear()
-        prepared = self.last
-        try:
-            if prepared is not None and prepared.update == "step":
-                self.store.place(prepared.resident)
-                for plan in prepared.plans:
-                    Interpreter(plan.schedule, Runner([], [], self.device), blocks=SegmentView(self.store, [])).run_step()
-                self.store.settle()
-            self.store.update_left()
-        finally:
+        with self._live.working():
             self.store.settle()
+            self.store.updated.clear()
+            prepared = self.last
+            try:
+                if prepared is not None and prepared.update == "step":
+                    self.store.place(prepared.resident)
+                    for plan in prepared.plans:
+                        blocks = SegmentView(self.store, [])
+                        Interpreter(plan.schedule, Runner([], [], self.device), blocks=blocks).run_step()
+                    self.store.settle()
+                self.store.update_left()
+            finally:
+                self.store.settle()
 
     def outside_parameters(self) -> list[nn.Parameter]:
         """Parameters that belong to no block: they stay on the device."""
@@ -272,8 +279,7 @@ class Streamed:
 
     def close(self) -> None:
         """Bring everything back into memory of its own and remove the files."""
-        self._live.recover()
-        with contextlib.suppress(StorageError):  # what can be read, be it from a mapping of a removed file, is taken below
+        with self._live.working(), contextlib.suppress(StorageError):  # what can be read, be it from a mapping of a removed file, is taken below
             self.store.settle()
         for block in self.store.blocks:
             self.store.disown(block.index)

@@ -147,11 +147,8 @@ class _Search:
         ways = ["use a smaller batch", "cut that stage in two"]
         if self.terms.resident:
             ways.append("keep fewer values resident")
-        if any(True for _ in block_values(self.terms.profile)):
-            if self.terms.home is Tier.DEVICE:
-                ways.append("let parameters live on the host or in a folder (home=, folder=)")
-            elif self.terms.update == "backward":
-                ways.append("update after the backward pass (update='step')")
+        if self.terms.home is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
+            ways.append("let parameters live on the host or in a folder (home=, folder=)")
         return ", ".join(ways[:-1]) + " or " + ways[-1]
 
 

@@ -86,6 +86,8 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
             seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
             if not escapes:
                 _try_without_graph(runner, state, out)
+        else:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw another time
+            runner.traits = [replace(runner.traits[0], draws_host=True)]
         held = storages(state.tensors)
         output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
         cost, tape = _measure_record(runner, state, output_nbytes, device)

@@ -193,6 +193,8 @@ class Runner:
                 buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
                 yield
                 drew = not generators.equals(TorchGenerators.capture(self.device))
+                if host is not None and host.equals(HostGenerators.capture()):
+                    host = None
                 self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k))
             else:
                 check_versions(self.stages[k].name, seen.versions, self._versions(k), "a parameter of")

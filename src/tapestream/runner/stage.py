@@ -17,16 +17,13 @@ from tapestream.runner.buffers import Slot, buffer_slots
 class Traits:
     """What profiling found about one stage under one setting of shapes, modes and autocast.
 
-    ``mutates``: input tensors that it changes in place. ``buffers``: buffers that it writes. ``draws_host``: it
-    draws from
-    Python's or NumPy's generator. ``calls_autograd``: it differentiates inside itself, so its tape must live until it
-    ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under autocast it
-    casts one weight
-    for several uses; ``casts``: ids of leaves of which it uses nothing but casts; ``uncast``: ids of leaves that it
-    uses as they are.
-    ``requires``: which output tensors carry a gradient. ``leaves``: tensors that get a gradient from it;
-    ``makes_leaves``: its graph
-    ends at others too, made inside and gone with it.
+    ``mutates``: input tensors that it changes in place. ``buffers``: buffers that it writes. ``draws_host``: it may
+    draw from Python's or NumPy's generator. ``calls_autograd``: it differentiates inside itself, so its tape must
+    live until it ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under
+    autocast it casts one weight for several uses; ``casts``: ids of leaves of which it uses nothing but casts;
+    ``uncast``: ids of leaves that it uses as they are. ``requires``: which output tensors carry a gradient.
+    ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
+    gone with it.
     """
 
     mutates: frozenset[int] = frozenset()
