@@ -39,6 +39,8 @@ def parse_rate(text: str | float | int) -> float:
         if not text > 0:
             raise InputError(f"a rate in bytes per second must be positive, not {text!r}")
         return float(text)
+    if not isinstance(text, str):
+        raise InputError(f"a rate is a number of bytes per second or text such as '25GB/s', not {text!r}")
     value = parse_nbytes(re.sub(r"/\s*s(ec)?\s*$", "", text))
     if value == 0:
         raise InputError(f"a rate in bytes per second must be positive, not {text!r}")

@@ -493,7 +493,7 @@ def test_a_long_stage_that_draws_from_numpy_only_sometimes_is_recomputed_with_th
         numpy.random.seed(1)
         run(x).sum().backward()
         results.append([x.grad, *(p.grad for p in net.parameters())])
-    for mine, plain in zip(*results, strict=True):
+    for mine, expected in zip(*results, strict=True):
         assert mine is not None
-        assert plain is not None
-        assert torch.equal(mine, plain)
+        assert expected is not None
+        assert torch.equal(mine, expected)

@@ -13,7 +13,7 @@ class UniformStages(Sequence[StageCost]):
     """``count`` times the same stage, in constant memory."""
 
     cost: StageCost
-    count: int
+    count: int  # type: ignore[assignment]  # Sequence.count, which nobody needs here
 
     def __len__(self) -> int:
         return self.count

@@ -125,7 +125,8 @@ class Interpreter:
                 self.cotangents[stage + 1] = []
             self._step()
         raise GradientError(
-            f"backward reached {self.runner.stages[k].name} a second time; the saved tensors are gone after one backward "
+            f"backward reached {self.runner.stages[k].name} a second time; the saved tensors are gone after "
+            "one backward "
             "(retain_graph=True is not supported), run the forward again"
         )
 

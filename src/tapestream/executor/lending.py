@@ -32,8 +32,8 @@ class _Saved:
 def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack, Unpack]:
     """Hooks under which a stage that uses ``block`` is recorded.
 
-    Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to. Hooks switch
-    autograd's own check of version counters off, so both kinds are checked here.
+    Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to.
+    Hooks switch autograd's own check of version counters off, so both kinds are checked here.
     """
     value = None if block is None else Value(Kind.PARAMETERS, block)
     region = None if value is None else store.copies.regions.get((value, Tier.DEVICE))
@@ -54,12 +54,14 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
         if isinstance(saved, _Saved):
             if saved.tensor._version != saved.version:
                 raise GradientError(
-                    f"a tensor that {name} saved for its backward was modified by an in-place operation afterwards; clone() it first"
+                    f"a tensor that {name} saved for its backward was modified by an in-place operation "
+                    "afterwards; clone() it first"
                 )
             return saved.tensor
         if store.version(saved.block) != saved.version:
             raise GradientError(
-                f"the parameters of {name} were changed after this forward, so its gradient would be that of other weights; "
+                f"the parameters of {name} were changed after this forward, so its gradient would be that of "
+                "other weights; "
                 "call backward() before the update, or run the forward again"
             )
         home = store.copies.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory

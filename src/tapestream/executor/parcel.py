@@ -34,8 +34,9 @@ class _Parcel:
 class Parcels:
     """Owns the copies of states below the device.
 
-    A DEVICE copy that comes back is a region of the pool and stays one until the interpreter frees the state; storages start at
-    multiples of 64 bytes there as in PyTorch's own allocator, so every view has its old address modulo 64.
+    A DEVICE copy that comes back is a region of the pool and stays one until the interpreter frees the state;
+    storages start at multiples of 64 bytes there as in PyTorch's own allocator, so every view has its old address
+    modulo 64.
     """
 
     def __init__(self, pool: Pool, engine: CopyEngine) -> None:

@@ -9,7 +9,8 @@ from tapestream.errors import InputError
 
 
 def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[list[int]], list[int | None]]:
-    """Blocks that share parameters form one group: positions per group, and the group of each position (None: no parameters).
+    """Blocks that share parameters form one group: positions per group, and the group of each position (None: no
+    parameters).
 
     Raises InputError for a parameter that a block shares with code outside the blocks.
     """
@@ -27,7 +28,8 @@ def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[lis
         for name, parameter in block.named_parameters():
             if id(parameter) in outside:
                 raise InputError(
-                    f"parameter {name!r} of block {position} ({type(block).__name__}) is shared with {outside[id(parameter)] or 'the model itself'}, outside the blocks; "
+                    f"parameter {name!r} of block {position} ({type(block).__name__}) is shared with "
+                    f"{outside[id(parameter)] or 'the model itself'}, outside the blocks; "
                     "this is not supported yet: untie it, or name other blocks with blocks=[...]"
                 )
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
@@ -92,7 +94,8 @@ def _initialize(owner: nn.Module, modules: Sequence[nn.Module]) -> None:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             raise InputError(
-                f"{type(module).__name__} was made on the meta device and cannot be initialised: give {type(owner).__name__} an "
+                f"{type(module).__name__} was made on the meta device and cannot be initialised: give "
+                f"{type(owner).__name__} an "
                 "initialize() method, or make the model on a real device"
             )
         reset()
@@ -124,7 +127,8 @@ def _own_meta(module: nn.Module) -> bool:
 def _check_dense(name: str, position: int, parameter: torch.Tensor) -> None:
     if parameter.layout is not torch.strided or type(parameter.data) is not torch.Tensor:
         raise InputError(
-            f"parameter {name!r} of block {position} is a {type(parameter.data).__name__} of layout {parameter.layout}; only ordinary dense "
+            f"parameter {name!r} of block {position} is a {type(parameter.data).__name__} of layout "
+            f"{parameter.layout}; only ordinary dense "
             "tensors can be streamed"
         )
 

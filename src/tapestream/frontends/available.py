@@ -9,7 +9,10 @@ _SHARE = 0.95
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Bytes free on ``device`` now, less 5%. On the CPU: of the lesser of available memory and the control group's limit."""
+    """Bytes free on ``device`` now, less 5%.
+
+    On the CPU: of the lesser of available memory and the control group's limit.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _SHARE)

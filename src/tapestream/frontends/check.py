@@ -29,7 +29,9 @@ def check_deterministic(stages: Sequence[Stage], state: State, device: torch.dev
         for a, b in zip(first.tensors, second.tensors, strict=True):
             if a.shape != b.shape or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
                 raise GradientError(
-                    f"{stage.name} is not deterministic: two runs with the same input, random state and buffers differ. Gradients of "
-                    "a recomputed stage would be wrong; take its randomness from torch's, Python's or NumPy's global generator"
+                    f"{stage.name} is not deterministic: two runs with the same input, random state and "
+                    "buffers differ. Gradients of "
+                    "a recomputed stage would be wrong; take its randomness from torch's, Python's or NumPy's "
+                    "global generator"
                 )
         state = first

@@ -12,11 +12,13 @@ def fit_given_plan(plan: Plan, profile: Profile, budget: Budget) -> Plan:
     """
     if plan.schedule.stages != len(profile):
         raise InputError(
-            f"plan= was made for a chain of {plan.schedule.stages} stages, this one has {len(profile)}; make a plan for this program (plan=None)"
+            f"plan= was made for a chain of {plan.schedule.stages} stages, this one has {len(profile)}; make a "
+            "plan for this program (plan=None)"
         )
     if len(plan.profile.blocks) != len(profile.blocks):
         raise InputError(
-            f"plan= was made for a model with {len(plan.profile.blocks)} parameter blocks, this one has {len(profile.blocks)}; "
+            f"plan= was made for a model with {len(plan.profile.blocks)} parameter blocks, this one has "
+            f"{len(profile.blocks)}; "
             "make a plan for this program (plan=None)"
         )
     try:

@@ -26,10 +26,12 @@ def plan(
     machine: Machine | None = None,
     **arguments: Any,
 ) -> Plan:
-    """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch`` (a tensor, or a tuple of arguments).
+    """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch`` (a tensor, or a tuple
+    of arguments).
 
-    A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients, buffers and random generators stay as
-    they are. For a model with several chains of blocks: the plan of the first. Raises BudgetError when nothing fits.
+    A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients,
+    buffers and random generators stay as they are. For a model with several chains of blocks: the plan of the first.
+    Raises BudgetError when nothing fits.
     """
     if is_streamed(model):
         return handle_of(model).prepare_for(_arguments(batch)).plans[0]
@@ -44,8 +46,9 @@ def plan(
 class Report:
     """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
 
-    ``peak_nbytes``: most bytes that parameter blocks held per tier (the tape is in the plan's simulation). ``bytes_moved`` by (source, target) and
-    ``wait_seconds`` are sums since the last call of `report`; ``plan`` is the plan of the last call.
+    ``peak_nbytes``: most bytes that parameter blocks held per tier (the tape is in the plan's simulation).
+    ``bytes_moved`` by (source, target) and ``wait_seconds`` are sums since the last call of `report`; ``plan`` is the
+    plan of the last call.
     """
 
     plan: Plan
@@ -59,7 +62,8 @@ class Report:
             for (source, target), nbytes in self.bytes_moved.items()
         )
         held = ", ".join(f"{format_nbytes(n)} {tier.name}" for tier, n in self.peak_nbytes.items() if n)
-        return f"{self.plan}\n  measured  blocks held {held or 'nothing'}; moved {moved or 'nothing'}; waited {format_seconds(self.wait_seconds)}"
+        waited = f"waited {format_seconds(self.wait_seconds)}"
+        return f"{self.plan}\n  measured  blocks held {held or 'nothing'}; moved {moved or 'nothing'}; {waited}"
 
 
 def report(model: nn.Module) -> Report:

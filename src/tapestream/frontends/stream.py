@@ -34,18 +34,19 @@ def stream(
     progress: Callable[[str, int, int], None] | None = None,
     **knobs: Any,
 ) -> nn.Module:
-    """Make ``model`` train within ``budget`` bytes on ``device``; the same object is returned, with the same classes of modules underneath,
-    the same ``state_dict()`` keys and the same Parameter objects.
+    """Make ``model`` train within ``budget`` bytes on ``device``; the same object is returned, with the same classes
+    of modules underneath, the same ``state_dict()`` keys and the same Parameter objects.
 
-    ``budget``: bytes of DEVICE for parameters, gradients, optimizer state, tape and what runs outside the blocks (None: what is
-    free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live that do not fit,
-    ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, or ``"auto"``: disk if a folder is given, else host on a GPU.
-    ``blocks``: the modules to stream (None: the children of the largest ModuleLists and Sequentials). Blocks made on the ``meta`` device are made
-    real one at a time by their ``initialize()`` (or ``reset_parameters()``). ``plan`` fixes the plan; ``verify`` runs every block twice the
-    first time; ``machine`` replaces measured speeds; ``engine`` names a copy engine (``"adversarial"`` for tests).
+    ``budget``: bytes of DEVICE for parameters, gradients, optimizer state, tape and what runs outside the blocks
+    (None: what is free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
+    that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, or ``"auto"``: disk if a
+    folder is given, else host on a GPU. ``blocks``: the modules to stream (None: the children of the largest
+    ModuleLists and Sequentials). Blocks made on the ``meta`` device are made real one at a time by their
+    ``initialize()`` (or ``reset_parameters()``). ``plan`` fixes the plan; ``verify`` runs every block twice the first
+    time; ``machine`` replaces measured speeds; ``engine`` names a copy engine (``"adversarial"`` for tests).
 
-    Plans are made at the first call. Raises InputError for a model, home or folder that cannot be used, StorageError when the home cannot
-    hold the blocks; BudgetError at the first call when no plan fits.
+    Plans are made at the first call. Raises InputError for a model, home or folder that cannot be used, StorageError
+    when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
     """
     if is_streamed(model):
         raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
@@ -75,7 +76,10 @@ def stream(
 
 
 def unstream(model: nn.Module) -> nn.Module:
-    """Undo `stream`: classes as before, parameters and gradients in memory of their own; files are removed. Needs room for the whole model in RAM."""
+    """Undo `stream`: classes as before, parameters and gradients in memory of their own; files are removed.
+
+    Needs room for the whole model in RAM.
+    """
     handle = handle_of(model)
     handle.close()
     for block in handle.blocks:
@@ -141,7 +145,8 @@ def _home(home: str, folder: object, device: torch.device, engine: str) -> Tier:
         raise InputError(f"home={home!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
     if home == "host" and device.type == "cpu" and engine != "fake_streams":
         raise InputError(
-            "home='host' was asked for with device='cpu', where the device's memory is the host's; use home='disk' with folder=..., or home='auto'"
+            "home='host' was asked for with device='cpu', where the device's memory is the host's; use "
+            "home='disk' with folder=..., or home='auto'"
         )
     if home == "disk" and folder is None:
         raise InputError("home='disk' was asked for without a folder; add folder='path/on/a/fast/disk'")

@@ -15,8 +15,8 @@ from tapestream.errors import InputError
 class MemoryMeter:
     """What a `track_memory` block used, filled in when the block ends.
 
-    ``peak_nbytes``: most bytes of tensors alive at once beyond those alive at the start. ``end_nbytes``: the same at the end.
-    ``samples``: (seconds since the start, bytes) at every change; empty on CUDA.
+    ``peak_nbytes``: most bytes of tensors alive at once beyond those alive at the start. ``end_nbytes``: the same at
+    the end. ``samples``: (seconds since the start, bytes) at every change; empty on CUDA.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,9 @@ class MemoryMeter:
 def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
     """Measure the tensor memory of the block.
 
-    On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode would miss those).
-    On CUDA: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler: InputError.
+    On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode
+    would miss those). On CUDA: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler:
+    InputError.
 
         with track_memory() as meter:
             loss.backward()
@@ -59,7 +60,10 @@ def _start() -> None:
 
 @functools.cache
 def _hush() -> None:
-    """PyTorch warns once per process, on the C level, when memory from before the start is freed. That is no news here: provoke it unseen."""
+    """PyTorch warns once per process, on the C level, when memory from before the start is freed.
+
+    That is no news here: provoke it unseen.
+    """
     sys.stderr.flush()
     before = torch.empty(1)
     with contextlib.ExitStack() as stack:
@@ -79,7 +83,8 @@ def _enable() -> None:
         raise InputError("track_memory() cannot run inside another track_memory() or profiler")
     experimental = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
-    config = torch.autograd.ProfilerConfig(state, False, True, False, False, False, experimental)  # type: ignore[attr-defined]
+    make = torch.autograd.ProfilerConfig  # type: ignore[attr-defined]
+    config = make(state, False, True, False, False, False, experimental)
     torch._C._autograd._enable_profiler_legacy(config)
 
 
