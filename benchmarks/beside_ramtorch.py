@@ -39,7 +39,7 @@ def main() -> None:
     if find_spec("ramtorch") is None:
         print("RamTorch is not installed, so nothing is measured: pip install --no-deps ramtorch")
         return
-    rows = [measure(case, mode, chosen) for case in _cases(chosen.quick) for mode in MODES]
+    rows = (measure(case, mode, chosen) for case in _cases(chosen.quick) for mode in MODES)
     save(
         "beside_ramtorch", TITLE, chosen, rows, ramtorch=metadata.version("ramtorch"), window=2,
         optimizer="AdamW (fused)", disk_tier=_disk_tier(chosen.folder),

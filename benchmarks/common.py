@@ -8,7 +8,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -136,16 +136,18 @@ def yes(found: bool) -> str:
     return "yes" if found else "no"
 
 
-def save(name: str, title: str, settings: Settings, rows: list[Row], **facts: object) -> None:
-    """Print the rows; write ``results/NAME.json`` unless this was a quick run."""
+def save(name: str, title: str, settings: Settings, rows: Iterable[Row], **facts: object) -> None:
+    """Print the rows as they come; write ``results/NAME.json`` unless this was a quick run."""
+    found = []
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        found.append(row)
     if not settings.save:
         return
     document = {
         "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": _commit(),
         "machine": _machine(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
-        "rows": rows,
+        "rows": found,
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -49,7 +49,7 @@ class Rival:
 def main(device: str = "cpu", name: str = "equal_peak") -> None:
     """Measure all networks."""
     chosen = settings(device, rounds=7)
-    rows = [row for case in _cases(chosen) for row in measure(case, chosen)]
+    rows = (row for case in _cases(chosen) for row in measure(case, chosen))
     save(name, TITLE, chosen, rows, peaks=_PEAKS, rivals_at_each_peak=_RIVALS)
 
 

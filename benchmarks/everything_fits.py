@@ -19,7 +19,7 @@ AMPLE = "16GiB"
 def main(device: str = "cpu", name: str = "everything_fits") -> None:
     """Measure all networks."""
     chosen = settings(device, rounds=9)
-    rows = [row for case, repeat in _cases(chosen) for row in measure(case, repeat, chosen)]
+    rows = (row for case, repeat in _cases(chosen) for row in measure(case, repeat, chosen))
     save(name, TITLE, chosen, rows, budget=AMPLE, optimizer="AdamW (fused) for stream, none for Chain")
 
 

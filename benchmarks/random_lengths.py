@@ -39,7 +39,7 @@ def main(device: str = "cpu", name: str = "random_lengths") -> None:
     count, longest = (10, 128) if chosen.quick else (200, 1024)
     case = gpt(6, 64 if chosen.quick else 128, 1, longest, device)
     lengths = random.Random(0).choices(range(64, longest + 1), k=count)
-    rows = [measure(case, lengths, chosen, api) for api in ("ts.Chain", "ts.stream")]
+    rows = (measure(case, lengths, chosen, api) for api in ("ts.Chain", "ts.stream"))
     save(name, TITLE, chosen, rows, network=case.name, batches=count, lengths=f"64 to {longest}", optimizer="SGD")
 
 

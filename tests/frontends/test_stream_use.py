@@ -45,10 +45,12 @@ def pair(setting: dict[str, Any]) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def eager(setting: dict[str, Any]) -> Iterator[tuple[nn.Module, Any]]:
+def eager(tmp_path: Path) -> Iterator[nn.Module]:
     """A streamed model that is updated within its backward."""
-    with streamed(CASE, **setting) as ours:
-        yield ours, sgd(ours, "backward")
+    options = options_of("adversarial", tmp_path)
+    with streamed(CASE, budget_at("least", CASE, lambda m: sgd(m, "backward"), **options), **options) as ours:
+        sgd(ours, "backward")
+        yield ours
 
 
 def both(pair: Pair, run: Callable[[nn.Module, Any], None], steps: int = 3) -> None:
@@ -134,8 +136,8 @@ def test_a_call_on_what_another_returned(pair: Pair) -> None:
     both(pair, run)
 
 
-def test_a_second_live_forward_is_refused_where_backward_updates(eager: tuple[nn.Module, Any]) -> None:
-    model, _ = eager
+def test_a_second_live_forward_is_refused_where_backward_updates(eager: nn.Module) -> None:
+    model = eager
     loss = loss_at(model, CASE)
     with pytest.raises(GradientError, match=r"second forward.*update='backward'.*use update='step'"):
         model(batch())
@@ -285,7 +287,6 @@ def test_a_result_that_is_dropped_leaves_nothing(pair: Pair) -> None:
         loss_at(ours, CASE)
         ours.zero_grad()
     assert abs(meter.end_nbytes) < 64, "a dropped forward left memory behind"
-    both(pair, lambda model, _: (loss_at(model, CASE), loss_at(model, CASE).backward()) and None, steps=1) if False else step()
 
 
 def test_dropped_forwards_change_nothing(pair: Pair) -> None:
@@ -307,8 +308,8 @@ class Fused(Dense):
     fuse = 10**9
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        type(self).fuse -= 1
-        if type(self).fuse < 0:
+        Fused.fuse -= 1
+        if Fused.fuse < 0:
             raise ValueError("burnt")
         return super().forward(x)
 
@@ -317,8 +318,6 @@ def failing(place: str, model: nn.Module) -> None:
     """One step that ends in an exception at ``place``."""
     if place in ("forward", "recompute"):
         Fused.fuse = 0 if place == "forward" else 1
-        if place == "recompute" and ts.report(model).plan.simulation.forwards <= 6:
-            pytest.skip("nothing is recomputed")
     handle = None
     if place == "gradient hook":
         handle = model.blocks[4].linear.weight.register_hook(lambda g: 1 / 0)
@@ -329,8 +328,6 @@ def failing(place: str, model: nn.Module) -> None:
             loss = loss_at(model, FUSED)
             if place == "head":
                 loss.register_hook(lambda g: 1 / 0)
-            if place == "between":
-                loss = loss + model(batch()).register_hook(lambda g: None) is None
             loss.backward()
     finally:
         Fused.fuse = 10**9
@@ -342,9 +339,9 @@ FUSED = Model(lambda: Chained([Fused() if k == 3 else Dense() for k in range(6)]
 
 
 @pytest.mark.parametrize("place", ["forward", "recompute", "gradient hook", "forward hook", "head"])
-@pytest.mark.parametrize("level", ["least", "full"])
+@pytest.mark.parametrize("level", ["least", "half"])
 def test_after_an_exception_the_next_step_is_exact(place: str, level: str, tmp_path: Path) -> None:
-    options = options_of("adversarial", tmp_path)
+    options = options_of("adversarial", tmp_path) | {"planner": "bisection"}  # recomputes, whatever the budget
     budget = budget_at(level, FUSED, sgd, **options)
     theirs = FUSED.model()
     with streamed(FUSED, budget, **options) as ours:
@@ -391,7 +388,8 @@ def test_a_tensor_held_otherwise_that_requires_a_gradient_is_refused() -> None:
 
 
 def test_an_output_changed_in_place_between_blocks_is_right_or_refused(tmp_path: Path) -> None:
-    case = Model(lambda: Positioned(dense(), in_place=True), numbers(3, WIDTH))
+    blocks = [nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(6)]
+    case = Model(lambda: Positioned(copy.deepcopy(blocks), in_place=True), numbers(3, WIDTH))
     theirs = case.model()
     with streamed(case, "1 MiB", **options_of("adversarial", tmp_path)) as ours:
         pair = theirs, ours, torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9), sgd(ours)
@@ -483,7 +481,6 @@ def test_replaced_parameters_are_refused(pair: Pair) -> None:
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()), assign=True)
     with pytest.raises(InputError, match=r"before.weight.*replaced.*assign=True"):
         loss_at(ours, CASE)
-    # What the fixture undoes must be the streamed parameters: the next test would otherwise see this one's.
 
 
 def test_gradients_that_users_hold_stay(pair: Pair) -> None:
@@ -514,7 +511,7 @@ def test_frozen_later_and_thawed(pair: Pair) -> None:
 
 def test_batches_of_many_lengths(pair: Pair) -> None:
     def run(model: nn.Module, _: Any) -> None:
-        for rows in (5, 3, 9, 8, 3):
+        for rows in (3, 1, 2, 3, 1):
             model(torch.randn(rows, WIDTH)).square().mean().backward()
 
     both(pair, run)
@@ -614,3 +611,36 @@ def test_wrapping_takes_one_block_beyond_the_rest(tmp_path: Path) -> None:
     assert block <= meter.peak_nbytes <= 2.5 * block + 2**14
     assert meter.end_nbytes <= 2**14
     ts.unstream(hollow)
+
+
+@pytest.mark.parametrize(("engine", "home"), [("adversarial", "disk"), ("fake_streams", "disk"), ("fake_streams", "host")])
+@pytest.mark.parametrize("share", [1.2, 100.0])
+def test_calls_without_gradients_look_one_block_ahead(engine: str, home: str, share: float, tmp_path: Path) -> None:
+    """Within half of the budget: with a narrow one there is never a second block."""
+    block = 4096  # a page: that is how blocks are laid out
+    outside = sum(2 * p.nbytes for n, p in CASE.model().named_parameters() if not n.startswith("blocks"))
+    budget = int(2 * (outside + share * block))
+    with streamed(CASE, budget, **options_of(engine, tmp_path, home)) as model:
+        x, store = batch(), handle_of(model).store
+        held: list[int] = []
+        model.blocks[2].register_forward_hook(lambda *_: held.append(handle_of(model).pool.held_nbytes(ts.Tier.DEVICE)))
+        ahead: list[int] = []
+        model.blocks[2].register_forward_pre_hook(lambda *_: ahead.extend(v.index for v, t in store.copies.tickets))
+        for _ in range(2):
+            with torch.no_grad():
+                out = model(x)
+        assert torch.equal(out, CASE.model()(x))
+        assert ahead == ([] if share < 2 else [3, 3])
+        assert max(held) <= budget // 2
+        assert handle_of(model).pool.held_nbytes(ts.Tier.DEVICE) == 0
+
+
+def test_plans_serve_slightly_smaller_batches(tmp_path: Path) -> None:
+    profiled: list[str] = []
+    options = options_of("auto", tmp_path) | {"progress": lambda what, *_: profiled.append(what)}
+    with streamed(CASE, "1 MiB", **options) as model:
+        for rows in (100, 99, 80, 90, 76, 100):
+            model(torch.randn(rows, WIDTH)).sum().backward()
+        assert profiled.count("profiling") == len(model.blocks)
+        model(torch.randn(60, WIDTH)).sum().backward()
+        assert profiled.count("profiling") == 2 * len(model.blocks)

@@ -43,6 +43,7 @@ class BlockStore:
         self.copies = BlockCopies(pool, engine, self.blocks, home, device)
         self.gradients = GradientBook(self.copies)
         self.updater: Updater | None = None
+        self._ahead: set[int] = set()  # blocks that `look_ahead` has started to bring
         self.updated: set[int] = set()  # blocks whose update has run since this was last cleared
 
     @property
@@ -83,6 +84,7 @@ class BlockStore:
         if not gradients:
             return
         views = this.state_views(self.copies.region(state, Tier.DEVICE).memory) if this.state_slots else []
+        self.pool.trim()  # released regions must not linger beside the rule's temporaries
         used = self.copies.device_regions(block, update=True)
         self.engine.compute_begins(used)
         self.updater.run(this, gradients, views)
@@ -121,6 +123,7 @@ class BlockStore:
             for block in list(self.gradients.fresh) if publish or not self.gradients.together else ():
                 self._settle_gradient(block)
         finally:
+            self._ahead.clear()
             self.copies.settle()
             if publish:
                 self.gradients.publish()
@@ -171,11 +174,27 @@ class BlockStore:
         value, copies = Value(Kind.PARAMETERS, block), self.copies
         for tier in (Tier.HOST, Tier.DEVICE):
             copies.wait(value, tier)
+        ahead = block in self._ahead
+        self._ahead.discard(block)
         if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
-            return False
-        copies.copy_now(value, self.home, Tier.DEVICE)
-        copies.show(value, Tier.DEVICE)
+            return ahead
+        if ahead:  # half way
+            copies.start(value, Tier.HOST, Tier.DEVICE)
+            copies.wait(value, Tier.DEVICE)
+            copies.release(value, Tier.HOST)
+        else:
+            copies.copy_now(value, self.home, Tier.DEVICE)
+            copies.show(value, Tier.DEVICE)
         return True
+
+    def look_ahead(self, block: int, room_nbytes: int) -> None:
+        """Start bringing a block that will be lent next, at least half way, if it takes no more than ``room_nbytes`` of the device."""
+        value, copies = Value(Kind.PARAMETERS, block), self.copies
+        one_hop = copies.direct or self.home is Tier.HOST
+        known = any(copies.has(value, tier) for tier in (Tier.DEVICE, Tier.HOST) if tier is not self.home)
+        if not known and copies.tier_of(value) is not Tier.DEVICE and self.blocks[block].layout.nbytes <= room_nbytes:
+            self._ahead.add(block)
+            copies.start(value, self.home, Tier.DEVICE if one_hop else Tier.HOST)
 
     def give_back(self, block: int) -> None:
         """End a `lend` that has brought the block."""

@@ -59,7 +59,7 @@ class BlockCopies:
             return
         if region.extent is not None:
             if region.extent.mapped:
-                self.release(value, tier)
+                self.pool.release(self.regions.pop((value, tier)))
         elif _users(region.memory) > 0:
             self._left.append(self.regions.pop((value, tier)))
 
@@ -94,7 +94,10 @@ class BlockCopies:
 
     def bytes_at(self, value: Value, tier: Tier) -> torch.Tensor:
         """The bytes of a copy: device memory, host memory, or a shared mapping of its file."""
-        region = self.region(value, tier)
+        return self.bytes_of(self.region(value, tier))
+
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        """The same, of a region."""
         return region.file.map() if region.extent is not None else region.memory
 
     def show(self, value: Value, tier: Tier) -> None:
@@ -172,4 +175,4 @@ def _users(memory: torch.Tensor) -> int:
     """Tensors over the same bytes besides ``memory`` and the whole that it was cut from."""
     storage = memory.untyped_storage()
     ours = 2 + (memory._base is not None)  # ``storage`` counts too
-    return int(torch._C._storage_Use_Count(storage._cdata)) - ours  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - ours

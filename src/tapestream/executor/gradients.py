@@ -59,10 +59,10 @@ class GradientBook:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
         fresh = self.hooked(block)
-        if self.together:
-            self._put_aside(value)
-        elif not self._shown(block):
+        if not self._shown(block) and block not in self._earlier:
             copies.renew(value, copies.home)  # users may hold what .grad showed before they set it to None
+        elif self.together:
+            self._put_aside(value)
         earlier = {} if self.together else {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
         at_home = self._all_at_home(block, earlier)
         if at_home:
@@ -144,16 +144,15 @@ class GradientBook:
             self._earlier[value.index] = self.copies.regions.pop((value, self.copies.home), None)
 
     def _add_to_earlier(self, value: Value, sums: Found) -> None:
-        parameters, earlier = self.copies.blocks[value.index].parameters, self._earlier.pop(value.index)
-        if earlier is not None:
-            self.copies.release(value, self.copies.home)
-            self.copies.regions[value, self.copies.home] = earlier
-            views = self.copies.blocks[value.index].views(self.copies.bytes_at(value, self.copies.home))
-            for i, total in sums.items():
-                if parameters[i].grad is None:
-                    sums[i] = views[i].copy_(total)
+        copies, parameters = self.copies, self.copies.blocks[value.index].parameters
+        earlier = self._earlier.pop(value.index, None)
+        views = [] if earlier is None else copies.blocks[value.index].views(copies.bytes_of(earlier))
         for i, total in sums.items():
-            _add(parameters[i], total)
+            held = views[i].copy_(total) if views and parameters[i].grad is None else total
+            _add(parameters[i], held)
+        if earlier is not None:
+            copies.release(value, copies.home)
+            copies.regions[value, copies.home] = earlier
 
     def _shown(self, block: int) -> bool:
         """Whether any ``.grad`` shows the gradients at home."""

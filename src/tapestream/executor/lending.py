@@ -44,7 +44,7 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
 
     def pack(tensor: torch.Tensor) -> Any:
         if storage is None or tensor.untyped_storage().data_ptr() != storage:
-            return _Saved(tensor, tensor._version)
+            return _Saved(tensor.detach(), tensor._version)  # detached: an output would hold the node that saves it
         assert block is not None
         return _Place(
             block, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, store.version(block)

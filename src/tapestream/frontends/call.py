@@ -1,9 +1,6 @@
 """`StreamCall`: one live call of a streamed model; one autograd node per block call."""
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,39 +9,12 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
+from tapestream.frontends.live import Live, SegmentView
 from tapestream.frontends.observe import split_arguments
 from tapestream.frontends.prepare import Prepared
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State, take_apart
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """Calls of one model that still await their backward, and the one whose backward is under way."""
-
-    calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
-    differentiated: "StreamCall | None" = None
-    busy: bool = False
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception has left ends first."""
-        if self.differentiated is not None and not self.busy:
-            self.differentiated.abort()
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
-
-    def check_none(self, what: str, prepared: Prepared | None) -> None:
-        """Raise GradientError where another forward would see weights that an awaited backward changes."""
-        if prepared is not None and prepared.update == "backward" and self.calls:
-            raise GradientError(
-                f"{what} before the backward of the first: with update='backward' the first backward changes the weights that the "
-                "second forward has used; call backward() first, or use update='step'"
-            )
 
 
 class StreamCall:
@@ -56,6 +26,9 @@ class StreamCall:
     def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device, live: Live) -> None:
         self.store, self.prepared, self.device, self.live = store, prepared, device, live
         self.marker = torch.empty(0, requires_grad=True).view(0)
+        node = self.marker.grad_fn
+        assert node is not None
+        self._node = node
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
         self.done = 0  # block calls so far
@@ -142,7 +115,7 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
-        wanted = torch._C._will_engine_execute_node(self.marker.grad_fn)  # type: ignore[attr-defined]
+        wanted = torch._C._will_engine_execute_node(self._node)
         for view in self._views:
             view.wanted = wanted
         before, self.live.differentiated = self.live.differentiated, self
@@ -150,7 +123,7 @@ class StreamCall:
             before.finish(publish=False)
         elif len(self.live.calls) > 1:
             self.store.gradients.together = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self, *, publish: bool = True) -> None:
         """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become visible (if ``publish``)."""
@@ -185,6 +158,7 @@ class StreamCall:
         self.store.settle(publish=publish)
 
     def __del__(self) -> None:
+        self.live.calls.discard(self)
         # What was returned has been dropped. While others use the store it is settled by them.
         if not self.closed and not self.live.calls and not self.live.busy:
             self._close()
@@ -232,27 +206,3 @@ class _BlockNode(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         given = ctx.call.backward(*ctx.place, list(cotangents))
         return (None, None, None, None, None, *given)
-
-
-class SegmentView:
-    """The store as one segment's interpreter sees it: stages numbered within the segment."""
-
-    def __init__(self, store: BlockStore, uses: list[int | None]) -> None:
-        self._store, self._uses = store, uses
-        self.wanted = True  # whether the backward at hand asks for gradients of parameters
-        self._last_use = {b: k for k, b in reversed(list(enumerate(uses))) if b is not None}
-        self.start, self.wait, self.free = store.start, store.wait, store.free
-        self.update, self.has_gradient = store.update, store.has_gradient
-
-    def compute_begins(self, stage: int) -> None:
-        self._store.compute_begins(self._uses[stage])
-
-    def compute_ended(self, stage: int) -> None:
-        self._store.compute_ended(self._uses[stage])
-
-    def backward_ended(self, stage: int, sums: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        block = self._uses[stage]
-        if not self.wanted:
-            sums.clear()
-        elif block is not None and self._last_use[block] == stage:
-            self._store.take_gradients(block, sums)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tapestream.costs import BlockCost, Budget, Profile
 from tapestream.errors import BudgetError, InputError
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _UPDATE_BYTES_PER_SECOND = 5e9
 
 
+Update: TypeAlias = Literal["step", "backward"] | None
+"""When blocks are updated; None: no optimizer was made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Plans for one kind of call. ``order``: per block call, its segment and its stage there."""
@@ -31,7 +35,7 @@ class Prepared:
     traits: tuple[Sequence[Traits], ...]
     order: tuple[tuple[int, int], ...]
     resident: frozenset[Value]
-    update: str | None
+    update: Update
 
 
 def prepare(handle: "Streamed", observed: Observed) -> Prepared:
@@ -40,6 +44,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     Raises BudgetError (with what would help) when one does not fit.
     """
     segments = observed.segments
+    _check_disjoint(handle, segments)
     outside = outside_nbytes(handle) + observed.before_nbytes
     costs = [block_cost(handle, block) for block in handle.store.blocks]
     profiles = [_profile(handle, segment, costs, outside, observed) for segment in segments]
@@ -59,6 +64,19 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     traits = tuple(segment.traits for segment in segments)
     return Prepared(tuple(segments), tuple(plans), traits, order, resident, handle.update)
+
+
+def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:
+    """Each chain has its own plan, which moves and updates its blocks: no block may be in two."""
+    owner: dict[int, int] = {}
+    for number, segment in enumerate(segments):
+        for position in segment.positions:
+            block = handle.store.uses[position]
+            if block is not None and owner.setdefault(block, number) != number:
+                raise InputError(
+                    f"block {position} ({type(handle.blocks[position]).__name__}), or one that shares its parameters, is called in more than one chain: "
+                    "something other than blocks changes the state between its calls; this is not supported yet: move that into a block"
+                )
 
 
 def _resident(plan: Plan, update: str | None) -> frozenset[Value]:

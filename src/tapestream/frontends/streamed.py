@@ -11,29 +11,23 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
-from tapestream.executor.blocks import BlockStore, Updater
-from tapestream.executor.engines import make_engine
+from tapestream.executor.blocks import Updater
 from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
-from tapestream.frontends.available import free_nbytes, host_nbytes
-from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
-from tapestream.frontends.call import Live, SegmentView, StreamCall, apply_block
+from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.call import StreamCall, apply_block
+from tapestream.frontends.homes import Homes
+from tapestream.frontends.live import Live, SegmentView
 from tapestream.frontends.observe import Observation
-from tapestream.frontends.prepare import Prepared, prepare
+from tapestream.frontends.prepare import Prepared, Update, outside_nbytes, prepare
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.streamed import StreamedOptimizer
+from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.measure import measure_machine
 from tapestream.planning.plan import Plan
-from tapestream.runner.ambient import Autocast
 from tapestream.runner.runner import Runner
-from tapestream.runner.state import State, take_apart
-from tapestream.storage.blocks import ParameterBlock
-from tapestream.storage.disk import DiskFolder
-from tapestream.storage.pool import Pool
-
-_HOST_SHARE = 0.8
-
+from tapestream.runner.state import take_apart
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -67,24 +61,15 @@ class Streamed:
         self.budget = budget if budget.device_nbytes is not None else _with_device(budget, free_nbytes(device))
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
-        self.folder = None if folder is None else DiskFolder(folder)
         self._machine, self._path = machine, folder
-        host = self.budget.host_nbytes
-        limits = {
-            Tier.DEVICE: None,
-            Tier.HOST: int(host_nbytes() * _HOST_SHARE) if host is None else host,
-            Tier.DISK: self.budget.disk_nbytes,
-        }
-        self.pool = Pool(device, folder=self.folder, limits=limits, pin=device.type == "cuda")
-        self.engine = make_engine(engine, device)
-        self.update: str | None = None
+        self.homes = Homes(
+            model, self.blocks, device=device, budget=self.budget, home=home, folder=folder, engine=engine, progress=self.progress
+        )  # fmt: skip
+        self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
+        self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
-        try:
-            self.store = self._adopt(home)
-        except BaseException:
-            self._close_storage()
-            raise
-        self._prepared: dict[object, Prepared] = {}
+        self._known = tuple(model.parameters())
+        self._prepared: ByShape[Prepared] = ByShape()
         self._observation: Observation | None = None
         self._call: StreamCall | None = None  # the one whose forward is under way
         self._live = Live()
@@ -142,7 +127,13 @@ class Streamed:
         block = self.store.uses[position]
         if block is None:
             return original(*args, **kwargs)
-        brought = self.store.lend(block)
+        with torch.inference_mode(False):  # the bytes will be used with gradients too
+            brought = self.store.lend(block)
+            following = self.store.uses[position + 1] if position + 1 < len(self.blocks) else None
+            if following is not None and not self._live.calls:
+                # Half of the budget is left to what the blocks make: without a plan nobody knows how much that is.
+                held = outside_nbytes(self) + self.pool.held_nbytes(Tier.DEVICE)
+                self.store.look_ahead(following, (self.budget.device_nbytes or 0) // 2 - held)
         try:
             return original(*args, **kwargs)
         finally:
@@ -193,8 +184,9 @@ class Streamed:
         return moved, now.wait_seconds - (0.0 if before is None else before.wait_seconds)
 
     def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        key = self._signature(args, kwargs)
-        found = self._prepared.get(key)
+        state, _ = take_apart((args, dict(sorted(kwargs.items()))))
+        kind, shapes = key_of(state, self._mode(), self.device), shapes_of(state)
+        found = self._prepared.find(kind, shapes)
         if found is None:
             self.store.settle()
             self._observation = Observation(
@@ -205,14 +197,22 @@ class Streamed:
             finally:
                 self._observation = None
                 self.store.settle()
-            found = self._prepared[key] = prepare(self, observed)
+            found = prepare(self, observed)
+            self._prepared.add(kind, shapes, found)
         return found
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        state, _ = take_apart((args, dict(sorted(kwargs.items()))))
+    def _mode(self) -> object:
+        self._check_parameters()
         modules = tuple(m.training for m in self.model.modules())
-        trainable = tuple(p.requires_grad for p in self.model.parameters())
-        return _key(state), modules, trainable, Autocast.capture(self.device), self.update
+        return modules, tuple(p.requires_grad for p in self.model.parameters()), self.update
+
+    def _check_parameters(self) -> None:
+        for (name, parameter), known in zip(self.model.named_parameters(), self._known, strict=False):
+            if parameter is not known:
+                raise InputError(
+                    f"parameter {name!r} was replaced by another object after stream(), so it would not be streamed or trained; copy into the "
+                    "parameter instead (load_state_dict without assign=True), or unstream, replace and stream again"
+                )
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""
@@ -258,47 +258,16 @@ class Streamed:
         inside = {id(p) for block in self.store.blocks for p in block.parameters}
         return [p for p in self.model.parameters() if id(p) not in inside]
 
-    # -- set-up and end -----------------------------------------------------------------------------------------------
-
-    def _adopt(self, home: Tier) -> BlockStore:
-        """Bring everything outside blocks to the device, then block by block home: one block more than the homes is ever held."""
-        make_outside_real(self.model, self.blocks, self.device)
-        groups, uses = parameter_groups(self.model, self.blocks)
-        store = BlockStore(self.pool, self.engine, self.blocks, uses, home, self.device)
-        for number, members in enumerate(groups):
-            modules = [self.blocks[position] for position in members]
-            for module in modules:
-                make_real(module, torch.device("cpu"))
-                buffers_to(module, self.device)
-            store.adopt(ParameterBlock(number, parameters_of(modules)))
-            self.progress("moving blocks home", number + 1, len(groups))
-        for position, use in enumerate(uses):
-            if use is None:
-                buffers_to(self.blocks[position], self.device)
-        return store
-
-    def close(self) -> None:
-        """Bring everything back into memory of its own and remove the files."""
-        with self._live.working(), contextlib.suppress(StorageError):  # what can be read, be it from a mapping of a removed file, is taken below
-            self.store.settle()
-        for block in self.store.blocks:
-            self.store.disown(block.index)
-        self._close_storage()
-
-    def _close_storage(self) -> None:
-        self.engine.close()
-        self.pool.close()
-        if self.folder is not None:
-            self.folder.close()
-
     def home_nbytes(self) -> dict[Tier, int]:
         """Bytes held in each tier now."""
         return {tier: self.pool.held_nbytes(tier) for tier in Tier}
 
+    def close(self) -> None:
+        """Bring everything back into memory of its own and remove the files."""
+        with self._live.working(), contextlib.suppress(StorageError):
+            self.store.settle()  # what can be read, be it from a mapping of a removed file, is taken all the same
+        self.homes.close()
+
 
 def _with_device(budget: Budget, nbytes: int) -> Budget:
     return Budget(nbytes, host=budget.host_nbytes, disk=budget.disk_nbytes)
-
-
-def _key(state: State) -> object:
-    return state.signature()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from tapestream.optim.state import OptimizerClass, StateShape, probe
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.layout import Layout
 
+Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -23,7 +24,7 @@ class Handle(Protocol):
     """What the optimizer needs of a streamed model."""
 
     store: BlockStore
-    update: str | None
+    update: Literal["step", "backward"] | None
 
     def check_idle(self, what: str) -> None: ...
     def outside_parameters(self) -> list[nn.Parameter]: ...
@@ -62,7 +63,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             [{**made, "params": given["params"]} for made, given in zip(template.param_groups, listed, strict=True)],
             dict(template.defaults),
         )
-        self.update = update
+        self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
         self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
         self._options = dict(options)
@@ -80,7 +81,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             return 0
         return self._shape(parameter).nbytes
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what ``update="backward"`` has not updated yet; returns the closure's value."""
         loss = None
         if closure is not None:
@@ -180,7 +181,7 @@ def _written(views: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dic
     for name, view in views.items():
         if name in found:
             view.copy_(found[name])
-    return {name: copy.copy(value) for name, value in found.items() if name not in views}
+    return {name: copy.deepcopy(value) for name, value in found.items() if name not in views}
 
 
 def _as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:

@@ -84,14 +84,14 @@ class _Search:
         try:
             found = self._found(tape)
         except BudgetError as error:
-            self.refusals.append((name, error))
+            self.refusals.append((name, error.with_traceback(None)))
             least = error.least_nbytes
             self.alternatives.append(
                 (name, None, "host or disk too small" if least is None else f"needs {format_nbytes(least)}")
             )
             return
         except InputError as error:
-            self.inputs.append(error)
+            self.inputs.append(error.with_traceback(None))
             self.alternatives.append((name, None, str(error)))
             return
         if found is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,6 +14,29 @@ from tapestream.runner.state import State
 # A smaller input may use the plan of a larger one down to this share of its elements: below, a plan of its own
 # recomputes less.
 _SERVES_DOWN_TO = 0.75
+
+
+T = TypeVar("T")
+
+
+class ByShape(Generic[T]):
+    """What was prepared for inputs of some shapes, found again for these and for slightly smaller ones of the same kind."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, list[tuple[tuple[torch.Size, ...], T]]] = {}
+
+    def find(self, kind: object, shapes: tuple[torch.Size, ...]) -> T | None:
+        """The one of the fewest elements whose shapes are these, or a little larger in every dimension."""
+        fitting = [(known, it) for known, it in self._found.get(kind, ()) if _serves(known, shapes)]
+        return min(fitting, key=lambda pair: _elements(pair[0]))[1] if fitting else None
+
+    def add(self, kind: object, shapes: tuple[torch.Size, ...], prepared: T) -> None:
+        """Remember it."""
+        self._found.setdefault(kind, []).append((shapes, prepared))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._found.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +59,7 @@ class PlanCache:
     """Plans that one handle has made, newest last."""
 
     def __init__(self) -> None:
-        self._prepared: dict[object, list[Prepared]] = {}
+        self._prepared: ByShape[Prepared] = ByShape()
         self.last: Plan | None = None
 
     def find(self, state: State, mode: object, device: torch.device, *, live: int = 0) -> Prepared | None:
@@ -43,17 +67,9 @@ class PlanCache:
 
         ``live``: bytes of the budget that other calls of the same handle hold now.
         """
-        shapes = tuple(t.shape for t in state.tensors)
-        fitting = [
-            prepared
-            for prepared in self._prepared.get(_key(state, mode, device, live), ())
-            if _serves(prepared.shapes, shapes)
-        ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda prepared: _elements(prepared.shapes))
-        self.last = best.plan
-        return best
+        found = self._prepared.find(key_of(state, mode, device, live), shapes_of(state))
+        self.last = self.last if found is None else found.plan
+        return found
 
     def add(
         self,
@@ -76,9 +92,8 @@ class PlanCache:
             output.slots,
             output.spec,
         )
-        shapes = tuple(t.shape for t in state.tensors)
-        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes)
-        self._prepared.setdefault(_key(state, mode, device, live), []).append(prepared)
+        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state))
+        self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
         self.last = plan
         return prepared
 
@@ -87,7 +102,13 @@ class PlanCache:
         self._prepared.clear()
 
 
-def _key(state: State, mode: object, device: torch.device, live: int) -> object:
+def shapes_of(state: State) -> tuple[torch.Size, ...]:
+    """The shapes of its tensors."""
+    return tuple(t.shape for t in state.tensors)
+
+
+def key_of(state: State, mode: object, device: torch.device, live: int = 0) -> object:
+    """Hashable: all that must be equal, besides shapes, for a plan to serve."""
     kinds = tuple((t.dtype, t.dim(), t.device) for t in state.tensors)
     others = tuple((type(o).__name__, repr(o)) for o in state.others)
     return kinds, state.requires, others, state.slots, str(state.spec), mode, Autocast.capture(device), live

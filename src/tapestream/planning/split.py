@@ -103,7 +103,7 @@ def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> 
         try:
             found = _judged(candidate, terms, terms.budget)
         except BudgetError as error:  # of the host or the disk: the device's was looked at before
-            refused = error
+            refused = error.with_traceback(None)
             continue
         if best is None or found.seconds < best.seconds:
             best, chosen = found, candidate

@@ -101,6 +101,8 @@ class Pool:
 
     def trim(self, tier: Tier | None = None) -> None:
         """Give up the released regions of one tier, or (None) of those whose memory compute could use."""
+        if not self._idle:
+            return
         tiers = [tier] if tier is not None else [one for one in Tier if self._shared_with_compute(one)]
         with self._lock:
             if Tier.HOST in tiers and self._pinned and self._kept[Tier.HOST]:

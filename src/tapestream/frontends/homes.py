@@ -1,0 +1,82 @@
+"""`Homes`: the storage of one streamed model, from adopting its blocks to giving everything back."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from tapestream.costs import Budget
+from tapestream.executor.blocks import BlockStore
+from tapestream.executor.engines import make_engine
+from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
+from tapestream.frontends.available import host_nbytes
+from tapestream.ir.actions import Tier
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.disk import DiskFolder
+from tapestream.storage.pool import Pool
+
+_HOST_SHARE = 0.8
+
+
+class Homes:
+    """The folder, the pool, the copy engine and the store of a model's blocks.
+
+    Making it brings everything outside blocks to ``device``, then block by block home: one block more than the homes is ever held.
+    When that fails the parameters are where they were, and the folder is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        budget: Budget,
+        home: Tier,
+        folder: str | os.PathLike[str] | None,
+        engine: str,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        with ExitStack() as undo:
+            groups, uses = parameter_groups(model, blocks)
+            self.engine = make_engine(engine, device)
+            undo.callback(self.engine.close)
+            self._folder = None if folder is None else DiskFolder(folder)
+            if self._folder is not None:
+                undo.callback(self._folder.close)
+            self.pool = Pool(device, folder=self._folder, limits=_limits(budget), pin=device.type == "cuda")
+            undo.callback(self.pool.close)
+            make_outside_real(model, blocks, device)
+            self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
+            undo.callback(self._disown)
+            for number, members in enumerate(groups):
+                modules = [blocks[position] for position in members]
+                for module in modules:
+                    make_real(module, torch.device("cpu"))
+                    buffers_to(module, device)
+                self.store.adopt(ParameterBlock(number, parameters_of(modules)))
+                progress("moving blocks home", number + 1, len(groups))
+            for position, use in enumerate(uses):
+                if use is None:
+                    buffers_to(blocks[position], device)
+            self._undo = undo.pop_all()
+
+    @property
+    def folder(self) -> DiskFolder | None:
+        """This run's own folder."""
+        return self._folder
+
+    def close(self) -> None:
+        """Give every block memory of its own again and remove the files."""
+        self._undo.close()
+
+    def _disown(self) -> None:
+        for block in self.store.blocks:
+            self.store.disown(block.index)
+
+
+def _limits(budget: Budget) -> dict[Tier, int | None]:
+    host = int(host_nbytes() * _HOST_SHARE) if budget.host_nbytes is None else budget.host_nbytes
+    return {Tier.DEVICE: None, Tier.HOST: host, Tier.DISK: budget.disk_nbytes}

@@ -1,0 +1,57 @@
+"""Measured peaks against simulated ones."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streaming import options_of, streamed
+from streamable import Model
+from torch import nn
+
+import tapestream as ts
+from tapestream.frontends.prepare import outside_nbytes
+from tapestream.frontends.stream import handle_of
+from tapestream.models.gpt import GPT, GPTConfig
+from tapestream.storage.meter import track_memory
+
+
+def make() -> GPT:
+    return GPT(GPTConfig(6, 128, 4, vocabulary=256, context=64))
+
+
+def tokens() -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 256, (4, 64)), torch.randint(0, 256, (4, 64))
+
+
+CASE = Model(make, tokens)
+
+
+def before_nbytes(model: nn.Module) -> int:
+    """Bytes that the model holds on the device between steps."""
+    handle = handle_of(model)
+    gradients = sum(p.nbytes for p in handle.outside_parameters() if p.requires_grad)  # none after zero_grad
+    return handle.pool.held_nbytes(ts.Tier.DEVICE) + outside_nbytes(handle) - gradients
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("budget", ["9 MiB", "14 MiB", "24 MiB"])
+def test_a_step_takes_what_was_simulated(budget: str, update: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with streamed(CASE, budget, **options_of("auto", tmp_path)) as model:
+        optimizer: Any = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update)
+        model(*tokens()).backward()
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            batch = tokens()
+            gc.collect()
+            before = before_nbytes(model)
+            with track_memory() as meter:
+                model(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        simulated = ts.report(model).plan.peak_nbytes
+        measured = before + meter.peak_nbytes
+        assert 0.8 * simulated <= measured <= 1.05 * simulated
