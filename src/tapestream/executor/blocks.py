@@ -29,7 +29,8 @@ class Updater:
 class BlockStore:
     """All copies of all block values.
 
-    Outside a run a parameter's ``.data`` shows its home: a view of the region where PARAMETERS live (device, host, or a shared
+    Outside a run a parameter's ``.data`` shows its home: a view of the region where PARAMETERS live (device, host, or
+    a shared
     mapping of the file). ``uses``: the block of each of the model's blocks of code, ``modules``, None for none.
     """
 
@@ -59,7 +60,8 @@ class BlockStore:
             if value.index not in self.gradients.fresh:
                 return  # this backward has left none
             self.gradients.lay_out(value.index)
-        # State that no update has written yet has no bytes at home; other sources vanish when another live call settles.
+        # State that no update has written yet has no bytes at home; other sources vanish when another live call
+        # settles.
         if source is self.home or self.copies.has(value, source):
             self.copies.start(value, source, target)
 
@@ -118,7 +120,8 @@ class BlockStore:
     # -- between calls --------------------------------------------------------------------------------------------
 
     def settle(self, *, publish: bool = True) -> None:
-        """After a phase, or an exception in it: nothing in flight, everything at its home, gradients visible (if ``publish``)."""
+        """After a phase, or an exception in it: nothing in flight, everything at its home, gradients visible (if
+        ``publish``)."""
         try:
             for block in list(self.gradients.fresh) if publish or not self.gradients.together else ():
                 self._settle_gradient(block)
@@ -148,17 +151,7 @@ class BlockStore:
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""
         self.blocks.append(block)
-        copies, value = self.copies, Value(Kind.PARAMETERS, block.index)
-        first = self.home if self.home is not Tier.DISK else Tier.DEVICE if copies.direct else Tier.HOST
-        with torch.no_grad():
-            staging = copies.region(value, first)
-            for view, parameter in zip(block.views(staging.memory), block.parameters, strict=True):
-                view.copy_(parameter)
-        if first is not self.home:
-            copies.copy_now(value, first, self.home)
-            copies.release(value, first)
-            self.pool.trim()
-        copies.show(value, self.home)
+        self.copies.adopt(block)
 
     def disown(self, block: int) -> None:
         """Give a block's parameters and gradients memory of their own again."""
@@ -170,7 +163,8 @@ class BlockStore:
                 parameter.grad = gradient.to(parameter.device, copy=True)
 
     def lend(self, block: int) -> bool:
-        """Bring a block's parameters to the device now, if they are not there; returns whether they were brought. `settle` returns them."""
+        """Bring a block's parameters to the device now, if they are not there; returns whether they were brought.
+        `settle` returns them."""
         value, copies = Value(Kind.PARAMETERS, block), self.copies
         for tier in (Tier.HOST, Tier.DEVICE):
             copies.wait(value, tier)
@@ -188,7 +182,8 @@ class BlockStore:
         return True
 
     def look_ahead(self, block: int, room_nbytes: int) -> None:
-        """Start bringing a block that will be lent next, at least half way, if it takes no more than ``room_nbytes`` of the device."""
+        """Start bringing a block that will be lent next, at least half way, if it takes no more than ``room_nbytes``
+        of the device."""
         value, copies = Value(Kind.PARAMETERS, block), self.copies
         one_hop = copies.direct or self.home is Tier.HOST
         known = any(copies.has(value, tier) for tier in (Tier.DEVICE, Tier.HOST) if tier is not self.home)

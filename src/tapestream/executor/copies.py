@@ -30,6 +30,20 @@ class BlockCopies:
         self._left: list[Region] = []  # not ours any more, but to be given back to the pool when users have done
         self._shown: dict[int, tuple[int, ...]] = {}  # addresses of what a block's parameters show
 
+    def adopt(self, block: ParameterBlock) -> None:
+        """Copy a new block's parameters home and show them there."""
+        value = Value(Kind.PARAMETERS, block.index)
+        first = self.home if self.home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
+        with torch.no_grad():
+            staging = self.region(value, first)
+            for view, parameter in zip(block.views(staging.memory), block.parameters, strict=True):
+                view.copy_(parameter)
+        if first is not self.home:
+            self.copy_now(value, first, self.home)
+            self.release(value, first)
+            self.pool.trim()
+        self.show(value, self.home)
+
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
         return Tier.DEVICE if value in self.resident else self.home
@@ -53,7 +67,8 @@ class BlockCopies:
             self.pool.release(region)
 
     def renew(self, value: Value, tier: Tier) -> None:
-        """Where tensors of users still show a copy that is about to be written anew, leave it to them and take other bytes."""
+        """Where tensors of users still show a copy that is about to be written anew, leave it to them and take other
+        bytes."""
         region = self.regions.get((value, tier))
         if region is None:
             return
@@ -107,7 +122,8 @@ class BlockCopies:
         self._shown[value.index] = tuple(p.data_ptr() for p in block.parameters)
 
     def adopt_replaced(self, value: Value) -> None:
-        """What a user put into a parameter with ``p.data = tensor`` is written to where the value lives before that is read."""
+        """What a user put into a parameter with ``p.data = tensor`` is written to where the value lives before that
+        is read."""
         if value.kind is not Kind.PARAMETERS or not self.has(value, self.tier_of(value)):
             return
         block, shown = self.blocks[value.index], self._shown.get(value.index, ())
@@ -124,7 +140,8 @@ class BlockCopies:
         return [region for region in found if region is not None]
 
     def settle(self) -> None:
-        """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be saved is."""
+        """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be
+        saved is."""
         if self.tickets:
             self.engine.abandon()
             self.tickets.clear()

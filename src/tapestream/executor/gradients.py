@@ -19,8 +19,10 @@ Sums: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 class GradientBook:
     """Gradients that a backward has made and users do not see yet.
 
-    Plain PyTorch adds up all of one backward, then adds the sum to ``.grad``. Where a backward goes through several calls of the model
-    (``together``), what the first leaves for a block is therefore the start of the next one's sum, and is added to earlier
+    Plain PyTorch adds up all of one backward, then adds the sum to ``.grad``. Where a backward goes through several
+    calls of the model
+    (``together``), what the first leaves for a block is therefore the start of the next one's sum, and is added to
+    earlier
     gradients at the end.
     """
 

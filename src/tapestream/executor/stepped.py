@@ -7,13 +7,15 @@ import torch
 from tapestream.errors import GradientError
 
 _HARMLESS = frozenset(
-    ("zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel", "is_floating_point")
+    ("zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel",
+    "is_floating_point")
 )  # fmt: skip
 _CHANGING_NOTHING = frozenset(("zero_", "detach_", "requires_grad_", "_foreach_zero_"))
 
 
 class SteppedGradient(torch.Tensor):
-    """The gradient of a parameter that an update inside backward has used; it takes no bytes. What would read it raises GradientError."""
+    """The gradient of a parameter that an update inside backward has used; it takes no bytes. What would read it
+    raises GradientError."""
 
     @staticmethod
     def standing_for(parameter: torch.Tensor) -> "SteppedGradient":
@@ -30,7 +32,8 @@ class SteppedGradient(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             raise GradientError(
-                f"{name} was called on the gradient of a streamed parameter, but with update='backward' each block's gradient is used as soon as it "
+                f"{name} was called on the gradient of a streamed parameter, but with update='backward' each "
+                f"block's gradient is used as soon as it "
                 "arrives and then gone. Clipping by global norm, GradScaler and reading .grad need update='step'"
             )
         if name in _CHANGING_NOTHING:

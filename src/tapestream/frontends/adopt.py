@@ -60,7 +60,7 @@ def make_outside_real(model: nn.Module, blocks: Sequence[nn.Module], device: tor
         if _own_meta(module):
             module.to_empty(device=device, recurse=False)
         else:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
     _tie_again(ties)
     if from_meta:
         _initialize(model, from_meta)

@@ -8,14 +8,16 @@ from tapestream.errors import InputError
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[nn.Module]:
-    """The blocks of ``model`` in order, each once: children of its ModuleLists and Sequentials, largest containers only.
+    """The blocks of ``model`` in order, each once: children of its ModuleLists and Sequentials, largest containers
+    only.
 
     ``blocks`` names them instead. Raises InputError when there are none, or one lies inside another.
     """
     found = list(dict.fromkeys(blocks)) if blocks is not None else _children_of_containers(model)
     if not found:
         raise InputError(
-            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with two or more children that hold "
+            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with two or more "
+            f"children that hold "
             "parameters; name them with blocks=[...]"
         )
     members = {id(m) for m in model.modules()}

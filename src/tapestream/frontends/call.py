@@ -20,7 +20,8 @@ from tapestream.runner.state import State, take_apart
 class StreamCall:
     """The interpreters of one call, one per segment, and where the call stands.
 
-    ``marker``: part of the graph of every block that has trainable parameters; autograd runs its node when it wants their gradients.
+    ``marker``: part of the graph of every block that has trainable parameters; autograd runs its node when it wants
+    their gradients.
     """
 
     def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device, live: Live) -> None:
@@ -53,7 +54,8 @@ class StreamCall:
         planned = self.prepared.segments[segment]
         if planned.positions[k] != position:
             raise InputError(
-                f"block {position} was called where block {planned.positions[k]} was called when the model was profiled; a model whose blocks run in "
+                f"block {position} was called where block {planned.positions[k]} was called when the model was "
+                f"profiled; a model whose blocks run in "
                 "a different order at each call is not supported yet"
             )
         linked = len(tensors) == len(self._last) and all(
@@ -61,7 +63,8 @@ class StreamCall:
         )
         if linked != (k > 0):
             raise InputError(
-                f"block {position} got {'the' if linked else 'another tensor than the'} output of the block before it, other than when the model was profiled "
+                f"block {position} got {'the' if linked else 'another tensor than the'} output of the block before "
+                f"it, other than when the model was profiled "
                 "(was that output changed in place?); keep the model's forward the same from call to call"
             )
         if k == 0:
@@ -72,14 +75,14 @@ class StreamCall:
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
-        stages = self.stages[segment] = [Stage(position, self.store.modules[position]) for position in planned.positions]
+        stages = self.stages[segment] = [
+            Stage(position, self.store.modules[position]) for position in planned.positions
+        ]
         uses = [self.store.uses[position] for position in planned.positions]
         view = SegmentView(self.store, uses)
         self._views.append(view)
         store = self.store  # not self: a call that holds itself would outlive its result
-        runner = Runner(
-            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name)
-        )
+        runner = Runner(stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name))
         interpreter = Interpreter(plan.schedule, runner, blocks=view)
         interpreter.begin(state)
         self.interpreters[segment] = interpreter
@@ -99,7 +102,8 @@ class StreamCall:
         interpreter = self.interpreters[segment]
         if interpreter is None or self.closed:
             raise GradientError(
-                "this call was differentiated a second time, but its tape is gone after one backward (retain_graph=True is not supported); run the "
+                "this call was differentiated a second time, but its tape is gone after one backward "
+                "(retain_graph=True is not supported); run the "
                 "forward again"
             )
         if not self._differentiating:
@@ -126,7 +130,8 @@ class StreamCall:
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self, *, publish: bool = True) -> None:
-        """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become visible (if ``publish``)."""
+        """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become
+        visible (if ``publish``)."""
         if self.closed:
             return
         try:
@@ -182,7 +187,8 @@ def apply_block(
 
 
 class _BlockNode(torch.autograd.Function):
-    """One block call. ``anchor``, the call's marker, makes the node part of the graph when parameters alone need gradients."""
+    """One block call. ``anchor``, the call's marker, makes the node part of the graph when parameters alone need
+    gradients."""
 
     @staticmethod
     def forward(

@@ -171,7 +171,7 @@ class _Call:
     """One live call: the interpreter, and the bytes that it holds of the chain's budget until it dies."""
 
     def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
-        runner = Runner(chain._stages, prepared.traits, device)
+        runner = Runner(chain._stages, prepared.traits, device, once=prepared.once)
         self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner)
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None

@@ -7,12 +7,14 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from tapestream.costs import Budget
+from tapestream.costs import Budget, Machine
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
+from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
 from tapestream.frontends.available import host_nbytes
 from tapestream.ir.actions import Tier
+from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.pool import Pool
@@ -23,7 +25,8 @@ _HOST_SHARE = 0.8
 class Homes:
     """The folder, the pool, the copy engine and the store of a model's blocks.
 
-    Making it brings everything outside blocks to ``device``, then block by block home: one block more than the homes is ever held.
+    Making it brings everything outside blocks to ``device``, then block by block home: one block more than the homes
+    is ever held.
     When that fails the parameters are where they were, and the folder is gone.
     """
 
@@ -39,6 +42,8 @@ class Homes:
         engine: str,
         progress: Callable[[str, int, int], None],
     ) -> None:
+        self._path = folder
+        self._counted: EngineStatistics | None = None
         with ExitStack() as undo:
             groups, uses = parameter_groups(model, blocks)
             self.engine = make_engine(engine, device)
@@ -67,6 +72,21 @@ class Homes:
     def folder(self) -> DiskFolder | None:
         """This run's own folder."""
         return self._folder
+
+    def measured(self) -> Machine:
+        """Speeds of the links that blocks pass."""
+        if self.store.home is Tier.DEVICE:
+            return Machine()
+        return measure_machine(device=self.store.device, folder=self._path if self.store.home is Tier.DISK else None)
+
+    def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
+        """Bytes moved per lane and seconds waited since the last call of this."""
+        now, before = self.engine.statistics(), self._counted
+        self._counted = now
+        if before is None:
+            return dict(now.bytes_moved), now.wait_seconds
+        moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in now.bytes_moved.items()}
+        return moved, now.wait_seconds - before.wait_seconds
 
     def close(self) -> None:
         """Give every block memory of its own again and remove the files."""

@@ -25,7 +25,8 @@ class Live:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception has left ends first."""
+        """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception
+        has left ends first."""
         if self.differentiated is not None and not self.busy:
             self.differentiated.abort()
         before, self.busy = self.busy, True
@@ -38,7 +39,8 @@ class Live:
         """Raise GradientError where another forward would see weights that an awaited backward changes."""
         if prepared is not None and prepared.update == "backward" and self.calls:
             raise GradientError(
-                f"{what} before the backward of the first: with update='backward' the first backward changes the weights that the "
+                f"{what} before the backward of the first: with update='backward' the first backward changes the "
+                f"weights that the "
                 "second forward has used; call backward() first, or use update='step'"
             )
 

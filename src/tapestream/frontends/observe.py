@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.costs import StageCost
-from tapestream.errors import BudgetError, InputError
+from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
 from tapestream.planning.profile import Travellers, profile_stage, unchanged_generators
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.stage import Stage, Traits
-from tapestream.runner.state import State, storages, take_apart
+from tapestream.runner.state import storages, take_apart
 from tapestream.storage.meter import MemoryMeter, track_memory
 
 
@@ -36,7 +36,8 @@ class Segment:
 class Observed:
     """What one observed call gave.
 
-    ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs after the last block's
+    ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs
+    after the last block's
     forward and before its backward (head, loss).
     """
 
@@ -49,7 +50,8 @@ class Observed:
 def split_arguments(
     position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Callable[..., Any]], Callable[[Any], Any]]]:
-    """A block's state (its first argument) and a way to bind the others. Raises InputError where a gradient would be lost."""
+    """A block's state (its first argument) and a way to bind the others. Raises InputError where a gradient would be
+    lost."""
     if not args:
         raise InputError(
             f"block {position} was called with keyword arguments only; pass the state as its first positional argument"
@@ -57,7 +59,8 @@ def split_arguments(
     rest = args[1:]  # not args: the call's stages live until backward and must not keep the state
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((rest, kwargs))):
         raise InputError(
-            f"block {position} takes a second tensor that requires a gradient; this is not supported yet: make it part of "
+            f"block {position} takes a second tensor that requires a gradient; this is not supported yet: make it "
+            f"part of "
             "the state (a tuple as first argument and as result), or detach() it"
         )
 
@@ -68,7 +71,8 @@ def split_arguments(
 
 
 class Observation:
-    """Profiles one call of the model without side effects: generators, buffers and gradients are afterwards as before."""
+    """Profiles one call of the model without side effects: generators, buffers and gradients are afterwards as
+    before."""
 
     def __init__(
         self,
@@ -174,6 +178,7 @@ def _check_own(position: int, block: nn.Module, traits: Traits) -> None:
     strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
     if strangers:
         raise InputError(
-            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and is not one of "
+            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that "
+            f"requires a gradient and is not one of "
             "its parameters; this is not supported yet: make it a parameter of the block, or detach() it"
         )

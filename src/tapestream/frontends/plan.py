@@ -71,14 +71,16 @@ def report(model: nn.Module) -> Report:
     handle = handle_of(model)
     if handle.last is None:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
-    moved, waited = handle.statistics_since()
+    moved, waited = handle.homes.statistics_since()
     return Report(handle.last.plans[0], {tier: handle.pool.peak_nbytes(tier) for tier in Tier}, moved, waited)
 
 
 def verify(model: nn.Module, batch: Any) -> None:
-    """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit for bit.
+    """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit
+    for bit.
 
-    ``batch``: a tensor or a tuple of arguments; what the model returns is summed to a loss. Needs memory for the plain step. Weights, gradients, buffers and
+    ``batch``: a tensor or a tuple of arguments; what the model returns is summed to a loss. Needs memory for the
+    plain step. Weights, gradients, buffers and
     generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
     """
     handle = handle_of(model)

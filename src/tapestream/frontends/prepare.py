@@ -74,13 +74,16 @@ def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:
             block = handle.store.uses[position]
             if block is not None and owner.setdefault(block, number) != number:
                 raise InputError(
-                    f"block {position} ({type(handle.blocks[position]).__name__}), or one that shares its parameters, is called in more than one chain: "
-                    "something other than blocks changes the state between its calls; this is not supported yet: move that into a block"
+                    f"block {position} ({type(handle.blocks[position]).__name__}), or one that shares its "
+                    f"parameters, is called in more than one chain: "
+                    "something other than blocks changes the state between its calls; this is not supported yet: "
+                    "move that into a block"
                 )
 
 
 def _resident(plan: Plan, update: str | None) -> frozenset[Value]:
-    """Block values that live on the device: those named at the start of a step, and gradients that the plan never sends home."""
+    """Block values that live on the device: those named at the start of a step, and gradients that the plan never
+    sends home."""
     there = {value for value, tier in plan.schedule.resident if tier is Tier.DEVICE}
     if update != "backward":
         sent = {a.value for a in plan.schedule if isinstance(a, Offload) and a.value.kind is Kind.GRADIENT}
@@ -98,7 +101,8 @@ def _plan(handle: "Streamed", profile: Profile, nbytes: int) -> Plan:
 
 
 def _divided(handle: "Streamed", profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:
-    """Bytes for each segment beside what is always there: what it cannot do without, and of the rest in proportion to its needs.
+    """Bytes for each segment beside what is always there: what it cannot do without, and of the rest in proportion to
+    its needs.
 
     Raises BudgetError when the sum of the least is too much.
     """
@@ -108,8 +112,10 @@ def _divided(handle: "Streamed", profiles: Sequence[Profile], allowed: int, outs
     least = [_least(handle, profile, outside) for profile in profiles]
     if sum(least) > room:
         raise BudgetError(
-            f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, their gradients and optimizer "
-            f"state, buffers, embeddings) takes {format_nbytes(outside)} and the blocks need at least {format_nbytes(sum(least))} beside it; allow "
+            f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
+            f"their gradients and optimizer "
+            f"state, buffers, embeddings) takes {format_nbytes(outside)} and the blocks need at least "
+            f"{format_nbytes(sum(least))} beside it; allow "
             f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
             least_nbytes=outside + sum(least),
         )

@@ -121,13 +121,19 @@ def _swap(module: nn.Module, call: Callable[..., Any]) -> None:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(self, lambda *a, **k: base.__call__(self, *a, **k), *args, **kwargs)
 
-    members = {"__call__": __call__, "__module__": base.__module__, "__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_copy}
+    members = {
+        "__call__": __call__,
+        "__module__": base.__module__,
+        "__deepcopy__": _refuse_copy,
+        "__reduce_ex__": _refuse_copy,
+    }
     module.__class__ = type(base.__name__, (base,), members)
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> Any:
     raise InputError(
-        f"a streamed model or block of one cannot be copied or pickled (this {type(self).__name__}): the copy would share its bytes. Copy or save "
+        f"a streamed model or block of one cannot be copied or pickled (this {type(self).__name__}): the copy would "
+        f"share its bytes. Copy or save "
         "state_dict(), or call tapestream.unstream(model) first"
     )
 

@@ -12,7 +12,6 @@ from torch import nn
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
-from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
@@ -24,10 +23,10 @@ from tapestream.frontends.prepare import Prepared, Update, outside_nbytes, prepa
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
-from tapestream.planning.measure import measure_machine
 from tapestream.planning.plan import Plan
 from tapestream.runner.runner import Runner
 from tapestream.runner.state import take_apart
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -61,9 +60,10 @@ class Streamed:
         self.budget = budget if budget.device_nbytes is not None else _with_device(budget, free_nbytes(device))
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
-        self._machine, self._path = machine, folder
+        self._machine = machine
         self.homes = Homes(
-            model, self.blocks, device=device, budget=self.budget, home=home, folder=folder, engine=engine, progress=self.progress
+            model, self.blocks, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
+            progress=self.progress
         )  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.update: Update = None
@@ -75,7 +75,6 @@ class Streamed:
         self._live = Live()
         self.last: Prepared | None = None
         self._bypass = False
-        self._counted: EngineStatistics | None = None
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
 
@@ -116,7 +115,8 @@ class Streamed:
             return self._without_gradients(position, original, args, kwargs)
         if self._call is None or not self._call.forward_open:
             raise InputError(
-                f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by itself; call the model that was given to "
+                f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
+                f"itself; call the model that was given to "
                 "stream(), or call the block under torch.no_grad()"
             )
         return apply_block(self._call, position, original, args, kwargs)
@@ -145,11 +145,7 @@ class Streamed:
     def machine(self) -> Machine:
         """Speeds of the links: given, or measured once."""
         if self._machine is None:
-            needs_disk = self.store.home is Tier.DISK
-            if self.store.home is Tier.DEVICE:
-                self._machine = Machine()
-            else:
-                self._machine = measure_machine(device=self.device, folder=self._path if needs_disk else None)
+            self._machine = self.homes.measured()
         return self._machine
 
     def replan(self) -> None:
@@ -173,15 +169,6 @@ class Streamed:
         finally:
             self._bypass = False
             self.store.settle()
-
-    def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
-        """Bytes moved per lane and seconds waited since the last call of this."""
-        now = self.engine.statistics()
-        before, self._counted = self._counted, now
-        moved = dict(now.bytes_moved)
-        if before is not None:
-            moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in moved.items()}
-        return moved, now.wait_seconds - (0.0 if before is None else before.wait_seconds)
 
     def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
@@ -210,7 +197,8 @@ class Streamed:
         for (name, parameter), known in zip(self.model.named_parameters(), self._known, strict=False):
             if parameter is not known:
                 raise InputError(
-                    f"parameter {name!r} was replaced by another object after stream(), so it would not be streamed or trained; copy into the "
+                    f"parameter {name!r} was replaced by another object after stream(), so it would not be streamed "
+                    f"or trained; copy into the "
                     "parameter instead (load_state_dict without assign=True), or unstream, replace and stream again"
                 )
 
@@ -237,7 +225,8 @@ class Streamed:
         self.replan()
 
     def run_step(self) -> None:
-        """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated once."""
+        """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated
+        once."""
         with self._live.working():
             self.store.settle()
             self.store.updated.clear()

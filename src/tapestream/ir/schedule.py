@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tapestream.errors import ScheduleError
-from tapestream.ir.actions import Action, Tier, Value, shifted
+from tapestream.ir.actions import Action, Forward, Record, Tier, Value, shifted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,3 +164,20 @@ def _number(root: Node, numbers: dict[object, int]) -> int:
                 key = node
         local[id(node)] = numbers.setdefault(key, len(numbers))
     return local[id(root)]
+
+
+def run_once(schedule: Schedule, most: int = 100_000) -> frozenset[int]:
+    """Stages that a schedule of at most ``most`` actions runs exactly once; none for a longer one, which is not walked."""
+    if schedule.size > most:
+        return frozenset()
+    runs: dict[int, int] = {}
+    for action in schedule:
+        match action:
+            case Forward(start, stop):
+                for k in range(start, stop):
+                    runs[k] = runs.get(k, 0) + 1
+            case Record(k):
+                runs[k] = runs.get(k, 0) + 1
+            case _:
+                pass
+    return frozenset(k for k, count in runs.items() if count == 1)

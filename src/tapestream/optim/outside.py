@@ -10,7 +10,8 @@ from tapestream.optim.state import OptimizerClass
 
 
 class Outside:
-    """A torch optimizer on some parameters; those in ``masters`` (ids) are 16 bits wide, updated as fp32 copies and rounded from them."""
+    """A torch optimizer on some parameters; those in ``masters`` (ids) are 16 bits wide, updated as fp32 copies and
+    rounded from them."""
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ MASTER = "master"
 class Rule:
     """The optimizer's rule for every block.
 
-    ``groups()`` gives the param_groups as they are now, so that learning-rate schedulers work. 16-bit parameters in ``masters``
+    ``groups()`` gives the param_groups as they are now, so that learning-rate schedulers work. 16-bit parameters in
+    ``masters``
     (ids) are updated through an fp32 copy that lies beside their state.
     """
 
@@ -27,7 +28,8 @@ class Rule:
         self._created: set[int] = set()
 
     def run(self, block: ParameterBlock, gradients: Mapping[int, torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Update the block's parameters that are the optimizer's and have a gradient, in place, and their state in ``views``."""
+        """Update the block's parameters that are the optimizer's and have a gradient, in place, and their state in
+        ``views``."""
         known = {id(p) for group in self._groups() for p in group["params"]}
         gradients = {i: g for i, g in gradients.items() if id(block.parameters[i]) in known}
         states: dict[int, dict[str, torch.Tensor]] = {i: {} for i in gradients}
@@ -64,7 +66,8 @@ class Rule:
         targets: dict[int, torch.Tensor] = {}
         for i in numbers:
             parameter, gradient = block.parameters[i], gradients[i]
-            # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is left alone.
+            # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is left
+            # alone.
             target = parameter.detach()
             if id(parameter) in self._masters:
                 target = states[i][MASTER]

@@ -45,7 +45,8 @@ def probe(
         optimizer.step()
     except Exception as error:
         raise InputError(
-            f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream streams optimizers that "
+            f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream "
+            f"streams optimizers that "
             "treat tensors independently, such as AdamW, SGD or Adagrad"
         ) from error
     state = optimizer.state.get(parameter, {})

@@ -35,7 +35,8 @@ class Handle(Protocol):
 class StreamedOptimizer(torch.optim.Optimizer):
     """``optimizer_class`` on the blocks of a streamed model, one at a time, and on what lies outside them.
 
-    ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters live; ``state[p]``
+    ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
+    live; ``state[p]``
     shows it there.
     """
 
@@ -117,7 +118,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Refused once the optimizer is made: the state of all blocks has its place already."""
         if hasattr(self, "update"):
             raise InputError(
-                "add_param_group: the optimizer of a streamed model knows its parameters from the start; make a new one with "
+                "add_param_group: the optimizer of a streamed model knows its parameters from the start; make a new "
+                "one with "
                 "tapestream.optimizer(model, ..., groups=[...])"
             )
         super().add_param_group(param_group)
@@ -125,7 +127,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         first = self.param_groups[0]
         how = "fused" if first.get("fused") else "foreach" if first.get("foreach") else "for-loop"
-        return f"Streamed({self._class.__module__}.{self._class.__qualname__}, {how}, update={self.update!r}) {super().__repr__()}"
+        name = f"{self._class.__module__}.{self._class.__qualname__}"
+        return f"Streamed({name}, {how}, update={self.update!r}) {super().__repr__()}"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +197,8 @@ def _as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer on tensors of one element: checks the options and fills in the defaults without any state of size."""
+    """The optimizer on tensors of one element: checks the options and fills in the defaults without any state of
+    size."""
     stand_ins = [
         {**group, "params": [nn.Parameter(torch.zeros(1, dtype=p.dtype)) for p in group["params"]]} for group in listed
     ]

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from tapestream.ir.schedule import run_once
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.stage import Traits
@@ -20,7 +21,8 @@ T = TypeVar("T")
 
 
 class ByShape(Generic[T]):
-    """What was prepared for inputs of some shapes, found again for these and for slightly smaller ones of the same kind."""
+    """What was prepared for inputs of some shapes, found again for these and for slightly smaller ones of the same
+    kind."""
 
     def __init__(self) -> None:
         self._found: dict[object, list[tuple[tuple[torch.Size, ...], T]]] = {}
@@ -41,13 +43,14 @@ class ByShape(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a call needs to know: the plan, the stages' traits, and the last state as a template."""
+    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once."""
 
     plan: Plan
     traits: Sequence[Traits]
     output: State
     leaves: tuple[torch.Tensor, ...]
     shapes: tuple[torch.Size, ...]
+    once: frozenset[int] = frozenset()
 
     @property
     def reaches_leaves(self) -> bool:
@@ -92,7 +95,8 @@ class PlanCache:
             output.slots,
             output.spec,
         )
-        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state))
+        once = run_once(plan.schedule)
+        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once)
         self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
         self.last = plan
         return prepared

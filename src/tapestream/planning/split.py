@@ -23,6 +23,7 @@ from tapestream.simulate import Simulation, simulate
 
 _SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
+_AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
 _SIMULATIONS = (8, 4)  # at most, for each planner
 
 
@@ -92,22 +93,26 @@ def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: fl
 
 
 def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> Found | None:
+    tried: list[tuple[Found, _Candidate]] = []
     best: Found | None = None
-    chosen: _Candidate | None = None
     refused: BudgetError | None = None
     most = _SIMULATIONS[len(terms.profile) > _SHORT]
     for number, candidate in enumerate(sorted(candidates, key=lambda c: c.bound_seconds)):
         to_beat = faster_than if best is None else min(faster_than, best.seconds)
-        if candidate.bound_seconds >= to_beat or (best is not None and number >= most):
+        if candidate.bound_seconds >= to_beat * _AS_FAST or (best is not None and number >= most):
             break
         try:
             found = _judged(candidate, terms, terms.budget)
         except BudgetError as error:  # of the host or the disk: the device's was looked at before
             refused = error.with_traceback(None)
             continue
+        tried.append((found, candidate))
         if best is None or found.seconds < best.seconds:
-            best, chosen = found, candidate
-    if best is not None and chosen is not None:
+            best = found
+    if best is not None:
+        # Where time is the same, less traffic is better: disks wear, and copies take memory bandwidth from computation.
+        as_fast = [pair for pair in tried if pair[0].seconds <= _AS_FAST * best.seconds]
+        best, chosen = min(as_fast, key=lambda pair: (sum(pair[0].simulation.bytes_moved.values()), pair[0].seconds))
         plain = _judged(chosen, terms, None)  # no overlap: faster where a link hates traffic in both directions
         return plain if plain.seconds < best.seconds else best
     if refused is not None:

@@ -1,14 +1,14 @@
 """`Runner`: forward, record and backward of single stages within one live call."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.casts import SharedCasts
@@ -52,7 +52,8 @@ class _Seen:
 class Runner:
     """Runs the stages of one live call; a recompute sees what the first run saw.
 
-    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording).
+    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once`` names stages that
+    the schedule runs a single time: what a recompute would need of their run is not looked at.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Runner:
         stages: Sequence[Stage],
         traits: Sequence[Traits],
         device: torch.device,
-        hooks: Callable[[int], tuple[Pack, Unpack]] | None = None,
+        hooks: Callable[[int], tuple[Pack, Unpack] | None] | None = None,
+        once: Container[int] = (),
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
+        self._once = once
         self.autocast = Autocast.capture(device)
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
@@ -92,7 +95,8 @@ class Runner:
         """Run stage ``k`` and keep its saved tensors in a Tape."""
         with self._surroundings(k):
             since = next_sequence_number()
-            with contextlib.nullcontext() if self.hooks is None else saved_tensors_hooks(*self.hooks(k)):
+            hooks = None if self.hooks is None else self.hooks(k)
+            with contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks):
                 guarded, inputs = self.guarded(k, state)
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, state, guarded)
@@ -187,7 +191,12 @@ class Runner:
             stack.enter_context(torch.enable_grad())
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
-            if seen is None:
+            if k in self._once:
+                if seen is not None:
+                    raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
+                yield
+                self.seen[k] = _Seen(None, None, None, ())
+            elif seen is None:
                 generators = TorchGenerators.capture(self.device)
                 host = HostGenerators.capture() if traits.draws_host else None
                 buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None

@@ -1,0 +1,213 @@
+"""What blocks may be given, identity, copies, undoing, calls without gradients."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import assert_same
+from pairs import CASE, Pair, batch, both, sgd
+from streamable import WIDTH, Chained, Dense, Model, Positioned, Scaled, dense, gpt, numbers
+from streaming import everything, gradients_of, loss_at, options_of, streamed
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import GradientError, InputError
+from tapestream.frontends.stream import handle_of
+from tapestream.models.gpt import Block
+from tapestream.storage.meter import track_memory
+
+# ----------------------------------------------------------------------------------------- what blocks may be given
+
+
+def test_a_second_argument_that_requires_a_gradient_is_refused() -> None:
+    class Scaling(Dense):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    model = ts.stream(Scaled([Scaling() for _ in range(3)]), device="cpu")
+    with pytest.raises(InputError, match=r"block 0 takes a second tensor that requires a gradient.*detach"):
+        model(batch())
+    ts.unstream(model)
+
+
+def test_a_tensor_held_otherwise_that_requires_a_gradient_is_refused() -> None:
+    class Closing(Dense):
+        def __init__(self, held: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.held = held
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.held[0]
+
+    held = [nn.Parameter(torch.ones(WIDTH))]
+    model = ts.stream(Chained([Closing(held) for _ in range(3)]), device="cpu")
+    with pytest.raises(
+        InputError, match=r"block 0 \(Closing\) uses a tensor of shape \(16,\).*make it a parameter of the block"
+    ):
+        model(batch())
+    ts.unstream(model)
+
+
+def test_an_output_changed_in_place_between_blocks_is_right_or_refused(tmp_path: Path) -> None:
+    blocks = [nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(6)]
+    case = Model(lambda: Positioned(copy.deepcopy(blocks), in_place=True), numbers(3, WIDTH))
+    theirs = case.model()
+    with streamed(case, "1 MiB", **options_of("adversarial", tmp_path)) as ours:
+        pair = theirs, ours, torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9), sgd(ours)
+        try:
+            both(pair, lambda model, _: loss_at(model, case).backward())
+        except (InputError, GradientError, RuntimeError) as error:
+            assert "in-place" in str(error) or "in place" in str(error)  # noqa: PT017
+
+
+def test_one_block_in_two_chains_is_refused(tmp_path: Path) -> None:
+    class Twice(Chained):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            x = x * 2
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    case = Model(lambda: Twice(dense(3)), numbers(3, WIDTH))
+    with (
+        streamed(case, "1 MiB", **options_of("auto", tmp_path)) as model,
+        pytest.raises(InputError, match=r"block 0 .*more than one chain"),
+    ):
+        model(batch())
+
+
+def test_another_order_of_blocks_is_refused() -> None:
+    class Turning(Chained):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks if self.forwards else reversed(self.blocks):
+                x = block(x)
+            return x
+
+    model = Turning(dense(3))
+    model.forwards = True
+    ts.stream(model, device="cpu")
+    model(batch())
+    model.forwards = False
+    with pytest.raises(InputError, match="block 2 was called where block 0 was called"):
+        model(batch())
+    ts.unstream(model)
+
+
+# ------------------------------------------------------------------------------------------------------- identity
+
+
+def test_identity_and_undoing(setting: dict[str, Any]) -> None:
+    model = CASE.model()
+    before = {name: (id(p), type(m)) for name, m in model.named_modules() for p in m.parameters()}
+    parameters, state, classes = list(model.parameters()), everything(model), [type(m) for m in model.modules()]
+    attributes = [set(vars(m)) for m in model.modules()]
+    assert ts.stream(model, **setting) is model
+    assert isinstance(model.blocks[0], Dense)
+    assert isinstance(model, Chained)
+    assert list(model.state_dict()) == list(state)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert_same(state, everything(model))
+    with pytest.raises(InputError, match=r"streamed already; call tapestream\.unstream"):
+        ts.stream(model, **setting)
+    optimizer = sgd(model)
+    loss_at(model, CASE).backward()
+    optimizer.step()
+    trained, gradients = everything(model), gradients_of(model)
+    assert ts.unstream(model) is model
+    assert not any(Path(setting["folder"]).iterdir())
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert before == {name: (id(p), type(m)) for name, m in model.named_modules() for p in m.parameters()}
+    assert_same(trained, everything(model))
+    assert_same(gradients, gradients_of(model))
+    with pytest.raises(InputError, match=r"not streamed; call tapestream\.stream"):
+        ts.unstream(model)
+    copy.deepcopy(model)(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO())])
+@pytest.mark.parametrize("part", ["model", "block"])
+def test_copies_and_pickles_are_refused(pair: Pair, way: Callable[[Any], Any], part: str) -> None:
+    with pytest.raises(InputError, match=r"streamed.*cannot be (copied|pickled).*state_dict\(\)"):
+        way(pair[1] if part == "model" else pair[1].blocks[1])
+
+
+def test_a_block_alone(pair: Pair) -> None:
+    ours = pair[1]
+    with pytest.raises(InputError, match=r"block 2 \(Dense\) of a streamed model was called by itself"):
+        ours.blocks[2](batch())
+    x = batch()
+    with torch.no_grad():
+        assert torch.equal(ours.blocks[2](x), pair[0].blocks[2](x))
+
+
+def test_blocks_made_on_meta_become_real_one_by_one(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        hollow = gpt()
+    real = gpt()
+    ts.stream(hollow, device="cpu", folder=tmp_path)
+    assert isinstance(hollow.blocks[1], Block)
+    assert_same(everything(real), everything(hollow))
+    ts.unstream(hollow)
+    assert_same(everything(real), everything(hollow))
+
+
+def test_wrapping_takes_one_block_beyond_the_rest(tmp_path: Path) -> None:
+    class Wide(Dense):
+        def __init__(self) -> None:
+            super().__init__(256)
+
+        def initialize(self) -> None:
+            for p in self.parameters():
+                nn.init.normal_(p)
+
+    with torch.device("meta"):
+        hollow = Chained([Wide() for _ in range(12)])
+    with track_memory() as meter:
+        ts.stream(hollow, device="cpu", folder=tmp_path)
+    block = sum(p.nbytes for p in hollow.blocks[0].parameters())
+    assert block <= meter.peak_nbytes <= 2.5 * block + 2**14
+    assert meter.end_nbytes <= 2**14
+    ts.unstream(hollow)
+
+
+@pytest.mark.parametrize(
+    ("engine", "home"), [("adversarial", "disk"), ("fake_streams", "disk"), ("fake_streams", "host")]
+)
+@pytest.mark.parametrize("share", [1.2, 100.0])
+def test_calls_without_gradients_look_one_block_ahead(engine: str, home: str, share: float, tmp_path: Path) -> None:
+    """Within half of the budget: with a narrow one there is never a second block."""
+    block = 4096  # a page: that is how blocks are laid out
+    outside = sum(2 * p.nbytes for n, p in CASE.model().named_parameters() if not n.startswith("blocks"))
+    budget = int(2 * (outside + share * block))
+    with streamed(CASE, budget, **options_of(engine, tmp_path, home)) as model:
+        x, store = batch(), handle_of(model).store
+        held: list[int] = []
+        model.blocks[2].register_forward_hook(lambda *_: held.append(handle_of(model).pool.held_nbytes(ts.Tier.DEVICE)))
+        ahead: list[int] = []
+        model.blocks[2].register_forward_pre_hook(lambda *_: ahead.extend(v.index for v, t in store.copies.tickets))
+        for _ in range(2):
+            with torch.no_grad():
+                out = model(x)
+        assert torch.equal(out, CASE.model()(x))
+        assert ahead == ([] if share < 2 else [3, 3])
+        assert max(held) <= budget // 2
+        assert handle_of(model).pool.held_nbytes(ts.Tier.DEVICE) == 0
+
+
+def test_plans_serve_slightly_smaller_batches(tmp_path: Path) -> None:
+    profiled: list[str] = []
+    options = options_of("auto", tmp_path) | {"progress": lambda what, *_: profiled.append(what)}
+    with streamed(CASE, "1 MiB", **options) as model:
+        for rows in (100, 99, 80, 90, 76, 100):
+            model(torch.randn(rows, WIDTH)).sum().backward()
+        assert profiled.count("profiling") == len(model.blocks)
+        model(torch.randn(60, WIDTH)).sum().backward()
+        assert profiled.count("profiling") == 2 * len(model.blocks)

@@ -1,0 +1,123 @@
+"""Folders that cannot be used, vanish or fill up: weights that can still be saved are."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import assert_same, seed
+from streamable import WIDTH, Chained, Model, dense, numbers
+from streaming import budget_at, everything, loss_at, options_of, streamed
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import StorageError
+from tapestream.frontends.stream import handle_of
+from tapestream.storage.disk import Extent
+
+CASE = Model(lambda: Chained(dense(), nn.Linear(WIDTH, WIDTH)), numbers(3, WIDTH))
+
+
+def sgd(model: nn.Module, update: str = "step") -> Any:
+    return ts.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9, update=update, master=None)
+
+
+def test_a_disk_that_fills_up_while_blocks_move_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = os.statvfs(tmp_path)
+    sizes = iter([room[4], room[4], room[4]])
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:4], next(sizes, 0), *room[5:])))
+    model = CASE.model()
+    with pytest.raises(StorageError, match="No space left on device"):
+        ts.stream(model, device="cpu", folder=tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert type(model) is Chained
+    assert_same(everything(CASE.model()), everything(model))
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    ts.unstream(ts.stream(CASE.model(), device="cpu", folder=tmp_path / "made" / "here"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="could not make a folder"):
+        ts.stream(CASE.model(), device="cpu", folder=tmp_path / "file")
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_a_folder_deleted_under_us(place: str, tmp_path: Path) -> None:
+    options = options_of("auto", tmp_path)
+    budget = budget_at("least", CASE, sgd, **options)
+    model = ts.stream(CASE.model(), budget=budget, **options)
+    optimizer = sgd(model)
+    loss_at(model, CASE).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = everything(model)
+    if place == "forward":
+        shutil.rmtree(handle_of(model).homes.folder.path)
+    with pytest.raises(StorageError, match="removed while in use"):  # noqa: PT012
+        loss = loss_at(model, CASE)
+        if place == "backward":
+            shutil.rmtree(handle_of(model).homes.folder.path)
+        loss.backward()
+        shutil.rmtree(handle_of(model).homes.folder.path)
+        optimizer.step()
+    if place != "step":
+        assert_same(before, everything(model))
+    ts.unstream(model)
+    found = everything(model)
+    assert all(torch.isfinite(t).all() for t in found.values() if t is not None)
+    if place != "step":
+        assert_same(before, found)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of("auto", tmp_path)
+    budget = budget_at("least", CASE, sgd, **options)
+    theirs, plain = CASE.model(), None
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
+    with streamed(CASE, budget, **options) as model:
+        optimizer = sgd(model)
+        for m in (theirs, model):
+            seed(3)
+            loss_at(m, CASE).backward()
+        before = everything(model)
+        room = os.statvfs(tmp_path)
+        with monkeypatch.context() as patch:
+            full = os.statvfs_result((*room[:4], 0, *room[5:]))
+            patch.setattr(os, "statvfs", lambda _: full)
+            with pytest.raises(StorageError, match=r"No space left on device.*make room"):
+                optimizer.step()  # momentum is written for the first time
+            assert_same(before, everything(model))
+        optimizer.step()
+        plain.step()
+        assert_same(everything(theirs), everything(model))
+
+
+def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of("auto", tmp_path)
+    budget = budget_at("least", CASE, sgd, **options)
+    with streamed(CASE, budget, **options) as model:
+        optimizer = sgd(model)
+        loss_at(model, CASE).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_at(model, CASE).backward()
+        real = Extent.write_from
+        writes = 0
+
+        def fail(self: Extent, tensor: torch.Tensor, **how: Any) -> None:
+            nonlocal writes
+            writes += 1
+            if writes == 3:
+                raise StorageError("could not write: the device is failing")
+            real(self, tensor, **how)
+
+        monkeypatch.setattr(Extent, "write_from", fail)
+        with pytest.raises(StorageError, match="device is failing"):
+            optimizer.step()
+        monkeypatch.undo()
+        assert all(torch.isfinite(t).all() for t in everything(model).values() if t is not None)
+        model.zero_grad()
+        loss_at(model, CASE).backward()

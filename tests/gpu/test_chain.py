@@ -1,0 +1,55 @@
+"""A chain on a real device gives the bits of plain PyTorch there."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exact import assert_same, plain, seed
+from models import CASES, Case
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import BudgetError
+from tapestream.frontends.chain import Chain
+
+
+@pytest.fixture(autouse=True)
+def exact_kernels() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def run(case: Case, *, budget: int | None, planner: str) -> dict[str, torch.Tensor | None]:
+    """Three steps of gradients; ``planner`` "" is plain PyTorch."""
+    stages = [stage.cuda() if isinstance(stage, nn.Module) else stage for stage in case.stages()]
+    owner = nn.ModuleList(stage for stage in stages if isinstance(stage, nn.Module))
+    call = plain(stages) if not planner else Chain(stages, planner=planner, budget=budget)
+    seed(3)
+    trace: dict[str, torch.Tensor | None] = {}
+    for step in range(3):
+        x = case.batch().cuda()
+        if case.input_requires and x.is_floating_point():
+            x.requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=case.autocast):
+            state = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), case.state(x))
+            loss = case.loss(call(state))
+        loss.backward()
+        trace[f"{step} loss"] = loss.detach()
+        trace |= {f"{step} {n}": None if p.grad is None else p.grad.clone() for n, p in owner.named_parameters()}
+        trace |= {f"{step} {n}": b.clone() for n, b in owner.named_buffers()}
+        owner.zero_grad()
+    return trace
+
+
+@pytest.mark.parametrize("planner", ["auto", "bisection"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_chain_under_the_least_budget(name: str, planner: str) -> None:
+    case, least = CASES[name], 1
+    try:
+        run(case, budget=1, planner=planner)
+    except BudgetError as error:
+        assert error.least_nbytes is not None  # noqa: PT017
+        least = error.least_nbytes + case.slack_nbytes
+    assert_same(run(case, budget=None, planner=""), run(case, budget=least, planner=planner))
