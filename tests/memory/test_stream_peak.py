@@ -35,12 +35,8 @@ def before_nbytes(model: nn.Module) -> int:
     return handle.pool.held_nbytes(ts.Tier.DEVICE) + outside_nbytes(handle) - gradients
 
 
-# A gradient that stays on the device is .grad, which the user drops after the step; schedules free it with its update.
-LIVES_ON = pytest.mark.xfail(
-    reason="resident gradients live until zero_grad, the simulator frees them at Update", strict=True
-)
 SETTINGS = [
-    ("9 MiB", "step"), ("9 MiB", "backward"), pytest.param("14 MiB", "step", marks=LIVES_ON), ("14 MiB", "backward"),
+    ("9 MiB", "step"), ("9 MiB", "backward"), ("14 MiB", "step"), ("14 MiB", "backward"),
     ("24 MiB", "step"), ("24 MiB", "backward"),
 ]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Hoisting: never slower, never more bytes, never over the budget, and it does hide copies."""
 
-from streamed_chains import DEVICE, HOST, UPDATES, chains, computations, machines
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed_chains import DEVICE, HOST, UPDATES, chains, computations, machines
 
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
 from tapestream.ir import Kind, Phase, PhaseKind, Prefetch, Tier, Value

@@ -1,9 +1,9 @@
 """Parameter streaming: what the judge accepts, and what moves."""
 
 import pytest
-from streamed_chains import DEVICE, DISK, HOST, UPDATES, chains, computations, machines
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed_chains import DEVICE, DISK, HOST, UPDATES, chains, computations, machines
 
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost, UniformStages
 from tapestream.errors import BudgetError, InputError

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from streamed_chains import UPDATES, chains
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed_chains import UPDATES, chains
 
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
 from tapestream.ir import Kind, Offload, Tier, Value

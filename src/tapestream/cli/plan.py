@@ -184,7 +184,8 @@ def _print(
         texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in changes]
         if not texts:
             show.line(
-                "No change of --update, --batch, --budget, --gpu, --ram or --disk was found that makes it fit; use a smaller model."
+                "No change of --update, --batch, --budget, --gpu, --ram or --disk was found that makes it fit; "
+                "use a smaller model."
             )
             return
         show.line(f"The least change that fits: {texts[0]}", "bold")

@@ -10,8 +10,8 @@ from tapestream.ir.actions import Tier
 class Link:
     """One direction between two tiers.
 
-    ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy (None: the
-    same). ``latency_seconds`` is paid once per copy.
+    ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy
+    (None: the same). ``latency_seconds`` is paid once per copy.
     """
 
     bytes_per_second: float

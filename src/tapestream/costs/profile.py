@@ -34,10 +34,11 @@ class UniformStages(Sequence[StageCost]):
 class Profile:
     """A chain as planners see it.
 
-    ``initial_nbytes``: bytes of state 0 (0 where the caller owns it). ``blocks``: parameter blocks; ``stages[k].block`` points
-    into it. ``carried``: storages that several states share. ``outside_nbytes``: device bytes held all the time
-    outside the chain (parameters, gradients beside the blocks). ``turn_nbytes`` / ``turn_seconds``: peak bytes on top and
-    seconds of what runs between the last forward and the first backward (head, loss).
+    ``initial_nbytes``: bytes of state 0 (0 where the caller owns it). ``blocks``: parameter blocks;
+    ``stages[k].block`` points into it. ``carried``: storages that several states share. ``outside_nbytes``: device
+    bytes held all the time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes`` /
+    ``turn_seconds``: peak bytes on top and seconds of what runs between the last forward and the first backward
+    (head, loss).
     """
 
     stages: Sequence[StageCost]

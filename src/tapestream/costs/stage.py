@@ -58,7 +58,8 @@ class StageCost:
 class BlockCost:
     """One parameter block: bytes of each of its values and the seconds of one optimizer update.
 
-    ``update_extra_nbytes``: transient bytes of one update. ``gradient_nbytes`` is 0 for frozen blocks and for chains whose gradients go straight to the user.
+    ``update_extra_nbytes``: transient bytes of one update. ``gradient_nbytes`` is 0 for frozen blocks and for chains
+    whose gradients go straight to the user.
     """
 
     parameters_nbytes: int

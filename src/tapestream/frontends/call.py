@@ -75,14 +75,15 @@ class StreamCall:
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
-        stages = self.stages[segment] = [
-            Stage(position, self.store.modules[position]) for position in planned.positions
-        ]
+        stages = self.stages[segment] = list(planned.stages)
         uses = [self.store.uses[position] for position in planned.positions]
         view = SegmentView(self.store, uses)
         self._views.append(view)
         store = self.store  # not self: a call that holds itself would outlive its result
-        runner = Runner(stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name))
+        once = self.prepared.once[segment]
+        runner = Runner(
+            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name), once
+        )
         interpreter = Interpreter(plan.schedule, runner, blocks=view)
         interpreter.begin(state)
         self.interpreters[segment] = interpreter
@@ -175,9 +176,9 @@ def apply_block(
     """A block's call as one node of the user's graph."""
     tree, bind = split_arguments(position, args, kwargs)
     state, tensors = take_apart(tree)
-    planned = call.prepared.order[call.done]
-    trait = call.prepared.traits[planned[0]][planned[1]]
-    stage = Stage(position, call.store.modules[position]).calling(bind(original))
+    at, k = call.prepared.order[call.done]
+    planned = call.prepared.segments[at]
+    trait, stage = planned.traits[k], planned.stages[k].calling(bind(original))
     segment, k = call.enter(position, tensors, stage, state)
     anchor = call.marker if trait.leaves else None
     template: list[State] = []

@@ -28,6 +28,7 @@ class Segment:
     positions: list[int] = field(default_factory=list)
     costs: list[StageCost] = field(default_factory=list)
     traits: list[Traits] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     initial_nbytes: int = 0
     travellers: Travellers | None = None
 
@@ -148,7 +149,8 @@ class Observation:
                 self._before_nbytes += max(0, meter.end_nbytes - sum(storages(tensors).values()))
             self.segments.append(Segment(initial_nbytes=sum(storages(tensors).values()), travellers=Travellers(state)))
         segment = self.segments[-1]
-        stage = Stage(position, self.blocks[position]).calling(bind(original))
+        bare = Stage(position, self.blocks[position])
+        stage = bare.calling(bind(original))
         block = self.store.uses[position]
         brought = block is not None and self.store.lend(block)
         try:
@@ -162,6 +164,7 @@ class Observation:
         segment.positions.append(position)
         segment.costs.append(cost)
         segment.traits.append(traits)
+        segment.stages.append(bare)
         assert segment.travellers is not None
         segment.travellers.follow(state, out)
         self._last = tuple(

@@ -9,6 +9,7 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.observe import Observed, Segment
 from tapestream.ir.actions import Kind, Offload, Tier, Value
+from tapestream.ir.schedule import run_once
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.runner.stage import Traits
@@ -28,12 +29,14 @@ Update: TypeAlias = Literal["step", "backward"] | None
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Plans for one kind of call. ``order``: per block call, its segment and its stage there."""
+    """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
+    stages that its plan runs a single time."""
 
     segments: tuple[Segment, ...]
     plans: tuple[Plan, ...]
     traits: tuple[Sequence[Traits], ...]
     order: tuple[tuple[int, int], ...]
+    once: tuple[frozenset[int], ...]
     resident: frozenset[Value]
     update: Update
 
@@ -63,7 +66,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     resident = frozenset().union(*(_resident(plan, handle.update) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     traits = tuple(segment.traits for segment in segments)
-    return Prepared(tuple(segments), tuple(plans), traits, order, resident, handle.update)
+    once = tuple(run_once(plan.schedule) for plan in plans)
+    return Prepared(tuple(segments), tuple(plans), traits, order, once, resident, handle.update)
 
 
 def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:

@@ -167,7 +167,9 @@ def _number(root: Node, numbers: dict[object, int]) -> int:
 
 
 def run_once(schedule: Schedule, most: int = 100_000) -> frozenset[int]:
-    """Stages that a schedule of at most ``most`` actions runs exactly once; none for a longer one, which is not walked."""
+    """Stages that a schedule of at most ``most`` actions runs exactly once; none for a longer one, which is not
+    walked.
+    """
     if schedule.size > most:
         return frozenset()
     runs: dict[int, int] = {}

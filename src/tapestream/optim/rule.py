@@ -26,12 +26,14 @@ class Rule:
         self._cls, self._options, self._groups, self._masters = cls, options, groups, masters
         self.scalars: dict[int, dict[str, Any]] = {}  # per parameter id: what is not streamed (Adam's step)
         self._created: set[int] = set()
+        self._known: set[int] = set()
 
     def run(self, block: ParameterBlock, gradients: Mapping[int, torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         """Update the block's parameters that are the optimizer's and have a gradient, in place, and their state in
         ``views``."""
-        known = {id(p) for group in self._groups() for p in group["params"]}
-        gradients = {i: g for i, g in gradients.items() if id(block.parameters[i]) in known}
+        if not self._known:  # groups never lose or gain parameters
+            self._known.update(id(p) for group in self._groups() for p in group["params"])
+        gradients = {i: g for i, g in gradients.items() if id(block.parameters[i]) in self._known}
         states: dict[int, dict[str, torch.Tensor]] = {i: {} for i in gradients}
         for (i, name), view in zip(block.state_slots, views, strict=True):
             if i in states:

@@ -72,12 +72,12 @@ def _step_phase(schedule: Schedule, profile: Profile, update: UpdateMode) -> Ite
     """The step phase when everything is on the device."""
     if update is None or not any(isinstance(node, Backward) for node in distinct_nodes(schedule.root)):
         return
-    used = set(uses_of_blocks(profile))
+    used = uses_of_blocks(profile)
+    trained = [index for index, block in enumerate(profile.blocks) if block.gradient_nbytes and used[index]]
     yield Phase(PhaseKind.STEP)
-    for index, block in enumerate(profile.blocks):
-        if block.gradient_nbytes and index in used:
-            yield Update(index)
-            yield Free(Value(Kind.GRADIENT, index), Tier.DEVICE)
+    yield from (Update(index) for index in trained)
+    # Users see gradients as .grad until the step has ended.
+    yield from (Free(Value(Kind.GRADIENT, index), Tier.DEVICE) for index in trained)
 
 
 def _check_room(computation: Sequence[Action], needed: Iterable[int], budget: Budget | None) -> None:

@@ -95,8 +95,10 @@ class Streaming:
             yield Stay(value, nbytes, first, end)
         elif self.update is None:
             yield Stay(value, nbytes, first, last, self.route if self.accumulate else (), leave=back)
-        elif self.update == "backward" or resident:
+        elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
+        elif resident:  # users see it as .grad until the step has ended
+            yield Stay(value, nbytes, first, end, free=(Tier.DEVICE,))
         else:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=back)
             yield Stay(value, nbytes, last, last, self.route, free=(Tier.DEVICE, self.route[0]))

@@ -52,8 +52,8 @@ class _Seen:
 class Runner:
     """Runs the stages of one live call; a recompute sees what the first run saw.
 
-    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once`` names stages that
-    the schedule runs a single time: what a recompute would need of their run is not looked at.
+    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once`` names stages
+    that the schedule runs a single time: what a recompute would need of their run is not looked at.
     """
 
     def __init__(
