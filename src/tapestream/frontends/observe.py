@@ -14,7 +14,7 @@ from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
-from tapestream.planning.profile import Travellers, profile_stage, unchanged_generators
+from tapestream.planning.profile import Alike, Travellers, profile_stage, unchanged_generators
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import storages, take_apart
@@ -87,6 +87,7 @@ class Observation:
     ) -> None:
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify = progress, verify
+        self._alike: Alike = {}
         self.segments: list[Segment] = []
         self._last: tuple[torch.Tensor, ...] = ()
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
@@ -156,7 +157,7 @@ class Observation:
         try:
             if self.verify:
                 check_deterministic([stage], state, self.device)
-            cost, traits, out = profile_stage(stage, state, self.device)
+            cost, traits, out = profile_stage(stage, state, self.device, self._alike)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,7 +15,7 @@ from tapestream.costs import Carried, Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
-from tapestream.runner.graph import cast_leaves, next_sequence_number, reached_leaves
+from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.runner import Runner, Tape
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
@@ -23,6 +23,8 @@ from tapestream.storage.meter import track_memory
 
 _SHORT_SECONDS = 5e-3
 T = TypeVar("T")
+Alike: TypeAlias = dict[object, tuple[StageCost, Traits]]
+"""Kinds of stages profiled so far in one call, with what each costs."""
 
 
 def profile_stages(
@@ -32,7 +34,7 @@ def profile_stages(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Profile, list[Traits], State]:
-    """Run each stage three times forward and once backward on ``state``.
+    """Run each stage on ``state``: a kind of stage seen before twice forward, a new kind more often and backward too.
 
     Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last
     state as a
@@ -42,9 +44,10 @@ def profile_stages(
     costs: list[StageCost] = []
     traits: list[Traits] = []
     travellers = Travellers(state)
+    alike: Alike = {}
     with unchanged_generators(device):
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, device)
+            cost, trait, out = profile_stage(stage, state, device, alike)
             costs.append(cost)
             traits.append(trait)
             travellers.follow(state, out)
@@ -69,17 +72,23 @@ def _collector_off() -> Iterator[None]:
 
 @as_recompute()
 @_collector_off()
-def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[StageCost, Traits, State]:
+def profile_stage(stage: Stage, state: State, device: torch.device, alike: Alike) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
+    A stage whose run builds the same graph over the same shapes as one in ``alike`` takes over its cost.
     `recomputing` is true in these runs: none of them is the user's.
     """
     snapshot = BufferSnapshot.take(stage.buffer_slots())
     try:
-        traits, escapes = _discover(stage, state, device, snapshot)
+        traits, escapes, looks = _discover(stage, state, device, snapshot)
         snapshot.put_back()
         runner = Runner([stage], [traits], device)
-        runner.forward(0, state)  # the first run only leaves behind what recomputes need
+        out = runner.forward(0, state)  # the first run leaves behind what recomputes need
+        kind = (looks, escapes, _kind_of(state, out, traits))
+        if kind in alike:
+            cost, model = alike[kind]
+            host = traits.draws_host or model.draws_host
+            return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host), out
         with track_memory(device) as meter:
             seconds, out = _clock(device, lambda: runner.forward(0, state))
         if seconds < _SHORT_SECONDS:
@@ -102,7 +111,16 @@ def profile_stage(stage: Stage, state: State, device: torch.device) -> tuple[Sta
         backward_extra_nbytes=backward_extra,
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
     )
+    alike[kind] = cost, runner.traits[0]
     return cost, runner.traits[0], out
+
+
+def _kind_of(state: State, out: State, traits: Traits) -> object:
+    """What two stages must share, besides their graphs, to cost the same."""
+    held = storages(state.tensors)
+    shared = tuple(t.untyped_storage().data_ptr() in held for t in out.tensors)
+    found = (traits.mutates, traits.calls_autograd, traits.makes_leaves, len(traits.buffers), traits.casts_twice)
+    return state.signature(), out.signature(), shared, found, tuple((t.shape, t.dtype) for t in traits.leaves)
 
 
 def _try_without_graph(runner: Runner, state: State, out: State) -> None:
@@ -128,8 +146,11 @@ def _try_without_graph(runner: Runner, state: State, out: State) -> None:
         runner.traits = [known]
 
 
-def _discover(stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot) -> tuple[Traits, bool]:
-    """Run the stage under observation: what it writes, draws and reaches, and whether its graph outlives its output."""
+def _discover(
+    stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
+) -> tuple[Traits, bool, object]:
+    """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, and
+    what that graph looks like."""
     host = HostGenerators.capture()
     observed = _Observer()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
@@ -147,6 +168,7 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
     _check_aliases(stage.name, state, mutated)
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
+    looks = (node_names(live), tuple(observed.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
     del tree, live, inputs, reached
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
@@ -163,7 +185,7 @@ def _discover(stage: Stage, state: State, device: torch.device, snapshot: Buffer
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
     )
-    return traits, observed.something_lives()
+    return traits, observed.something_lives(), looks
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
@@ -192,9 +214,11 @@ class _Observer:
 
     def __init__(self) -> None:
         self.inside, self.called = True, False
+        self.shapes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         self._packed: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
+        self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
         saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
         self._packed.append(weakref.ref(saved))
         return saved

@@ -102,7 +102,7 @@ def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> 
         if candidate.bound_seconds >= to_beat * _AS_FAST or (best is not None and number >= most):
             break
         try:
-            found = _judged(candidate, terms, terms.budget)
+            found = _early_or_just_in_time(candidate, terms)
         except BudgetError as error:  # of the host or the disk: the device's was looked at before
             refused = error.with_traceback(None)
             continue
@@ -257,6 +257,14 @@ def _bound(streaming: Streaming, stays: list[Stay]) -> float:
                 seconds = 0.0 if machine is None else machine.link(source, target).seconds(stay.nbytes)
                 lanes[phase[at], source, target] = lanes.get((phase[at], source, target), 0.0) + seconds
     return sum(max(s for (p, *_), s in lanes.items() if p == number) for number in {p for p, *_ in lanes})
+
+
+def _early_or_just_in_time(candidate: _Candidate, terms: Terms) -> Found:
+    """With copies early; where these meet on their way through the host and do not fit, just in time."""
+    try:
+        return _judged(candidate, terms, terms.budget)
+    except BudgetError:
+        return _judged(candidate, terms, None)
 
 
 def _judged(candidate: _Candidate, terms: Terms, budget: Budget | None) -> Found:

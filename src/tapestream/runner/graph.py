@@ -40,6 +40,11 @@ def reached_leaves(
     return list(leaves.values())
 
 
+def node_names(outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Names of the nodes of the graph of ``outputs``, in a fixed order: two equal runs give equal names."""
+    return tuple(node.name() for node in _nodes(outputs))
+
+
 def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int], bool]:
     """Ids of leaves that the graph uses through casts alone, ids of those it uses otherwise, and whether it casts
     any leaf twice."""
