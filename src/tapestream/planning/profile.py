@@ -89,6 +89,8 @@ def profile_stage(stage: Stage, state: State, device: torch.device, alike: Alike
             cost, model = alike[kind]
             host = traits.draws_host or model.draws_host
             return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host), out
+        if not alike:  # the process may never have run such kernels, and every stage of this kind takes over the times
+            _measure_backward(runner, _measure_record(runner, state, 0, device)[1], out, device)
         with track_memory(device) as meter:
             seconds, out = _clock(device, lambda: runner.forward(0, state))
         if seconds < _SHORT_SECONDS:
