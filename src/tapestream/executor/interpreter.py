@@ -77,6 +77,7 @@ class Interpreter:
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._actions: Iterator[Action] = iter(schedule)
         self._pending: Action | None = next(self._actions, None)
+        self._entered: PhaseKind | None = None
         self._inside = 0  # stages of a pending Forward that have been done
 
     # -- driving ------------------------------------------------------------------------------------------------
@@ -170,8 +171,6 @@ class Interpreter:
             self._next()
             if kind is PhaseKind.BACKWARD:
                 self.live = None
-
-    _entered: PhaseKind | None = None
 
     def _run_ahead(self) -> None:
         while isinstance(self._pending, (Offload, Prefetch, Free, Keep)):

@@ -12,7 +12,6 @@ from tapestream.ir.actions import Kind, Offload, Tier, Value
 from tapestream.ir.schedule import run_once
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
-from tapestream.runner.stage import Traits
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
 
@@ -34,7 +33,6 @@ class Prepared:
 
     segments: tuple[Segment, ...]
     plans: tuple[Plan, ...]
-    traits: tuple[Sequence[Traits], ...]
     order: tuple[tuple[int, int], ...]
     once: tuple[frozenset[int], ...]
     resident: frozenset[Value]
@@ -65,9 +63,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         ]
     resident = frozenset().union(*(_resident(plan, handle.update) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
-    traits = tuple(segment.traits for segment in segments)
     once = tuple(run_once(plan.schedule) for plan in plans)
-    return Prepared(tuple(segments), tuple(plans), traits, order, once, resident, handle.update)
+    return Prepared(tuple(segments), tuple(plans), order, once, resident, handle.update)
 
 
 def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:
