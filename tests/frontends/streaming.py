@@ -110,7 +110,7 @@ def budget_at(level: str, case: Model, optimizer: Callable[[nn.Module], Any], **
         full = ts.report(model).plan.peak_nbytes
     full = max(least, full)  # for two chains, the report shows the first
     # Another model of the same kind is profiled anew, and its transient bytes may differ a little.
-    return full + full // 50 if level == "full" else (least + full) // 2
+    return full + full // 4 if level == "full" else (least + full) // 2
 
 
 def least_for(model: nn.Module, case: Model, device: str = "cpu") -> int:
