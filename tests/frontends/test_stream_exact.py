@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,15 +33,7 @@ def test_every_model_under_the_least_budget(number: int, name: str, tmp_path: Pa
     check(name, "adversarial", "disk", "least", ("step", "backward")[number % 2], tmp_path)
 
 
-def setting_of(number: int) -> Any:
-    """A setting; with two hops a second profile that differs by a few bytes may make the planner refuse the budget."""
-    engine, home, *_ = SETTINGS[number]
-    reason = "budgets from disk by way of the host come from another profile of the same model"
-    two_hops = engine == "fake_streams" and home == "disk"
-    return pytest.param(number, SETTINGS[number], marks=[pytest.mark.xfail(reason=reason)] if two_hops else [])
-
-
-@pytest.mark.parametrize(("number", "setting"), [setting_of(number) for number in range(len(SETTINGS))])
+@pytest.mark.parametrize(("number", "setting"), list(enumerate(SETTINGS)))
 def test_every_setting(number: int, setting: tuple[str, str, str, str], tmp_path: Path) -> None:
     engine, home, level, update = setting
     names = list(MODELS)

@@ -19,7 +19,7 @@ from tapestream.runner.graph import cast_leaves, next_sequence_number, node_name
 from tapestream.runner.runner import Runner, Tape
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
-from tapestream.storage.meter import track_memory
+from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _SHORT_SECONDS = 5e-3
 T = TypeVar("T")
@@ -37,17 +37,16 @@ def profile_stages(
     """Run each stage on ``state``: a kind of stage seen before twice forward, a new kind more often and backward too.
 
     Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last
-    state as a
-    template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before when it
-    returns or raises.
+    state as a template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before
+    when it returns or raises.
     """
     costs: list[StageCost] = []
     traits: list[Traits] = []
     travellers = Travellers(state)
     alike: Alike = {}
-    with unchanged_generators(device):
+    with unchanged_generators(device), watch_memory(device) as watch:
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, device, alike)
+            cost, trait, out = profile_stage(stage, state, watch, alike)
             costs.append(cost)
             traits.append(trait)
             travellers.follow(state, out)
@@ -59,7 +58,7 @@ def profile_stages(
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """Memory is measured inside: what the cycle collector frees in between is none of the stage's."""
     was_on = gc.isenabled()
     gc.disable()
@@ -71,38 +70,44 @@ def _collector_off() -> Iterator[None]:
 
 
 @as_recompute()
-@_collector_off()
-def profile_stage(stage: Stage, state: State, device: torch.device, alike: Alike) -> tuple[StageCost, Traits, State]:
+@collector_off()
+def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
     A stage whose run builds the same graph over the same shapes as one in ``alike`` takes over its cost.
     `recomputing` is true in these runs: none of them is the user's.
     """
-    snapshot = BufferSnapshot.take(stage.buffer_slots())
+    snapshot, device = BufferSnapshot.take(stage.buffer_slots()), watch.device
     try:
-        traits, escapes, looks = _discover(stage, state, device, snapshot)
+        traits, escapes, looks, own = _discover(stage, state, device, snapshot)
+        if own is not None:
+            known = _as_known(alike, (looks, escapes, _kind_of(state, own, traits)), traits)
+            if known is not None:
+                return *known, own
+        del own
         snapshot.put_back()
         runner = Runner([stage], [traits], device)
         out = runner.forward(0, state)  # the first run leaves behind what recomputes need
         kind = (looks, escapes, _kind_of(state, out, traits))
-        if kind in alike:
-            cost, model = alike[kind]
-            host = traits.draws_host or model.draws_host
-            return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host), out
+        known = _as_known(alike, kind, traits)
+        if known is not None:
+            return *known, out
         if not alike:  # the process may never have run such kernels, and every stage of this kind takes over the times
-            _measure_backward(runner, _measure_record(runner, state, 0, device)[1], out, device)
-        with track_memory(device) as meter:
+            _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
+        with watch.measured() as meter:
             seconds, out = _clock(device, lambda: runner.forward(0, state))
+        held = storages(state.tensors)
+        output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
+        cost, tape = _measure_record(runner, state, output_nbytes, watch)
+        backward_seconds, backward_extra = _measure_backward(runner, tape, out, watch)
+        # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
         if seconds < _SHORT_SECONDS:
-            seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
+            with watch.paused():
+                seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
             if not escapes:
                 _try_without_graph(runner, state, out)
         else:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw another time
             runner.traits = [replace(runner.traits[0], draws_host=True)]
-        held = storages(state.tensors)
-        output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
-        cost, tape = _measure_record(runner, state, output_nbytes, device)
-        backward_seconds, backward_extra = _measure_backward(runner, tape, out, device)
     finally:
         snapshot.put_back()
     cost = replace(
@@ -115,6 +120,15 @@ def profile_stage(stage: Stage, state: State, device: torch.device, alike: Alike
     )
     alike[kind] = cost, runner.traits[0]
     return cost, runner.traits[0], out
+
+
+def _as_known(alike: Alike, kind: object, traits: Traits) -> tuple[StageCost, Traits] | None:
+    """What a stage of a kind seen before costs, None for a new kind."""
+    if kind not in alike:
+        return None
+    cost, model = alike[kind]
+    host = traits.draws_host or model.draws_host
+    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host)
 
 
 def _kind_of(state: State, out: State, traits: Traits) -> object:
@@ -150,9 +164,9 @@ def _try_without_graph(runner: Runner, state: State, out: State) -> None:
 
 def _discover(
     stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
-) -> tuple[Traits, bool, object]:
-    """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, and
-    what that graph looks like."""
+) -> tuple[Traits, bool, object, State | None]:
+    """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, what
+    that graph looks like, and its output (None where that lies in the copies that the run got of its inputs)."""
     host = HostGenerators.capture()
     observed = _Observer()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
@@ -168,11 +182,13 @@ def _discover(
     out, live = take_apart(tree)
     mutated = frozenset(mutates)
     _check_aliases(stage.name, state, mutated)
+    requires = out.requires
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
     looks = (node_names(live), tuple(observed.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
-    del tree, live, inputs, reached
+    own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
+    del tree, live, inputs, reached, out
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
     known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(
@@ -180,14 +196,14 @@ def _discover(
         buffers=snapshot.changed(),
         draws_host=not host.equals(HostGenerators.capture()),
         calls_autograd=observed.called,
-        requires=out.requires,
+        requires=requires,
         leaves=tuple(known.values()),
         casts=casts if probe.autocast.enabled else frozenset(),
         uncast=uncast if probe.autocast.enabled else frozenset(),
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
     )
-    return traits, observed.something_lives(), looks
+    return traits, observed.something_lives(), looks, own
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
@@ -234,7 +250,7 @@ class _Observer:
         return any(reference() is not None for reference in self._packed)
 
 
-def _measure_record(runner: Runner, state: State, output_nbytes: int, device: torch.device) -> tuple[StageCost, Tape]:
+def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: MemoryWatch) -> tuple[StageCost, Tape]:
     """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
     held: dict[int, int] = {}
 
@@ -243,8 +259,8 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, device: to
         return tensor.detach()  # as in _Observer
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
-    with track_memory(device) as meter:
-        seconds, (out, tape) = _clock(device, lambda: runner.record(0, state))
+    with watch.measured() as meter:
+        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(0, state))
     runner.hooks = None
     inputs, outputs = storages(state.tensors), storages(out.tensors)
     saved = max(0, meter.end_nbytes - output_nbytes)
@@ -261,13 +277,13 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, device: to
     return cost, tape
 
 
-def _measure_backward(runner: Runner, tape: Tape, out: State, device: torch.device) -> tuple[float, int]:
+def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int]:
     """Seconds and transient bytes of one backward, beyond cotangents and gradients."""
     cotangents = [
         torch.ones_like(t) if edge is not None else None for t, edge in zip(out.tensors, tape.edges, strict=True)
     ]
-    with track_memory(device) as meter:
-        seconds, (given, pairs) = _clock(device, lambda: runner.backward(0, tape, cotangents, {}))
+    with watch.measured() as meter:
+        seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
     return seconds, max(0, meter.peak_nbytes - sum(made.values()))
 
@@ -301,8 +317,7 @@ class Travellers:
         self._number = number
 
     def carried(self, costs: list[StageCost]) -> tuple[Carried, ...]:
-        """The storages found; their bytes leave the costs of the stages that made them. The caller's own cost
-        nothing."""
+        """The storages found; their bytes leave the costs of the stages that made them. The caller's cost nothing."""
         found = []
         for (born, _), (last, nbytes) in self._spans.items():
             if born > 0:

@@ -16,13 +16,75 @@ class MemoryMeter:
     """What a `track_memory` block used, filled in when the block ends.
 
     ``peak_nbytes``: most bytes of tensors alive at once beyond those alive at the start. ``end_nbytes``: the same at
-    the end. ``samples``: (seconds since the start, bytes) at every change; empty on CUDA.
+    the end. ``rise_nbytes``: most bytes gained since any earlier moment: at least the peak, and more where the block
+    first frees what was there before it (on CUDA it is the peak). ``samples``: (seconds since the start, bytes) at
+    every change; empty on CUDA.
     """
 
     def __init__(self) -> None:
         self.peak_nbytes = 0
+        self.rise_nbytes = 0
         self.end_nbytes = 0
         self.samples: list[tuple[float, int]] = []
+
+
+class MemoryWatch:
+    """Sections of a `watch_memory` block: measured, or left alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[MemoryMeter]:
+        """Measure the tensor memory of one section; sections cannot be nested."""
+        meter = MemoryMeter()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield meter
+            meter.peak_nbytes = meter.rise_nbytes = torch.cuda.max_memory_allocated(self.device) - before
+            meter.end_nbytes = torch.cuda.memory_allocated(self.device) - before
+            return
+        _stop()
+        _start()
+        try:
+            yield meter
+        finally:
+            _read(_stop(), meter)
+            _start()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let a section run at full speed, unseen: it should free whatever it makes, and nothing else."""
+        if self.device.type == "cuda":
+            yield
+            return
+        _stop()
+        try:
+            yield
+        finally:
+            _start()
+
+
+@contextlib.contextmanager
+def watch_memory(device: torch.device | str = "cpu") -> Iterator[MemoryWatch]:
+    """Watch a block of which `MemoryWatch.measured` will measure sections.
+
+    PyTorch's reporter on the CPU looks up what is freed by its address, and learns only while somebody watches. After
+    an address known from one measurement is freed unseen, whatever comes to lie there later counts as that old size
+    when it is freed in another measurement. So: to give equal bytes for equal runs, measure within one watch, in which
+    everything is made that the sections free. InputError inside another watch or a profiler.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        yield MemoryWatch(device)
+        return
+    _hush()
+    _start()
+    try:
+        yield MemoryWatch(device)
+    finally:
+        _stop()
 
 
 @contextlib.contextmanager
@@ -31,31 +93,14 @@ def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
 
     On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode
     would miss those). On CUDA: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler:
-    InputError.
+    InputError. Make the comparison of two measurements exact with `watch_memory`.
 
         with track_memory() as meter:
             loss.backward()
         print(meter.peak_nbytes)
     """
-    meter = MemoryMeter()
-    if torch.device(device).type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    with watch_memory(device) as watch, watch.measured() as meter:
         yield meter
-        meter.peak_nbytes = torch.cuda.max_memory_allocated(device) - before
-        meter.end_nbytes = torch.cuda.memory_allocated(device) - before
-        return
-    _start()
-    try:
-        yield meter
-    finally:
-        records = torch._C._autograd._disable_profiler_legacy()
-        _read(records, meter)
-
-
-def _start() -> None:
-    _hush()
-    _enable()
 
 
 @functools.cache
@@ -72,24 +117,33 @@ def _hush() -> None:
         stack.callback(os.close, nothing)
         os.dup2(nothing, 2)
         stack.callback(os.dup2, shown, 2)
-        _enable()
+        _start()
         del before
-        torch._C._autograd._disable_profiler_legacy()
+        _stop()
 
 
-def _enable() -> None:
+def _start() -> None:
     # The newer profiler reports the same events, but writes to standard output each time it starts and stops.
     if torch._C._autograd._profiler_enabled():
-        raise InputError("track_memory() cannot run inside another track_memory() or profiler")
+        raise InputError(
+            "memory cannot be measured inside track_memory() or a profiler; a first call with new shapes does: make it "
+            "once before, where no profiler runs"
+        )
     experimental = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
     make = torch.autograd.ProfilerConfig  # type: ignore[attr-defined]
     config = make(state, False, True, False, False, False, experimental)
+    torch._C._autograd._enable_record_function(False)  # names of operations are not asked for, and cost more than bytes
     torch._C._autograd._enable_profiler_legacy(config)
 
 
+def _stop() -> Any:
+    torch._C._autograd._enable_record_function(True)
+    return torch._C._autograd._disable_profiler_legacy()
+
+
 def _read(records: Any, meter: MemoryMeter) -> None:
-    current = 0
+    current = lowest = 0
     for thread in records:
         if not thread:
             continue
@@ -98,6 +152,8 @@ def _read(records: Any, meter: MemoryMeter) -> None:
             if event.kind() != "memory_alloc":
                 continue
             current += event.cpu_memory_usage()
+            lowest = min(lowest, current)
+            meter.rise_nbytes = max(meter.rise_nbytes, current - lowest)
             meter.samples.append((start.cpu_elapsed_us(event) / 1e6, current))
-    meter.peak_nbytes = max((nbytes for _, nbytes in meter.samples), default=0)
+    meter.peak_nbytes = max(0, max((nbytes for _, nbytes in meter.samples), default=0))
     meter.end_nbytes = current
