@@ -2,9 +2,11 @@
 
 Every number of segments, reentrant and not, is run: its peak is measured, and it is timed. Ours then gets the largest
 budget whose measured peak is no higher than a peak of theirs, and is timed in turn with the fastest two of theirs that
-stay within that peak. Peaks count everything beyond weights and batch: tape, gradients, workspaces.
+stay within that peak. Peaks count everything beyond weights and batch: tape, gradients, workspaces; so does the budget
+of ours (``gradients_within``), as far as the chain is concerned.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,8 +83,13 @@ def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Riva
 
     step = stepper(network, case, run_blocks)
     step()
+    return Rival(segments, reentrant, step, _peak_nbytes(network, step, case))
+
+
+def _peak_nbytes(network: Network, step: Callable[[], None], case: Case) -> int:
     network.zero_grad()
-    return Rival(segments, reentrant, step, peak_nbytes(step, case.device))
+    gc.collect()  # what earlier steps left behind, freed while this one runs, would count against its peak
+    return peak_nbytes(step, case.device)
 
 
 def stepper(network: Network, case: Case, run_blocks: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -137,15 +144,14 @@ def _within(network: Network, case: Case, limit: int) -> tuple[ts.Chain, int] | 
     best: tuple[ts.Chain, int] | None = None
     low, high, middle = 0, limit, limit
     for _ in range(10):
-        chain = ts.Chain(list(network.blocks), budget=middle)
+        chain = ts.Chain(list(network.blocks), budget=middle, gradients_within=True)
         step = stepper(network, case, chain)
         try:
             step()
         except ts.BudgetError:
             low = middle
         else:
-            network.zero_grad()
-            peak = peak_nbytes(step, case.device)
+            peak = _peak_nbytes(network, step, case)
             if peak <= limit:
                 best, low = (chain, peak), middle
             else:

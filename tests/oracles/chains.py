@@ -18,6 +18,7 @@ _stages = st.builds(
     backward_extra_nbytes=st.sampled_from((0, 0, 4)),
     cotangent_nbytes=st.none() | st.integers(0, 6),
     record_seconds=st.none() | st.integers(5, 7).map(float),
+    gradient_nbytes=st.sampled_from((0, 0, 3, 9)),
 )
 
 

@@ -55,6 +55,7 @@ def _held(profile: Profile, m: _Machine) -> int:
         nbytes
         + sum(profile.stages[k].saved_nbytes for k in m.taped)
         + (profile.cotangent_nbytes(m.cotangent) if m.cotangent >= 0 else 0)
+        + sum(cost.gradient_nbytes for cost in profile.stages[m.cotangent :] if m.cotangent >= 0)
     )
 
 
@@ -91,5 +92,5 @@ def _moves(profile: Profile, n: int, m: _Machine) -> "Iterator[tuple[float, int,
 def _backward(profile: Profile, m: _Machine, back: int) -> tuple[float, int, _Machine]:
     stopped = m._replace(live=-1 if m.live == back + 1 else m.live)
     cost = profile.stages[back]
-    peak = _held(profile, stopped) + profile.cotangent_nbytes(back) + cost.backward_extra_nbytes
+    peak = _held(profile, stopped) + profile.cotangent_nbytes(back) + cost.backward_extra_nbytes + cost.gradient_nbytes
     return cost.backward_seconds, peak, stopped._replace(taped=m.taped - {back}, cotangent=back)

@@ -75,18 +75,30 @@ def test_a_large_turn_is_passed_with_nothing_recorded():
     assert judged.forwards == 4
 
 
-def wild(n, random):
+def test_gradients_take_the_room_that_the_tape_leaves():
+    """All 8 states and records fit at first, and all 8 gradients in the end, but not both at once."""
+    profile = Profile(tuple(StageCost(1.0, 1.0, 10, 90, gradient_nbytes=80) for _ in range(8)), 10)
+    full = stored(profile).peak_nbytes[Tier.DEVICE]
+    assert full < 8 * (100 + 80)
+    assert simulate(rotor(profile, full), profile).forwards == 8
+    assert 8 < simulate(rotor(profile, full - 100), profile, None, Budget(full - 100)).forwards < 12
+
+
+def wild(n, random, gradients=False):
     stage = lambda: StageCost(  # noqa: E731
         random.random(), random.random(), random.randint(1, 10**6), random.randint(1, 10**7),
         reads_output=random.random() < 0.2, forward_extra_nbytes=random.randint(0, 10**6),
         backward_extra_nbytes=random.randint(0, 10**6),
+        gradient_nbytes=random.randint(0, 10**5) if gradients else 0,
     )  # fmt: skip
     return Profile(tuple(stage() for _ in range(n)), 10**6, turn_nbytes=10**6)
 
 
-@pytest.mark.parametrize(("n", "leanest"), [(130, 0.04), (700, 0.02)])
-def test_long_chains_in_groups(n, leanest):
-    chain = wild(n, Random(n))
+@pytest.mark.parametrize(
+    ("n", "leanest", "gradients"), [(130, 0.04, False), (700, 0.02, False), (130, 0.05, True), (700, 0.03, True)]
+)
+def test_long_chains_in_groups(n, leanest, gradients):
+    chain = wild(n, Random(n), gradients)
     full = stored(chain)
     slowest = full.makespan_seconds
     for share in (0.7, 0.1, leanest):

@@ -91,6 +91,7 @@ COSTS = st.fixed_dictionaries(
         "forward_extra_nbytes": st.integers(0, 30),
         "backward_extra_nbytes": st.integers(0, 30),
         "record_seconds": st.sampled_from([None, 3]),
+        "gradient_nbytes": st.sampled_from([0, 6]),
         "reads_input": st.booleans(),
         "reads_output": st.booleans(),
     }

@@ -3,7 +3,7 @@
 import pytest
 
 from tapestream.costs import Budget, Link, Machine, Profile, StageCost
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, InputError
 from tapestream.ir import (
     Action,
     Backward,
@@ -223,3 +223,20 @@ def test_report_golden() -> None:
         "DEVICE to HOST  100 B moved",
         "HOST to DEVICE  100 B moved",
     ]
+
+
+def test_gradients_of_stages_stay() -> None:
+    """The backward of stage 1 makes 5 bytes, that of stage 0 adds 7: in the end 12 beside cotangent 0."""
+    costs = [StageCost(1, 1, 10, s, backward_extra_nbytes=2, gradient_nbytes=made) for s, made in ((3, 7), (8, 5))]
+    actions = [FORWARD, Record(0), Record(1), BACKWARD, Backward(1), Backward(0)]
+    simulation = simulate(Schedule.of(actions, 2), Profile(tuple(costs), 10, turn_seconds=1))
+    memory = dict(simulation.timeline.memory[DEVICE])
+    assert memory[5.0] == 10 + 12
+    # Backward(1): states 0 and 1, both tapes, two cotangents, the transient bytes and its gradient.
+    assert simulation.peak_nbytes[DEVICE] == 20 + 11 + 20 + 2 + 5
+    assert simulation.peak_position[DEVICE] == 4
+
+
+def test_a_stage_with_a_block_has_its_gradient_there() -> None:
+    with pytest.raises(InputError, match="twice"):
+        StageCost(1, 1, 10, 3, block=0, gradient_nbytes=7)

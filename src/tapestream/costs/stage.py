@@ -17,6 +17,8 @@ class StageCost:
     ``cotangent_nbytes``: bytes of the cotangent of the *output*; None means ``output_nbytes``.
     ``block``: the parameter block that the stage uses, None for none.
     ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
+    ``gradient_nbytes``: parameter gradients that its backward is the first to make, where they are to count and belong
+    to no block; they stay until the end of the step.
     """
 
     forward_seconds: float
@@ -31,12 +33,18 @@ class StageCost:
     block: int | None = None
     record_seconds: float | None = None
     record_extra_nbytes: int | None = None
+    gradient_nbytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
-                     "forward_extra_nbytes", "backward_extra_nbytes"):  # fmt: skip
+                     "forward_extra_nbytes", "backward_extra_nbytes", "gradient_nbytes"):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise InputError(f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}")
+        if self.gradient_nbytes and self.block is not None:
+            raise InputError(
+                f"StageCost: block {self.block} and gradient_nbytes={self.gradient_nbytes} say the same thing twice; "
+                "give the bytes to the block (BlockCost.gradient_nbytes)"
+            )
 
     @property
     def recorded_seconds(self) -> float:

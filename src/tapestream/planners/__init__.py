@@ -12,7 +12,21 @@ from typing import TypeAlias
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Schedule
-from tapestream.planners import bisection, periodic, revolve, rotor, store_all
+from tapestream.planners import (
+    async_multistage,
+    binomial,
+    bisection,
+    disk_revolve,
+    double,
+    h_revolve,
+    mixed,
+    online,
+    periodic,
+    periodic_disk_revolve,
+    revolve,
+    rotor,
+    store_all,
+)
 
 __all__ = ["Planner", "planners"]
 
@@ -75,4 +89,12 @@ planners: Mapping[str, Planner] = _Registry(
     bisection=bisection.plan,
     revolve=revolve.plan,
     rotor=rotor.plan,
+    binomial=binomial.plan,
+    mixed=mixed.plan,
+    h_revolve=h_revolve.plan,
+    disk_revolve=disk_revolve.plan,
+    periodic_disk_revolve=periodic_disk_revolve.plan,
+    double=double.plan,
+    async_multistage=async_multistage.plan,
+    online=online.plan,
 )

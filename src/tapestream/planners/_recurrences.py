@@ -49,6 +49,17 @@ def least_forwards(n: int, slots: int) -> int:
     return t * n - reach(slots + 1, t - 1)
 
 
+def binomial_cut(part: "Part") -> "tuple[Part, Part] | None":
+    """The longest left part among the optimal ones: then one of both parts is as long as its slots and repetitions
+    reach, and such parts recur."""
+    n, slots = part.length, part.slots
+    if n == 1:
+        return None
+    t = repetitions(n, slots)
+    left = min(reach(slots, t - 1), n - reach(slots - 1, t - 1))
+    return Part(left, slots), Part(n - left, slots - 1)
+
+
 def recorded(start: int, stop: int) -> Node:
     """Record stages start .. stop-1."""
     return Record(start) if stop == start + 1 else Repeat(Record(start), stop - start, 1)
@@ -89,41 +100,48 @@ def divide(n: int, slots: int, split: Split) -> Node:
     Each part that is cut keeps its first state, runs forward to the cut, treats the right part, restores and treats
     the left one. Equal parts share one node, so the tree has as many nodes as there are distinct parts.
     """
-    parts: dict[Part, _Twins] = {}
-    sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
+    return Series((Phase(PhaseKind.FORWARD), *sweep_and_back(Part(n, slots), split, {})))
+
+
+def sweep_and_back(part: Part, split: Split, parts: "dict[Part, Twins]") -> tuple[Node, ...]:
+    """The last stages of a chain, from their first state, which is live, through the turn to their first backward."""
+    sweep: list[Node] = []
     lefts: list[Node] = []
-    offset, part = 0, Part(n, slots)
+    offset, n = 0, part.length
     while (cut := split(part)) is not None:
         left, right = cut
         sweep += (Keep(offset), Forward(offset, offset + left.length))
-        lefts += (Shift(_grow(left, split, parts).kept, offset), Restore(offset))
+        lefts += (Shift(reversal(left, split, parts).kept, offset), Restore(offset))
         offset, part = offset + left.length, right
-    return Series((*sweep, *turn(offset, n), *reversed(lefts)))
+    return (*sweep, *turn(offset, n), *reversed(lefts))
 
 
-class _Twins(NamedTuple):
+class Twins(NamedTuple):
     """One part twice, its first state being live: as it is, and kept already (then the part frees it)."""
 
     live: Node
     kept: Node
 
 
-def _grow(root: Part, split: Split, parts: dict[Part, _Twins]) -> _Twins:
-    """The nodes of a part, and on the way those of all parts below, without recursion."""
+def reversal(root: Part, split: Split, parts: dict[Part, Twins]) -> Twins:
+    """The nodes that record and reverse a part, its first stage being number 0, without recursion.
+
+    ``parts`` collects them, and on the way those of all parts below.
+    """
     stack = [root]
     while stack:
         part = stack.pop()
         cut = split(part)
         if cut is None:
             leaf = recorded(0, part.length), reversed_stages(0, part.length)
-            parts[part] = _Twins(Series(leaf), Series((freed(0), *leaf)))
+            parts[part] = Twins(Series(leaf), Series((freed(0), *leaf)))
         elif missing := [child for child in cut if child not in parts]:
             stack += (part, *missing)
         else:
             left, right = (parts[child] for child in cut)
             middle = cut[0].length
             kept = Series((Forward(0, middle), Shift(right.live, middle), Restore(0), left.kept))
-            parts[part] = _Twins(Series((Keep(0), kept)), kept)
+            parts[part] = Twins(Series((Keep(0), kept)), kept)
     return parts[root]
 
 

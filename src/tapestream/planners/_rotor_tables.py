@@ -3,7 +3,8 @@
 A problem (held, a, b) treats units a .. b, the state before unit a being live. ``held`` is 1 where the tape holds that
 state anyway, its bytes counted by others, and 0 where they count here and end as soon as possible. Either unit a is
 recorded and (a+1, b) solved in what is left, or the state is kept, the chain runs forward to a unit j, (j, b) is solved
-beside the kept state, then (a, j-1). The published recurrence has every input held; the distinction is ours.
+beside the kept state, then (a, j-1). The published recurrence has every input held; the distinction is ours, and so
+are the gradients that stay: when a problem is begun those of all units after b are there, so its bytes count them.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ class Scale:
 class Choice(NamedTuple):
     """What to do with a problem: record its first unit (``cut`` 0) or run forward by ``cut`` units.
 
-    ``rest``: memory of the problem that follows (the rest of the units, or the right part), in steps.
+    ``rest``: memory of the problem that follows (the rest of the units, the right part, or a unit's inside), in steps.
     """
 
     cut: int
@@ -67,6 +68,8 @@ class _Tables:
         # One level of groups deeper each time: as many levels as the logarithm of the number of stages.
         self._inside = {key: type(self)(inner, *args) for key, inner in inners.items()}
         units = chain.units
+        # [b]: bytes of the gradients made by units after b
+        self._done = [sum(after.gradient_nbytes for after in units[b + 1 :]) for b in range(len(units))]
         self._ahead: list[Floats] = []  # [a][i]: seconds from unit a forward to a+1+i
         self._peaks: list[Bytes] = []  # [a][i]: bytes at the peak on that way
         for a, unit in enumerate(units):
@@ -114,7 +117,10 @@ class Fastest(_Tables):
         """The option of least seconds."""
         cut = int(self._options(held, a, b)[:, memory].argmin())
         unit = self.chain.units[a]
-        taken = (0 if held else unit.input_nbytes) if cut else unit.tape_nbytes(held)
+        if a == b and unit.inner:
+            taken = self._done[b]
+        else:
+            taken = (0 if held else unit.input_nbytes) if cut else unit.tape_nbytes(held)
         return Choice(cut, memory - self._scale.up(taken))
 
     def _options(self, held: int, a: int, b: int) -> Floats:
@@ -122,11 +128,12 @@ class Fastest(_Tables):
         unit, last, up = self.chain.units[a], self._scale.capacity, self._scale.up
         options = np.full((b - a + 1, last + 1), np.inf)
         if a == b and unit.inner:
-            options[0] = self.inside(unit.inner)._seconds[held, 0, -1]
+            beside = up(self._done[b])
+            options[0, beside:] = self.inside(unit.inner)._seconds[held, 0, -1, : max(0, last + 1 - beside)]
             return options
-        cotangent = self.chain.units[b].cotangent_nbytes
+        waiting = self.chain.units[b].cotangent_nbytes + self._done[b]
         tape = up(unit.tape_nbytes(held))
-        low = max(tape, up(unit.recording_nbytes(held, cotangent)))
+        low = max(tape, up(unit.recording_nbytes(held, waiting, self._done[a])))
         if low <= last:
             rest = self._seconds[int(unit.reads_output), a + 1, b] if a < b else np.zeros(last + 1)
             options[0, low:] = rest[low - tape : last + 1 - tape] + unit.seconds
@@ -137,7 +144,7 @@ class Fastest(_Tables):
             right = self._seconds[0, a + 1 : b + 1, b, : last + 1 - first]
             np.add(right, self._seconds[held, a, a:b, first:], out=cuts)
             cuts += self._ahead[a][: b - a, None]
-            need = -(-(self._peaks[a][: b - a] + (cotangent + kept)) * self._scale.steps // self._scale.nbytes)
+            need = -(-(self._peaks[a][: b - a] + (waiting + kept)) * self._scale.steps // self._scale.nbytes)
             np.copyto(cuts, np.inf, where=self._steps[first:] < need[:, None])
         return options
 
@@ -169,16 +176,16 @@ class Leanest(_Tables):
         nbytes, seconds = np.zeros(b - a + 1, dtype=np.int64), np.zeros(b - a + 1)
         if a == b and unit.inner:
             inside = self.inside(unit.inner)
-            nbytes[0], seconds[0] = inside._nbytes[held, 0, -1], inside._seconds[held, 0, -1]
+            nbytes[0], seconds[0] = inside._nbytes[held, 0, -1] + self._done[b], inside._seconds[held, 0, -1]
             return nbytes, seconds
-        cotangent = self.chain.units[b].cotangent_nbytes
-        nbytes[0], seconds[0] = unit.recording_nbytes(held, cotangent), unit.seconds
+        waiting = self.chain.units[b].cotangent_nbytes + self._done[b]
+        nbytes[0], seconds[0] = unit.recording_nbytes(held, waiting, self._done[a]), unit.seconds
         if a < b:
             rest = int(unit.reads_output), a + 1, b
             nbytes[0] = max(nbytes[0], unit.tape_nbytes(held) + self._nbytes[rest])
             seconds[0] += self._seconds[rest]
             right, left = (0, slice(a + 1, b + 1), b), (held, a, slice(a, b))
-            beside = np.maximum(self._peaks[a][: b - a] + cotangent, self._nbytes[right])
+            beside = np.maximum(self._peaks[a][: b - a] + waiting, self._nbytes[right])
             nbytes[1:] = np.maximum(beside + (0 if held else unit.input_nbytes), self._nbytes[left])
             seconds[1:] = self._ahead[a][: b - a] + self._seconds[right] + self._seconds[left]
         return nbytes, seconds

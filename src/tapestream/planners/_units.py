@@ -53,7 +53,7 @@ class Run:
         found = gcd(*self.states, *self.cotangents)
         for cost in dict.fromkeys(self.costs):
             found = gcd(found, cost.saved_nbytes, cost.forward_extra_nbytes, cost.backward_extra_nbytes)
-            found = gcd(found, cost.recorded_extra_nbytes)
+            found = gcd(found, cost.recorded_extra_nbytes, cost.gradient_nbytes)
         return found or 1
 
 
@@ -65,7 +65,8 @@ class Unit:
     ``forward_nbytes``: peak of passing forward (``forward_through_nbytes``: with the state before it, being live only);
     ``record_nbytes`` / ``record_through_nbytes``: the same when recording;
     ``saved_nbytes``: held once recorded, the state after the unit included where its last stage reads it;
-    ``backward_nbytes``: peak from the end of the recording on, cotangents included.
+    ``backward_nbytes``: peak from the end of the recording on, cotangents and gradients made included;
+    ``gradient_nbytes``: gradients that the unit leaves behind.
     """
 
     first: int
@@ -78,6 +79,7 @@ class Unit:
     record_through_nbytes: int
     saved_nbytes: int
     backward_nbytes: int
+    gradient_nbytes: int
     reads_input: bool
     reads_output: bool
     forward_seconds: float
@@ -88,14 +90,15 @@ class Unit:
         """Bytes that recording the unit takes until its backward; the state before it is not counted where ``held``."""
         return self.saved_nbytes + (self.input_nbytes if self.reads_input and not held else 0)
 
-    def recording_nbytes(self, held: int, cotangent_nbytes: int) -> int:
-        """The peak of recording (beside a waiting cotangent) and of backward."""
+    def recording_nbytes(self, held: int, waiting_nbytes: int, done_nbytes: int) -> int:
+        """The peak of recording (beside what waits: a cotangent and gradients made before) and of backward (beside the
+        gradients of all units after this one)."""
         if held or self.reads_input:
             record = self.record_nbytes + (0 if held else self.input_nbytes)
         else:
             record = self.record_through_nbytes
         backward = self.backward_nbytes + (self.input_nbytes if self.reads_input and not held else 0)
-        return max(record + cotangent_nbytes, backward)
+        return max(record + waiting_nbytes, backward + done_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def unit_of(run: Run, first: int, inner: Units | None = None) -> Unit:
     states, cotangents, costs = run.states, run.cotangents, run.costs
     saved = held = 0  # bytes of saved tensors, and of states that the tape holds, strictly inside the run
     forward, through, backward, record_first, record_rest = [], [], [0], 0, 0
+    gradients = sum(cost.gradient_nbytes for cost in costs)
+    made = gradients  # by the backwards of stages k and later
     for k, cost in enumerate(costs):
         output = states[k + 1] + cost.forward_extra_nbytes
         before = 0 if k == 0 else states[k]
@@ -123,7 +128,8 @@ def unit_of(run: Run, first: int, inner: Units | None = None) -> Unit:
         if k and (cost.reads_input or costs[k - 1].reads_output):
             held += states[k]
         consumed = (cost.reads_output and states[k + 1]) + cost.backward_extra_nbytes
-        backward.append(saved + held + consumed + cotangents[k] + cotangents[k + 1])
+        backward.append(saved + held + consumed + cotangents[k] + cotangents[k + 1] + made)
+        made -= cost.gradient_nbytes
     return Unit(
         first=first,
         stop=first + len(run),
@@ -135,6 +141,7 @@ def unit_of(run: Run, first: int, inner: Units | None = None) -> Unit:
         record_through_nbytes=max(record_first + states[0], record_rest),
         saved_nbytes=saved + held + (states[-1] if costs[-1].reads_output else 0),
         backward_nbytes=max(backward),
+        gradient_nbytes=gradients,
         reads_input=costs[0].reads_input,
         reads_output=costs[-1].reads_output,
         forward_seconds=sum(cost.forward_seconds for cost in costs),
@@ -150,7 +157,7 @@ def turn_unit(run: Run, turn_nbytes: int) -> Unit:
     """
     made = run.cotangents[-1] + turn_nbytes
     n, state = len(run), run.states[-1]
-    return Unit(n, n, state, 0, 0, 0, made, state + made, 0, 0, False, False, 0.0, 0.0)
+    return Unit(n, n, state, 0, 0, 0, made, state + made, 0, 0, 0, False, False, 0.0, 0.0)
 
 
 def arrange(run: Run, turn_nbytes: int, width: int, inner_width: int) -> Units:

@@ -20,24 +20,26 @@ def plan(
     budget: Budget | str | int | None = None,
     machine: Machine | None = None,
     *,
-    memory_steps: int = 500,
+    memory_steps: int | None = None,
 ) -> Schedule:
     """Least seconds within the budget among memory-persistent schedules.
 
     Those are: a state once kept stays until its stage is recorded, a record until its backward, and a backward comes as
-    soon as it can. Memory counts in steps of budget / ``memory_steps`` (at most 5000), sizes rounded up; exactly where
-    the greatest common divisor of all sizes is at least that step. O(n^3 memory_steps). Up to 128 stages are treated
+    soon as it can. Memory counts in steps of budget / ``memory_steps`` (at most 5000; None: 2000, from 64 stages on
+    fewer, down to 500), sizes rounded up; exactly where the greatest common divisor of all sizes is at least that step.
+    O(n^3 memory_steps). Gradients that stay (``StageCost.gradient_nbytes``) leave less and less room from
+    the last stage to the first, which the recurrence knows (ours; still optimal). Up to 128 stages are treated
     one by one; longer chains as 100 runs of stages, each recorded as a whole or solved on its own in the memory left at
     that point (a choice of ours, not optimal). Carried storages that do not pass through all states count with each
     state (safe, not tight). The leanest schedule, computed in exact bytes, is tried too, so rounding never turns a
     feasible budget into an error. Raises BudgetError with the leanest schedule's peak, InputError for memory_steps
     below 1.
     """
-    steps = positive(NAME, "memory_steps", memory_steps, 5000)
+    steps = None if memory_steps is None else positive(NAME, "memory_steps", memory_steps, 5000)
     return first_fit(NAME, _candidates(profile, device_limit(budget), steps), profile, budget)
 
 
-def _candidates(profile: Profile, limit: int | None, steps: int) -> Iterator[Node]:
+def _candidates(profile: Profile, limit: int | None, steps: int | None) -> Iterator[Node]:
     """Fastest first; the tables are not built where everything stored fits."""
     yield stored(len(profile))
     run, always = Run.of(profile)
@@ -45,6 +47,8 @@ def _candidates(profile: Profile, limit: int | None, steps: int) -> Iterator[Nod
     leanest = Leanest(units)
     solutions: list[tuple[float, Node]] = [(leanest.seconds, _tree(leanest, 0, 0, {}))]
     if limit is not None and limit > always:
+        if steps is None:  # a table of at most as many numbers as 500 steps and 128 units take
+            steps = max(500, min(2000, 500 * 128**2 // len(units.units) ** 2))
         scale = Scale.of(limit - always, steps, gcd(run.grain(), profile.turn_nbytes))
         fastest = Fastest(units, scale)
         if fastest.seconds < inf:
@@ -84,17 +88,17 @@ def _steps(solution: Solution, problem: _Problem, known: Known) -> Iterator[Node
     held, a, b, memory = problem
     unit = solution.chain.units[a]
     first, stop = unit.first, unit.stop
-    if a == b and unit.inner:
-        inside = solution.inside(unit.inner)
-        key = id(inside), held, memory
-        if key not in known:
-            known[key] = _tree(inside, held, memory, known)
-        yield Shift(known[key], first)
-        return
     if first == stop:
         yield Phase(PhaseKind.BACKWARD)
         return
     cut, rest = solution.choose(held, a, b, memory)
+    if a == b and unit.inner:
+        inside = solution.inside(unit.inner)
+        key = id(inside), held, rest
+        if key not in known:
+            known[key] = _tree(inside, held, rest, known)
+        yield Shift(known[key], first)
+        return
     if cut:
         middle = solution.chain.units[a + cut].first
         yield Keep(first)

@@ -211,6 +211,7 @@ class Judge:
             places.release(k + 1)
         if cost.block is not None:
             self.blocks.add_gradient(cost.block)
+        self.memory.nbytes[DEVICE] += cost.gradient_nbytes
         places.make(Kind.COTANGENT, k)
         self.memory.touch(DEVICE, cost.backward_extra_nbytes, k)
         places.drop_all(Kind.SAVED, k)

@@ -147,6 +147,7 @@ class Walk:
         if self.live == k + 1:
             self._drop_live()
         cost = self.cost
+        self.nbytes += cost.gradient_nbytes
         self._touch(cost.cotangent_bytes + cost.backward_extra_nbytes)
         self.nbytes -= cost.saved_nbytes
         self.tape.flip(k)
