@@ -17,12 +17,12 @@ from tapestream.storage.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """How blocks are updated: ``run(block, gradients, state views)`` applies the optimizer's rule in place.
+    """How blocks are updated: ``run`` applies the optimizer's rule in place to every (block, gradients, state views).
 
     ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept.
     """
 
-    run: Callable[[ParameterBlock, Found, Sequence[torch.Tensor]], None]
+    run: Callable[[Sequence[tuple[ParameterBlock, Found, Sequence[torch.Tensor]]]], None]
     eager: bool
 
 
@@ -46,6 +46,7 @@ class BlockStore:
         self.updater: Updater | None = None
         self._ahead: set[int] = set()  # blocks that `look_ahead` has started to bring
         self.updated: set[int] = set()  # blocks whose update has run since this was last cleared
+        self._state_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
 
     @property
     def eager(self) -> bool:
@@ -62,7 +63,8 @@ class BlockStore:
             self.gradients.lay_out(value.index)
         # State that no update has written yet has no bytes at home; other sources vanish when another live call
         # settles.
-        if source is self.home or self.copies.has(value, source):
+        there = target is Tier.DEVICE and value in self.copies.resident  # another live call has brought it
+        if not there and (source is self.home or self.copies.has(value, source)):
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:
@@ -79,21 +81,42 @@ class BlockStore:
 
     def update(self, block: int) -> None:
         """Apply the optimizer's rule to a block whose values are on the device."""
+        self._update((block,))
+
+    def _update(self, blocks: Sequence[int]) -> None:
         assert self.updater is not None
-        this, state = self.blocks[block], Value(Kind.OPTIMIZER_STATE, block)
-        self.updated.add(block)
-        gradients = self.gradients.hooked(block) if self.eager else self.gradients.at_step(block)
-        if not gradients:
+        work: list[tuple[ParameterBlock, Found, Sequence[torch.Tensor]]] = []
+        for block in blocks:
+            gradients = self.gradients.hooked(block) if self.eager else self.gradients.at_step(block)
+            if gradients:
+                work.append((self.blocks[block], gradients, self._views_on_device(block)))
+        self.updated.update(blocks)
+        if not work:
             return
-        views = this.state_views(self.copies.region(state, Tier.DEVICE).memory) if this.state_slots else []
         self.pool.trim()  # released regions must not linger beside the rule's temporaries
-        used = self.copies.device_regions(block, update=True)
+        used = [region for this, _, _ in work for region in self.copies.device_regions(this.index, update=True)]
         self.engine.compute_begins(used)
-        self.updater.run(this, gradients, views)
+        self.updater.run(work)
         self.engine.compute_ended(used)
-        self.copies.dirty.update((Value(Kind.PARAMETERS, block), state))
-        if self.eager:
-            self.gradients.stepped(block, gradients)
+        for this, gradients, _ in work:
+            if self.home is not Tier.DEVICE:
+                self.copies.dirty.update(Value(kind, this.index) for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE))
+            if self.eager:
+                self.gradients.stepped(this.index, gradients)
+
+    def _views_on_device(self, block: int) -> list[torch.Tensor]:
+        this, state = self.blocks[block], Value(Kind.OPTIMIZER_STATE, block)
+        return self.state_views(block, self.copies.region(state, Tier.DEVICE).memory) if this.state_slots else []
+
+    def state_views(self, block: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The optimizer's state of a block over ``memory``; where that never moves the views are kept."""
+        known = self._state_views.get(block)
+        if known is not None and known[0] is memory:
+            return known[1]
+        views = self.blocks[block].state_views(memory)
+        if self.home is Tier.DEVICE:
+            self._state_views[block] = memory, views
+        return views
 
     def has_gradient(self, block: int) -> bool:
         """Whether this call has left a gradient for the block."""
@@ -133,7 +156,9 @@ class BlockStore:
             self.pool.trim()
 
     def place(self, resident: frozenset[Value]) -> None:
-        """Move parameters and optimizer state so that exactly ``resident`` lives on the device."""
+        """Move parameters and optimizer state so that exactly ``resident`` lives on the device; `settle` leaves it
+        there."""
+        self.copies.staying = resident
         if self.home is Tier.DEVICE:
             return
         copies, before = self.copies, self.copies.resident
@@ -198,16 +223,22 @@ class BlockStore:
         self.copies.release(value, Tier.DEVICE)
 
     def update_left(self) -> None:
-        """Update every block that has a gradient and was not updated by a plan, one after the other."""
-        for block in self.blocks:
-            if block.index not in self.updated and any(p.grad is not None for p in block.parameters):
-                self.lend(block.index)
-                self._fetch_state(block.index)
-                self.update(block.index)
-                self.settle()
+        """Update every block that has a gradient and was not updated by a plan, one after the other; together where
+        nothing has to move."""
+        left = [block for block in self.blocks if block.index not in self.updated]
+        left = [block for block in left if any(p.grad is not None for p in block.parameters)]
+        if self.home is Tier.DEVICE:
+            self._update([block.index for block in left])
+            return
+        for block in left:
+            self.lend(block.index)
+            self._fetch_state(block.index)
+            self.update(block.index)
+            self.settle()
 
     def drop(self, kind: Kind) -> None:
         """Forget all values of one kind."""
+        self._state_views.clear()
         for value, tier in list(self.copies.regions):
             if value.kind is kind:
                 self.copies.release(value, tier)

@@ -6,6 +6,7 @@ import torch
 
 from tapestream.errors import StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
+from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
@@ -15,7 +16,8 @@ from tapestream.storage.regions import Region
 class BlockCopies:
     """Regions of block values by tier, the copies in flight between them, and which of them are newer than home.
 
-    ``direct``: disk and device are one hop apart. ``resident``: values that live on the device instead of at ``home``.
+    ``direct``: disk and device are one hop apart. ``resident``: values that live on the device instead of at ``home``;
+    ``staying``: those that will once `settle` finds them there.
     """
 
     def __init__(
@@ -24,6 +26,8 @@ class BlockCopies:
         self.pool, self.engine, self.blocks, self.home, self.device = pool, engine, blocks, home, device
         self.direct = engine.name not in ("cuda", "fake_streams")
         self.resident: frozenset[Value] = frozenset()
+        self.staying: frozenset[Value] = frozenset()
+        self._lived: set[Value] = set()  # on the device when users last looked
         self.regions: dict[tuple[Value, Tier], Region] = {}
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
         self.dirty: set[Value] = set()  # on the device, newer than at home
@@ -62,8 +66,14 @@ class BlockCopies:
     def release(self, value: Value, tier: Tier) -> None:
         """Drop a copy, if there is one."""
         region = self.regions.pop((value, tier), None)
-        if region is not None:
-            self.engine.release(region)
+        if region is None:
+            return
+        self.engine.release(region)
+        lived = tier is Tier.DEVICE and value in self._lived
+        self._lived.discard(value)
+        if lived and _users(region.memory) > 0:
+            self.pool.forget(region)  # users took tensors of what was shown between two calls
+        else:
             self.pool.release(region)
 
     def renew(self, value: Value, tier: Tier) -> None:
@@ -94,6 +104,7 @@ class BlockCopies:
             self.show(value, Tier.DEVICE)
         if tier is self.home:
             self.dirty.discard(value)
+            self.resident -= {value}
 
     def copy_now(self, value: Value, source: Tier, target: Tier) -> None:
         """Copy and wait, by way of the host where there is no direct link."""
@@ -142,10 +153,15 @@ class BlockCopies:
     def settle(self) -> None:
         """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be
         saved is."""
+        arriving = {value for value, tier in self.tickets if tier is Tier.DEVICE}
         if self.tickets:
             self.engine.abandon()
             self.tickets.clear()
         failed: StorageError | None = None
+        came = {value for value, tier in self.regions if tier is Tier.DEVICE and value.kind is not Kind.GRADIENT}
+        self.resident |= (came & self.staying) - arriving
+        self.dirty -= self.resident
+        self._lived |= self.resident
         for value, tier in list(self.regions):
             if tier is self.home or (tier is Tier.DEVICE and value in self.resident):
                 continue
@@ -174,7 +190,10 @@ class BlockCopies:
                 p.grad = None
             self.show(value, target)
             for p, gradient in zip(parameters, gradients, strict=True):
-                p.grad = gradient if gradient is None else gradient.to(p.device)
+                if isinstance(gradient, SteppedGradient):
+                    p.grad = SteppedGradient.standing_for(p)
+                else:
+                    p.grad = gradient if gradient is None else gradient.to(p.device)
         self.release(value, source)
 
     def _look(self, value: Value, source: Tier) -> None:

@@ -1,15 +1,11 @@
 """Hoisting: copies of parameter blocks start early and end late, so that they hide behind computation."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
-
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Action, Schedule, Tier
-from tapestream.passes.issue import BARRIERS, issue
-from tapestream.passes.memory import Footprint, footprint
-from tapestream.passes.stays import Occupancy, Stay, read_stays, successors
+from tapestream.ir import Schedule
+from tapestream.passes.issue import issue
+from tapestream.passes.keep import kept_between
+from tapestream.passes.memory import footprint
+from tapestream.passes.stays import read_stays
 from tapestream.simulate import simulate
 
 
@@ -42,41 +38,3 @@ def hide_copies(schedule: Schedule, profile: Profile, budget: Budget | None, mac
     stays = kept_between(computation, stays, base, budget.device_nbytes)
     actions = issue(computation, stays, profile, base, machine, budget=budget)
     return Schedule.of(actions, schedule.stages, resident=schedule.resident, planner=schedule.planner)
-
-
-def kept_between(
-    computation: Sequence[Action], stays: list[Stay], base: Footprint, allowed_nbytes: int | None
-) -> list[Stay]:
-    """Successive stays of one value made into one where it need not leave and memory allows it to stay."""
-    held = Occupancy(base, stays).nbytes
-    phase = np.cumsum([action in BARRIERS for action in computation])
-    gaps = [
-        (stays[later].start - stays[earlier].stop, earlier, later)
-        for earlier, later in successors(stays)
-        if stays[earlier].free == (Tier.DEVICE,)
-        and stays[later].arrive
-        and phase[stays[earlier].stop] == phase[stays[later].start]
-    ]
-    follows: dict[int, int] = {}
-    for _, earlier, later in sorted(gaps):
-        gap = slice(stays[earlier].stop + 1, stays[later].start)
-        nbytes = stays[earlier].nbytes
-        if allowed_nbytes is None or held[gap].max(initial=0) + nbytes <= allowed_nbytes:
-            held[gap] += nbytes
-            follows[earlier] = later
-    return _joined(stays, follows)
-
-
-def _joined(stays: list[Stay], follows: dict[int, int]) -> list[Stay]:
-    """The stays, each with those that follow it made one."""
-    joined = []
-    swallowed = set(follows.values())
-    for index, stay in enumerate(stays):
-        if index in swallowed:
-            continue
-        last = index
-        while last in follows:
-            last = follows[last]
-        end = stays[last]
-        joined.append(replace(stay, stop=end.stop, leave=end.leave, free=end.free))
-    return joined

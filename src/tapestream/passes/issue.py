@@ -12,7 +12,7 @@ from math import inf, isnan
 import numpy as np
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Action, Free, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
+from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
 from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
 from tapestream.simulate.clock import Clock, Job
@@ -29,18 +29,21 @@ def issue(
     machine: Machine | None,
     *,
     budget: Budget | None,
+    across: bool = False,
 ) -> list[Action]:
     """The computation with the copies that ``stays`` ask for.
 
-    ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. Device memory stays
-    within the budget wherever it would with no overlap. Linear in actions times the look-ahead that memory
-    allows.
+    ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. ``across``: parameters may
+    arrive for the step phase before it begins; users see them. (Gradients and optimizer state may not: users may
+    change what they see of them at home.) Device memory stays within the budget wherever it would with no overlap.
+    Linear in actions times the look-ahead that memory allows.
     """
-    walk = _Walk(computation, stays, base, machine, budget)
+    walk = _Walk(computation, stays, base, machine, budget, across)
     for position, action in enumerate(computation):
         if action in BARRIERS:
             walk.settle()
-        walk.bring(position)
+        else:
+            walk.bring(position)
         walk.actions.append(action)
         walk.compute(action, profile)
         walk.send(position)
@@ -79,8 +82,9 @@ class _Walk:
         base: Footprint,
         machine: Machine | None,
         budget: Budget | None,
+        across: bool,
     ) -> None:
-        self.stays, self.base, self.eager = stays, base, budget is not None
+        self.stays, self.base, self.eager, self.across = stays, base, budget is not None, across
         self.limits = {tier: _limit(budget, tier) for tier in (Tier.DEVICE, Tier.HOST)}
         self.clock = Clock(machine, tracing=False)
         self.occupied = Occupancy(base, stays).nbytes
@@ -118,8 +122,8 @@ class _Walk:
 
     def bring(self, position: int) -> None:
         """Everything that the action at ``position`` needs, and what else may start by now."""
-        self._retire(position)
         self._make_room(position)
+        self._retire(position)
         wanted = self.starting.get(position, ())
         for i in wanted:
             if i not in self.transit:
@@ -148,8 +152,8 @@ class _Walk:
                 self._advance(transit, position)
 
     def settle(self) -> None:
-        """Wait for every copy on its way out."""
-        for transit in [transit for transit in self.moving if transit.outward]:
+        """Wait for every copy under way."""
+        for transit in [*(t for t in self.moving if t.outward), *self.transit.values()]:
             while not transit.ended:
                 self._advance(transit, len(self.occupied) - 1)
 
@@ -220,10 +224,15 @@ class _Walk:
 
     def _look_ahead(self, position: int) -> None:
         """Start copies of later stays, in order of need, as far as memory goes."""
-        while self.next < len(self.queue):
-            i = self.queue[self.next]
+        for number in range(self.next, len(self.queue)):
+            i = self.queue[number]
             stay, before = self.stays[i], self.previous.get(i)
-            if self.phase[stay.start] != self.phase[position] or (before is not None and not self.done[before]):
+            crosses = self.phase[stay.start] != self.phase[position]
+            if i in self.transit or (crosses and self.across and stay.value.kind is not Kind.PARAMETERS):
+                continue
+            if crosses and (not self.across or len(stay.arrive) > 2):
+                return
+            if before is not None and not self.done[before]:
                 return
             if len(stay.arrive) == 2 and not self._fits(i, position):
                 return

@@ -65,7 +65,7 @@ def stream_parameters(
     streaming = Streaming.of(schedule, profile, machine, home=home, update=update, accumulate=accumulate)
     stays = streaming.stays(resident)
     _check_room(streaming.computation, Occupancy(streaming.base, stays).nbytes.tolist(), budget)
-    return streaming.issued(stays, resident, None)
+    return streaming.issued(stays, None)
 
 
 def _step_phase(schedule: Schedule, profile: Profile, update: UpdateMode) -> Iterator[Node]:

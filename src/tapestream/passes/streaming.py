@@ -58,12 +58,16 @@ class Streaming:
         """When each value is on the device."""
         return [stay for value in self.sizes for stay in self.stays_of(value, resident=value in resident)]
 
-    def issued(self, stays: Sequence[Stay], resident: frozenset[Value], budget: Budget | None) -> Schedule:
-        """The schedule that does this, with copies as early as ``budget`` allows (None: just in time)."""
+    def issued(self, stays: Sequence[Stay], budget: Budget | None, *, across: bool = False) -> Schedule:
+        """The schedule that does this, with copies as early as ``budget`` allows (None: just in time).
+
+        ``across``: parameters may arrive for the step phase before it begins.
+        """
+        there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
         return Schedule.of(
-            issue(self.computation, stays, self.profile, self.base, self.machine, budget=budget),
+            issue(self.computation, stays, self.profile, self.base, self.machine, budget=budget, across=across),
             self.schedule.stages,
-            resident=tuple(lying(self.sizes, self.route[0], resident, self.accumulate)),
+            resident=tuple(lying(self.sizes, self.route[0], there, self.accumulate)),
             planner=self.schedule.planner,
         )
 

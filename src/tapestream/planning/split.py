@@ -1,19 +1,17 @@
 """Splitting the device budget between the tape, values that stay there, and blocks that pass through."""
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
-import numpy as np
-
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.ir import Forward, Schedule, Tier, Value
-from tapestream.passes.hoist import kept_between
-from tapestream.passes.issue import BARRIERS
+from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradients, worthiest_first
@@ -24,7 +22,7 @@ from tapestream.simulate import Simulation, simulate
 _SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
-_SIMULATIONS = (8, 4)  # at most, for each planner
+_SIMULATIONS = (24, 4)  # at most, for each planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,18 @@ class Terms:
     update: UpdateMode
     resident: frozenset[Value] | None
     accumulate: bool
+
+    @property
+    def apart(self) -> bool:
+        """A GPU: users must see a parameter and its gradient on one device."""
+        return self.machine is not None and (Tier.HOST, Tier.DEVICE) in self.machine.links
+
+    @property
+    def across(self) -> bool:
+        """Whether values may be on the device where one phase ends and the next begins without living there."""
+        free = self.resident is None and not self.accumulate
+        # Not "step" yet: its step phases were measured to take up to one block more than simulated.
+        return free and not self.apart and self.update == "backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,11 @@ class _Candidate:
     resident: frozenset[Value]
     stays: list[Stay]
     bound_seconds: float
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that cross links in a step."""
+        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in self.stays for path in (stay.arrive, stay.leave))
 
 
 def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: float = float("inf")) -> Found | None:
@@ -97,7 +112,7 @@ def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> 
     best: Found | None = None
     refused: BudgetError | None = None
     most = _SIMULATIONS[len(terms.profile) > _SHORT]
-    for number, candidate in enumerate(sorted(candidates, key=lambda c: c.bound_seconds)):
+    for number, candidate in enumerate(sorted(candidates, key=lambda c: (c.bound_seconds, c.moved_nbytes))):
         to_beat = faster_than if best is None else min(faster_than, best.seconds)
         if candidate.bound_seconds >= to_beat * _AS_FAST or (best is not None and number >= most):
             break
@@ -197,33 +212,43 @@ def _streaming(schedule: Schedule, terms: Terms) -> Streaming:
 
 
 def _choices(streaming: Streaming, terms: Terms) -> Iterator[_Candidate]:
-    """The tape with several choices of resident values, none when it does not fit at all."""
-    limit = terms.budget.device_nbytes
-    for resident in _residents(streaming, terms):
+    """The tape with several choices of what stays on the device, none when it does not fit at all."""
+    limit, computation, base = terms.budget.device_nbytes, streaming.computation, streaming.base
+    for resident, allowed in _residents(streaming, terms):
         stays = streaming.stays(resident)
-        if limit is not None and int(Occupancy(streaming.base, stays).nbytes.max()) > limit:
+        if limit is not None and int(Occupancy(base, stays).nbytes.max()) > limit:
             continue
-        kept = kept_between(streaming.computation, stays, streaming.base, limit)
-        yield _Candidate(streaming, resident, kept, _bound(streaming, kept))
+        kept = kept_between(computation, stays, base, allowed, across=terms.across)
+        there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
+        yield _Candidate(streaming, resident | there, kept, _bound(streaming, kept))
 
 
-def _residents(streaming: Streaming, terms: Terms) -> list[frozenset[Value]]:
-    if terms.resident is not None:
-        return [terms.resident]
-    order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
-    apart = terms.machine is not None and (Tier.HOST, Tier.DEVICE) in terms.machine.links
-    if apart:  # a GPU: users see a parameter and its gradient on one device
-        order = with_gradients(order)
+def _largest(profile: Profile) -> int:
+    """Bytes that a run needs of the largest block."""
+    return max((block.parameters_nbytes + block.buffers_nbytes for block in profile.blocks), default=0)
+
+
+def _residents(streaming: Streaming, terms: Terms) -> list[tuple[frozenset[Value], int | None]]:
+    """Values that never leave the device, and bytes up to which others may stay between uses, for a few amounts of room
+    left to blocks in flight."""
     limit = terms.budget.device_nbytes
+    if terms.resident is not None:
+        return [(terms.resident, limit)]
+    order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
+    if terms.apart:
+        order = with_gradients(order)
     if limit is None:
-        return [frozenset(order)]
+        return [(frozenset(order), None)]
+    block = _largest(terms.profile)
+    if terms.across:  # what stays throughout is chosen together with the rest
+        spare = limit - int(Occupancy(streaming.base, streaming.stays(frozenset())).nbytes.max())
+        return [(frozenset(), limit - window) for window in (0, block, 2 * block, spare // 2, spare)]
     peaks = _peaks(streaming, order)
-    block = max((b.parameters_nbytes + b.buffers_nbytes for b in terms.profile.blocks), default=0)
     spare = limit - peaks[0]
     counts = {bisect_right(peaks, limit - window) - 1 for window in (0, block, 2 * block, spare // 2, spare)}
-    if apart:
+    if terms.apart:
         counts = {count - splits_a_pair(order, count) for count in counts}
-    return [frozenset(order[:count]) for count in sorted(counts, reverse=True) if count >= 0]
+    return [(frozenset(order[:count]), limit) for count in sorted(counts, reverse=True) if count >= 0]
 
 
 def _peaks(streaming: Streaming, order: list[Value]) -> list[int]:
@@ -244,19 +269,26 @@ def _compute(streaming: Streaming) -> float:
 
 
 def _bound(streaming: Streaming, stays: list[Stay]) -> float:
-    """Seconds that no schedule with these stays can beat: in each phase the busiest of compute and copy lanes."""
-    phase = np.cumsum([action in BARRIERS for action in streaming.computation]).tolist()
-    lanes: dict[tuple[int, Tier | None, Tier | None], float] = {}
-    for position, action in enumerate(streaming.computation):
-        lane = (phase[position], None, None)
-        lanes[lane] = lanes.get(lane, 0.0) + compute_seconds(action, streaming.profile)
-    machine = streaming.machine
-    for stay in () if machine is None else stays:
-        for at, path in ((stay.start, stay.arrive), (stay.stop, stay.leave)):
-            for source, target in pairwise(path):
-                seconds = 0.0 if machine is None else machine.link(source, target).seconds(stay.nbytes)
-                lanes[phase[at], source, target] = lanes.get((phase[at], source, target), 0.0) + seconds
-    return sum(max(s for (p, *_), s in lanes.items() if p == number) for number in {p for p, *_ in lanes})
+    """Seconds that no schedule with these stays can beat: the busiest of compute and the pairs of copy lanes."""
+    compute, machine = _compute(streaming), streaming.machine
+    if machine is None:
+        return compute
+    lanes: defaultdict[tuple[Tier, Tier], list[int]] = defaultdict(list)
+    for stay in stays:
+        for lane in (*pairwise(stay.arrive), *pairwise(stay.leave)):
+            lanes[lane].append(stay.nbytes)
+    return max(
+        [compute, *(_pair_seconds(machine, lane, copies, lanes.get(lane[::-1], [])) for lane, copies in lanes.items())]
+    )
+
+
+def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], copies: list[int], back: list[int]) -> float:
+    """Both directions between two tiers, one after the other or, as far as that is faster, together."""
+    ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
+    together = min(sum(copies) / ahead.mixed, sum(back) / behind.mixed)
+    # In each second together, so many seconds of copies alone are done.
+    done = ahead.mixed / ahead.bytes_per_second + behind.mixed / behind.bytes_per_second
+    return sum(map(ahead.seconds, copies)) + sum(map(behind.seconds, back)) - together * max(0.0, done - 1)
 
 
 def _early_or_just_in_time(candidate: _Candidate, terms: Terms) -> Found:
@@ -268,7 +300,7 @@ def _early_or_just_in_time(candidate: _Candidate, terms: Terms) -> Found:
 
 
 def _judged(candidate: _Candidate, terms: Terms, budget: Budget | None) -> Found:
-    schedule = candidate.streaming.issued(candidate.stays, candidate.resident, budget)
+    schedule = candidate.streaming.issued(candidate.stays, budget, across=terms.across)
     return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), candidate.resident)
 
 

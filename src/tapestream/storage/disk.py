@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage.transfer import ALIGNMENT, move_bytes, round_up
+from tapestream.storage.transfer import ALIGNMENT, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
 
 _LOCK = "lock"
@@ -113,7 +113,7 @@ class Extent:
     def flush(self) -> None:
         """Bring what was written through `map` to the file's blocks. Direct transfers do it themselves."""
         with _opened(self.path, os.O_RDWR, "flush") as file:
-            os.fdatasync(file)
+            write_back(file)
         self._unflushed = self.mapped
 
     def delete(self) -> None:

@@ -1,5 +1,6 @@
 """Bytes between memory and an open file, around the page cache where alignment allows it."""
 
+import ctypes
 import mmap
 import os
 
@@ -8,6 +9,8 @@ import torch
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
 _CHUNK = 16 * 2**20  # bytes per system call: long enough to be fast, short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
+_LARGE_PAGE = 2 * 2**20  # bytes
+_WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
 
 def round_up(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -18,6 +21,7 @@ def round_up(nbytes: int, to: int = ALIGNMENT) -> int:
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """``nbytes`` uint8 in RAM from a multiple of 4096; torch itself aligns to 64 bytes only."""
     whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    _ask_for_large_pages(whole)
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
 
 
@@ -51,3 +55,25 @@ def _staging(memory: torch.Tensor) -> torch.Tensor | None:
     if memory.data_ptr() % ALIGNMENT == 0 and memory.nbytes % ALIGNMENT == 0:
         return None
     return torch.frombuffer(mmap.mmap(-1, min(_STAGE, round_up(memory.nbytes))), dtype=torch.uint8)
+
+
+def write_back(file: int) -> None:
+    """Write what mappings of ``file`` left in the page cache, so that direct transfers see it. Raises OSError.
+
+    Not fdatasync, which also empties the device's own cache: milliseconds each time, and direct reads see that cache.
+    """
+    nothing = ctypes.c_int64(0)  # offset 0, and to the end
+    if ctypes.CDLL(None, use_errno=True).sync_file_range(file, nothing, nothing, ctypes.c_uint(_WRITE_AND_WAIT)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _ask_for_large_pages(memory: torch.Tensor) -> None:
+    """Fresh memory is faulted in page by page, 4096 bytes each, which takes longer than a fast disk takes to fill it.
+
+    Advice only: a system without large pages goes on as before.
+    """
+    first = round_up(memory.data_ptr(), _LARGE_PAGE)
+    nbytes = (memory.data_ptr() + memory.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
+    if nbytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
