@@ -70,6 +70,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._options = dict(options)
         self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
         self._shapes: dict[object, StateShape] = {}
+        self._shown: dict[torch.Tensor, tuple[object, list[torch.Tensor]]] = {}
         self._lay_out(parameters)
         outside = {id(p) for p in handle.outside_parameters()}
         mine = [p for p in parameters if id(p) in outside]
@@ -102,6 +103,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         numbers = (number for group in groups for number in group["params"])
         loaded = {p: state_dict["state"].get(n) for p, n in zip(self._listed(), numbers, strict=True)}
         self.state.clear()
+        self._shown.clear()
         self._rule.forget()
         for block in self._handle.store.blocks:
             views = self._views(block) if any(loaded.get(p) for p in block.parameters) else []
@@ -166,9 +168,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
             views = self._views(block) if exists else []
             for i, parameter in enumerate(block.parameters):
                 scalars = self._rule.scalars.get(id(parameter))
-                if scalars is not None:
-                    tensors = {name: v for (j, name), v in zip(block.state_slots, views, strict=False) if j == i}
-                    self.state[parameter] = {**scalars, **tensors}
+                shown, mine = self._shown.get(parameter), self.state.get(parameter)
+                if scalars is None or (shown and mine and shown[0] is scalars and shown[1] is views):
+                    continue
+                tensors = {name: v for (j, name), v in zip(block.state_slots, views, strict=False) if j == i}
+                self.state[parameter] = {**scalars, **tensors}
+                self._shown[parameter] = scalars, views
         if self._outside is not None:
             self.state.update(self._outside.shown())
 
@@ -176,7 +181,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _views(self, block: ParameterBlock) -> list[torch.Tensor]:
-        return block.state_views(self._handle.store.memory_of(Value(Kind.OPTIMIZER_STATE, block.index)))
+        store = self._handle.store
+        return store.state_views(block.index, store.memory_of(Value(Kind.OPTIMIZER_STATE, block.index)))
 
 
 def _written(views: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from typing import Generic, TypeVar
 
 import torch
 
+from tapestream.executor.tail import tail_of
 from tapestream.ir.schedule import run_once
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
+from tapestream.runner.private import may_change, tensors_in
 from tapestream.runner.stage import Traits
 from tapestream.runner.state import State
 
@@ -43,14 +45,16 @@ class ByShape(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once."""
+    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once, and
+    the first of those that may be recorded as one graph."""
 
     plan: Plan
     traits: Sequence[Traits]
     output: State
     leaves: tuple[torch.Tensor, ...]
     shapes: tuple[torch.Size, ...]
-    once: frozenset[int] = frozenset()
+    once: frozenset[int]
+    tail: int
 
     @property
     def reaches_leaves(self) -> bool:
@@ -96,7 +100,8 @@ class PlanCache:
             output.spec,
         )
         once = run_once(plan.schedule)
-        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once)
+        tail = tail_of(plan.schedule, once, traits)
+        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once, tail)
         self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
         self.last = plan
         return prepared
@@ -114,15 +119,23 @@ def shapes_of(state: State) -> tuple[torch.Size, ...]:
 def key_of(state: State, mode: object, device: torch.device, live: int = 0) -> object:
     """Hashable: all that must be equal, besides shapes, for a plan to serve."""
     kinds = tuple((t.dtype, t.dim(), t.device) for t in state.tensors)
-    others = tuple((type(o).__name__, repr(o)) for o in state.others)
+    others = tuple((type(o).__name__, _looks(o)) for o in state.others)
     return kinds, state.requires, others, state.slots, str(state.spec), mode, Autocast.capture(device), live
+
+
+def _looks(thing: object) -> object:
+    """What of an argument that is no tensor decides on a plan: of a cache, how full it is."""
+    if not may_change(thing):
+        return repr(thing)
+    return tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in([thing]))
 
 
 def _serves(known: tuple[torch.Size, ...], asked: tuple[torch.Size, ...]) -> bool:
     if known == asked:
         return True
-    smaller = all(all(a <= k for a, k in zip(one, other, strict=True)) for one, other in zip(asked, known, strict=True))
-    return smaller and _elements(asked) >= _SERVES_DOWN_TO * _elements(known)
+    sizes = [pair for one, other in zip(asked, known, strict=True) for pair in zip(one, other, strict=True)]
+    # One is not just smaller than more: it is broadcast, and squeezed.
+    return all(1 < a <= k or a == k for a, k in sizes) and _elements(asked) >= _SERVES_DOWN_TO * _elements(known)
 
 
 def _elements(shapes: tuple[torch.Size, ...]) -> int:

@@ -1,0 +1,119 @@
+"""Live calls of one streamed model share its budget."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import assert_same
+from pairs import sgd
+from streamable import Model
+from streaming import gradients_of, least_for, options_of, streamed
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import BudgetError
+from tapestream.frontends.prepare import outside_nbytes
+from tapestream.frontends.stream import handle_of
+from tapestream.models.gpt import GPT, GPTConfig
+from tapestream.storage.meter import track_memory
+
+ORDERS = ("first one first", "last one first", "together")
+
+
+def tokens() -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 256, (4, 64)), torch.randint(0, 256, (4, 64))
+
+
+CASE = Model(lambda: GPT(GPTConfig(6, 64, 2, vocabulary=256, context=64)), tokens)
+
+
+def two_calls(model: nn.Module, order: str) -> None:
+    """Two forwards, then their backwards."""
+    torch.manual_seed(5)
+    first, second = model(*tokens()), model(*tokens())
+    if order == "together":
+        (first + second).backward()
+    else:
+        for loss in (first, second) if order == "first one first" else (second, first):
+            loss.backward()
+
+
+@pytest.fixture(params=["device", "disk"])
+def options(request: Any, tmp_path: Path) -> dict[str, Any]:
+    return options_of("auto", tmp_path / "home", request.param)
+
+
+@pytest.fixture
+def needed(options: dict[str, Any]) -> tuple[int, int]:
+    """Device bytes of a step of one call with everything stored, and the bytes of that which two calls share."""
+    with streamed(CASE, "1 TiB", **options) as model:
+        sgd(model)
+        prepared = handle_of(model).prepare_for(tokens())
+        return prepared.shared_nbytes + prepared.held_nbytes, prepared.shared_nbytes
+
+
+@pytest.fixture
+def narrow(options: dict[str, Any], needed: tuple[int, int]) -> Iterator[nn.Module]:
+    """A model whose first call stores everything, and leaves half as much again to a second one."""
+    full, shared = needed
+    with streamed(CASE, full + (full - shared) // 2, **options) as model:
+        sgd(model)
+        yield model
+
+
+def held_nbytes(model: nn.Module) -> int:
+    """Bytes that the model holds on the device between steps, without gradients."""
+    handle = handle_of(model)
+    gradients = sum(p.nbytes for p in handle.outside_parameters() if p.requires_grad)
+    return handle.pool.held_nbytes(ts.Tier.DEVICE) + outside_nbytes(handle) - gradients
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_second_live_call_is_planned_in_what_is_left(order: str, narrow: nn.Module) -> None:
+    plain = CASE.model()
+    two_calls(plain, order)
+    two_calls(narrow, order)
+    assert_same(gradients_of(plain), gradients_of(narrow))
+    assert ts.report(narrow).plan.simulation.forwards > 6 == len(ts.report(narrow).plan.profile)
+    narrow.zero_grad()
+    gc.collect()
+    before = held_nbytes(narrow)
+    with track_memory() as meter:
+        two_calls(narrow, order)
+        narrow.zero_grad()
+    allowed = handle_of(narrow).budget.device_nbytes
+    assert allowed is not None
+    assert before + meter.peak_nbytes <= allowed
+
+
+def test_a_single_call_has_the_whole_budget_again(narrow: nn.Module) -> None:
+    two_calls(narrow, "together")
+    narrow(*tokens()).backward()
+    assert ts.report(narrow).plan.simulation.forwards == 6
+
+
+def test_with_room_for_both_calls_one_plan_serves(options: dict[str, Any], needed: tuple[int, int]) -> None:
+    full, shared = needed
+    with streamed(CASE, 2 * full - shared, **options) as model:
+        sgd(model)
+        first = model(*tokens())
+        one = ts.report(model).plan
+        second = model(*tokens())
+        assert ts.report(model).plan is one
+        (first + second).backward()
+
+
+def test_too_little_left_names_the_live_call(options: dict[str, Any]) -> None:
+    with streamed(CASE, 1, **options) as model:
+        sgd(model)
+        least_for(model, CASE)  # that is its budget now
+        loss = model(*tokens())
+        with pytest.raises(BudgetError, match=r"held by 1 call\(s\) of this model whose backward has not run yet"):
+            model(*tokens())
+        loss.backward()
+        loss = model(*tokens())
+        del loss
+        model(*tokens()).backward()
