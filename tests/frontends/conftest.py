@@ -34,6 +34,16 @@ def pair(setting: dict[str, Any]) -> Iterator[Pair]:
         yield theirs, ours, torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9), sgd(ours)
 
 
+@pytest.fixture(params=["adversarial", "auto"])
+def crowd(request: Any, tmp_path: Path) -> Iterator[Pair]:
+    """The same with room for several live calls, each of which recomputes."""
+    options = options_of(request.param, tmp_path / "home")
+    room = 4 * budget_at("full", CASE, sgd, **options)
+    theirs = CASE.model()
+    with streamed(CASE, room, planner="bisection", **options) as ours:
+        yield theirs, ours, torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9), sgd(ours)
+
+
 @pytest.fixture
 def eager(tmp_path: Path) -> Iterator[nn.Module]:
     """A streamed model that is updated within its backward."""

@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from argued import (
+    Cached,
+    Crossed,
+    FixedCache,
+    PackedOutputs,
+    Routed,
+    ScaledByParameter,
+    SharedBias,
+    Skipping,
+)  # fmt: skip
 from models import Adapted, Attention, Down, Mixer, Noisy, Recurrent, Residual, Up, old_style, whole
 from torch import nn
 
@@ -231,5 +241,13 @@ MODELS: dict[str, Model] = {
         lambda: Masked([MaskedBlock() for _ in range(4)]),
         lambda: (torch.randn(2, 6, WIDTH), torch.rand(2, 6, 1).round()),
     ),
+    "crossed": Model(Crossed, lambda: (torch.randn(3, WIDTH), torch.randn(3, WIDTH))),
+    "scaled": Model(ScaledByParameter, numbers(3, WIDTH)),
+    "shared_bias": Model(SharedBias, numbers(3, WIDTH)),
+    "routed": Model(Routed, numbers(3, WIDTH)),
+    "packed": Model(PackedOutputs, numbers(3, WIDTH)),
+    "cached": Model(Cached, numbers(3, WIDTH)),
+    "fixed_cache": Model(FixedCache, numbers(3, WIDTH)),
+    "skipping": Model(Skipping, numbers(3, WIDTH)),
     "double": Model(lambda: Chained(dense()).double(), lambda: (torch.randn(3, WIDTH, dtype=torch.float64),)),
 }  # fmt: skip

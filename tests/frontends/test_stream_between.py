@@ -43,8 +43,8 @@ def test_weights_changed_between_forward_and_backward_raise(pair: Pair) -> None:
         loss.backward()
 
 
-def test_a_step_between_forward_and_backward_raises(pair: Pair) -> None:
-    model, optimizer = pair[1], pair[3]
+def test_a_step_between_forward_and_backward_raises(crowd: Pair) -> None:
+    model, optimizer = crowd[1], crowd[3]
     loss_at(model, CASE).backward()
     loss = loss_at(model, CASE)
     optimizer.step()
@@ -79,14 +79,14 @@ def test_a_result_that_is_dropped_leaves_nothing(pair: Pair) -> None:
     assert abs(meter.end_nbytes) < 64, "a dropped forward left memory behind"
 
 
-def test_dropped_forwards_change_nothing(pair: Pair) -> None:
+def test_dropped_forwards_change_nothing(crowd: Pair) -> None:
     def run(model: nn.Module, _: Any) -> None:
         loss_at(model, CASE)
         loss = loss_at(model, CASE)
         loss = loss_at(model, CASE)
         loss.backward()
 
-    both(pair, run)
+    both(crowd, run)
 
 
 # ------------------------------------------------------------------------------------------------------- exceptions

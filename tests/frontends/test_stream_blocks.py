@@ -10,7 +10,7 @@ import pytest
 import torch
 from exact import assert_same
 from pairs import CASE, Pair, batch, both, sgd
-from streamable import WIDTH, Chained, Dense, Model, Positioned, Scaled, dense, gpt, numbers
+from streamable import WIDTH, Chained, Dense, Model, Positioned, dense, gpt, numbers
 from streaming import everything, gradients_of, loss_at, options_of, streamed
 from torch import nn
 
@@ -21,17 +21,6 @@ from tapestream.models.gpt import Block
 from tapestream.storage.meter import track_memory
 
 # ----------------------------------------------------------------------------------------- what blocks may be given
-
-
-def test_a_second_argument_that_requires_a_gradient_is_refused() -> None:
-    class Scaling(Dense):
-        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * scale
-
-    model = ts.stream(Scaled([Scaling() for _ in range(3)]), device="cpu")
-    with pytest.raises(InputError, match=r"block 0 takes a second tensor that requires a gradient.*detach"):
-        model(batch())
-    ts.unstream(model)
 
 
 def test_a_tensor_held_otherwise_that_requires_a_gradient_is_refused() -> None:

@@ -99,9 +99,9 @@ def test_batches_of_many_lengths(pair: Pair) -> None:
     both(pair, run)
 
 
-def test_hooks_on_parameters_run_once_per_backward(pair: Pair) -> None:
+def test_hooks_on_parameters_run_once_per_backward(crowd: Pair) -> None:
     counts: list[list[str]] = []
-    for model in pair[:2]:
+    for model in crowd[:2]:
         seen: list[str] = []
         counts.append(seen)
         for name, p in model.named_parameters():
@@ -112,5 +112,5 @@ def test_hooks_on_parameters_run_once_per_backward(pair: Pair) -> None:
         loss_at(model, CASE).backward()
         (loss_at(model, CASE) + loss_at(model, CASE)).backward()
 
-    both(pair, run)
+    both(crowd, run)
     assert sorted(counts[0]) == sorted(counts[1])

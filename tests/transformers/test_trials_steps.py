@@ -1,0 +1,232 @@
+"""Orders of forwards, backwards and optimizer steps that have gone wrong in trials with streamed models."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import AMPLE, KNOBS, TIGHT, streamed
+from exact import Trace, assert_same, copy_of, seed
+from streaming import everything, gradients_of
+from zoo import FAMILIES, loss_of
+
+import tapestream as ts
+from tapestream.errors import TapestreamError
+from tapestream.frontends.stream import handle_of
+
+BERT = FAMILIES["bert"]
+Pair = tuple[tuple[Any, Any], tuple[Any, Any]]
+Run = Callable[[Any, Any], Trace]
+
+
+@pytest.fixture(params=[TIGHT, AMPLE], ids=["tight", "ample"])
+def pair(request: Any, tmp_path: Path) -> Iterator[Pair]:
+    """A plain model and a streamed one, each with its optimizer; twice the least, for two calls at once."""
+    theirs = BERT.model()
+    ours = copy.deepcopy(theirs)
+    with streamed(ours, BERT, request.param, tmp_path / "home") as both:
+        handle = handle_of(ours)
+        handle.budget = ts.Budget(2 * handle.budget.device_nbytes)
+        yield (theirs, torch.optim.AdamW(theirs.parameters(), **KNOBS)), both
+
+
+def loss(model: Any, number: int) -> torch.Tensor:
+    return loss_of(model, BERT.batch(number))
+
+
+def step(model: Any, optimizer: Any, number: int = 5) -> Trace:
+    """One ordinary step, and what it leaves behind."""
+    loss(model, number).backward()
+    found = gradients_of(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found | everything(model, "after ")
+
+
+def compare(pair: Pair, run: Run) -> None:
+    """``run`` on both, and an ordinary step afterwards, leave the same bits."""
+    traces = []
+    for model, optimizer in pair:
+        seed(3)
+        trace = run(model, optimizer)
+        optimizer.zero_grad()
+        traces.append(trace | {f"later {name}": tensor for name, tensor in step(model, optimizer).items()})
+    assert_same(*traces)
+
+
+def compare_or_refuse(pair: Pair, run: Run) -> None:
+    """``run`` gives the same bits, or the streamed model refuses; an ordinary step afterwards is exact."""
+    traces: list[Trace | None] = []
+    for model, optimizer in pair:
+        seed(3)
+        try:
+            traces.append(run(model, optimizer))
+        except TapestreamError:
+            assert model is pair[1][0]
+            traces.append(None)
+        optimizer.zero_grad()
+    if traces[1] is not None:
+        assert_same(*[trace or {} for trace in traces])
+    compare(pair, lambda model, optimizer: {})
+
+
+def test_a_step_between_a_forward_and_its_backward(pair: Pair) -> None:
+    """The weights that the first forward has used are gone: plain PyTorch raises, and so must we."""
+
+    def run(model: Any, optimizer: Any) -> Trace:
+        first, second = loss(model, 0), loss(model, 1)
+        second.backward()
+        trace = gradients_of(model)
+        optimizer.step()
+        with pytest.raises(RuntimeError):
+            first.backward()
+        return trace
+
+    compare(pair, run)
+
+
+def test_a_step_while_another_forward_is_alive(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        waiting = loss(model, 0)
+        trace = step(model, optimizer, 1)
+        trace |= {f"second {name}": tensor for name, tensor in step(model, optimizer, 2).items()}
+        return trace | {"waiting": copy_of(waiting)}
+
+    compare(pair, run)
+
+
+def test_two_forwards_and_then_their_backwards(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        first, second = loss(model, 0), loss(model, 1)
+        first.backward()
+        second.backward()
+        return gradients_of(model)
+
+    compare(pair, run)
+
+
+def test_a_step_on_a_retained_graph(pair: Pair) -> None:
+    """The graph's weights are gone after the step: plain PyTorch raises, and so must we."""
+
+    def run(model: Any, optimizer: Any) -> Trace:
+        kept = loss(model, 0)
+        kept.backward(retain_graph=True)
+        trace = gradients_of(model)
+        optimizer.step()
+        with pytest.raises(RuntimeError):
+            kept.backward()
+        return trace
+
+    compare(pair, run)
+
+
+def test_a_retained_graph(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        kept = loss(model, 0)
+        kept.backward(retain_graph=True)
+        kept.backward()
+        return gradients_of(model)
+
+    compare_or_refuse(pair, run)
+
+
+def test_micro_batches_within_one_autocast(pair: Pair) -> None:
+    """Autocast keeps casts of weights until its context ends, while streamed weights leave and come back."""
+
+    def run(model: Any, optimizer: Any) -> Trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            for number in range(3):
+                loss(model, number).backward()
+        return gradients_of(model)
+
+    compare(pair, run)
+
+
+def test_looking_without_gradients_within_the_autocast_of_a_step(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            trained = loss(model, 0)
+            with torch.no_grad():
+                looked = loss(model, 1)
+        trained.backward()
+        trace = gradients_of(model) | {"looked": copy_of(looked)}
+        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return trace | {"after": copy_of(loss(model, 1))}
+
+    compare(pair, run)
+
+
+@pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
+def test_two_forwards_within_one_autocast_and_one_backward(pair: Pair) -> None:
+    """Plain PyTorch adds such gradients in bfloat16, on the casts that both forwards share."""
+
+    def run(model: Any, optimizer: Any) -> Trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            both = loss(model, 0) + loss(model, 1)
+        both.backward()
+        return gradients_of(model)
+
+    compare_or_refuse(pair, run)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
+def test_gradients_of_chosen_parameters(pair: Pair, unused: bool) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        chosen = [p for name, p in model.named_parameters() if "layer.1" in name or "embeddings" in name]
+        found = torch.autograd.grad(loss(model, 0), chosen, allow_unused=unused)
+        assert all(p.grad is None for p in model.parameters())
+        return {str(number): copy_of(gradient) for number, gradient in enumerate(found)}
+
+    compare_or_refuse(pair, run)
+
+
+@pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
+def test_a_backward_for_chosen_parameters(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        loss(model, 0).backward(inputs=[p for name, p in model.named_parameters() if "layer.1" in name])
+        return gradients_of(model)
+
+    compare_or_refuse(pair, run)
+
+
+def test_hooks_of_parameters_see_each_gradient_once(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        calls: dict[str, int] = dict.fromkeys([name for name, _ in model.named_parameters()], 0)
+
+        def counted(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+            def hook(gradient: torch.Tensor) -> torch.Tensor:
+                calls[name] += 1
+                return 2 * gradient
+
+            return hook
+
+        handles = [p.register_hook(counted(name)) for name, p in model.named_parameters()]
+        loss(model, 0).backward()
+        for handle in handles:
+            handle.remove()
+        assert set(calls.values()) == {1}
+        return gradients_of(model)
+
+    compare(pair, run)
+
+
+def test_hooks_after_accumulation(pair: Pair) -> None:
+    def run(model: Any, optimizer: Any) -> Trace:
+        trace: Trace = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+
+        def keep(p: torch.Tensor) -> None:
+            trace[names[id(p)]] = copy_of(p.grad)
+
+        handles = [p.register_post_accumulate_grad_hook(keep) for p in model.parameters()]
+        loss(model, 0).backward()
+        for handle in handles:
+            handle.remove()
+        assert len(trace) == len(names)
+        return dict(sorted(trace.items()))
+
+    compare(pair, run)
