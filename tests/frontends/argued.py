@@ -1,7 +1,9 @@
 """Models whose blocks take and give more than one tensor: what Hugging Face's layers do, each kind made small."""
 
+import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -216,4 +218,51 @@ class Skipping(Layers):
             skips.append(x)
         for block in self.blocks[3:]:
             x = block(x, skips.pop())
+        return x
+
+
+class WatchedBlock(Linears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Watched(Layers):
+    """An auxiliary loss on activations inside the blocks, got by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(WatchedBlock)
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(Seen(self.seen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        for block in self.blocks:
+            x = block(x)
+        assert len(self.seen) == len(self.blocks)
+        return x + torch.stack(self.seen).square().mean(0)
+
+
+class Seen:
+    """A hook that keeps what it sees."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        self.seen = seen
+
+    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+
+class Dropping(Layers):
+    """Drops layers at random, by three generators."""
+
+    def __init__(self) -> None:
+        super().__init__(WatchedBlock, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            draws = (random.random, numpy.random.random, lambda: torch.rand(()).item())
+            if self.training and draws[number % 3]() < 0.5:
+                continue
+            x = block(x)
         return x

@@ -8,12 +8,14 @@ import torch
 from argued import (
     Cached,
     Crossed,
+    Dropping,
     FixedCache,
     PackedOutputs,
     Routed,
     ScaledByParameter,
     SharedBias,
     Skipping,
+    Watched,
 )  # fmt: skip
 from models import Adapted, Attention, Down, Mixer, Noisy, Recurrent, Residual, Up, old_style, whole
 from torch import nn
@@ -249,5 +251,7 @@ MODELS: dict[str, Model] = {
     "cached": Model(Cached, numbers(3, WIDTH)),
     "fixed_cache": Model(FixedCache, numbers(3, WIDTH)),
     "skipping": Model(Skipping, numbers(3, WIDTH)),
+    "watched": Model(Watched, numbers(3, WIDTH)),
+    "dropping": Model(Dropping, numbers(3, WIDTH)),
     "double": Model(lambda: Chained(dense()).double(), lambda: (torch.randn(3, WIDTH, dtype=torch.float64),)),
 }  # fmt: skip

@@ -1,24 +1,34 @@
 """Which modules of a model are its blocks."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from torch import nn
 
 from tapestream.errors import InputError
 
+BlockNames: TypeAlias = Sequence[nn.Module | type[nn.Module] | str] | type[nn.Module] | str
+"""Modules, classes, or names of either."""
 
-def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[nn.Module]:
-    """The blocks of ``model`` in order, each once: children of its ModuleLists and Sequentials, largest containers
-    only.
 
-    ``blocks`` names them instead. Raises InputError when there are none, or one lies inside another.
+def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.Module]:
+    """The blocks of ``model`` in order, each once.
+
+    None: the repeated children of its largest ModuleLists and Sequentials; where the children of one differ in shape
+    (the stages of a vision model), the repeated children inside these. ``blocks`` names them instead: modules, classes
+    or class names (every instance), or names as in ``named_modules()`` (of a block, or of a container of blocks).
+    Raises InputError when there are none, or one lies inside another.
     """
-    found = list(dict.fromkeys(blocks)) if blocks is not None else _children_of_containers(model)
+    if blocks is None:
+        found = _repeated_children(model)
+    else:
+        named = [blocks] if isinstance(blocks, (type, str)) else blocks
+        found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
     if not found:
         raise InputError(
             f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with two or more "
-            f"children that hold "
-            "parameters; name them with blocks=[...]"
+            "children that hold parameters; name them with blocks=[...]"
         )
     members = {id(m) for m in model.modules()}
     inner: dict[int, nn.Module] = {}
@@ -35,24 +45,78 @@ def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> 
     return found
 
 
-def _children_of_containers(model: nn.Module) -> list[nn.Module]:
-    containers: list[nn.Module] = []
-    waiting: list[nn.Module] = [model]
+def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn.Module]:
+    if isinstance(name, nn.Module):
+        return [name]
+    modules = dict(model.named_modules())
+    if isinstance(name, str) and name in modules:
+        module = modules[name]
+        return list(module.children()) if _is_container(module) else [module]
+    found = [
+        m for m in modules.values() if (type(m).__name__ == name if isinstance(name, str) else isinstance(m, name))
+    ]
+    if not found:
+        asked = name if isinstance(name, str) else name.__name__
+        classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:12])
+        raise InputError(
+            f"blocks= names {asked!r}, but {type(model).__name__} has no module or class of that name; its classes "
+            f"are {classes}, and names are those of named_modules()"
+        )
+    return found
+
+
+def _is_container(module: nn.Module, least: int = 2) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(list(module.children())) >= least
+
+
+def _containers(module: nn.Module, least: int = 2) -> Iterator[nn.Module]:
+    """The outermost containers of ``least`` children or more within ``module``, itself included."""
+    waiting = [module]
     while waiting:
         module = waiting.pop(0)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(list(module.children())) > 1:
-            containers.append(module)
+        if _is_container(module, least):
+            yield module
         else:
             waiting.extend(module.children())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _shape(module: nn.Module) -> object:
+    return type(module), tuple(p.shape for p in module.parameters())
+
+
+def _alike(container: nn.Module) -> bool:
+    """Most of the children are of one class and one shape."""
+    shapes = Counter(_shape(child) for child in container.children())
+    return 2 * max(shapes.values()) >= sum(shapes.values())
+
+
+def _opened(container: nn.Module) -> list[nn.Module]:
+    """``container``, or, where its children are stages that differ and are made of containers, those."""
+    if _alike(container):
+        return [container]
+    inside = [inner for child in container.children() for inner in _containers(child, least=1)]
+    repeated = [inner for inner in inside if _alike(inner)]
+    return repeated if 2 * sum(map(_size, repeated)) >= _size(container) else [container]
+
+
+def _repeated_children(model: nn.Module) -> list[nn.Module]:
+    containers = [opened for container in _containers(model) for opened in _opened(container)]
     if not containers:
         return []
-    sizes = [sum(p.numel() for p in c.parameters()) for c in containers]
-    # A small container beside a large one (a two-layer head, say) is not worth streaming.
+    largest = max(containers, key=_size)
+    kinds = {type(child) for child in largest.children()}
+    # A small container beside a large one (a two-layer head, say) is not worth streaming, unless it holds the same
+    # kind of blocks: the first stage of a vision model has few parameters and most of the tape.
     return list(
         dict.fromkeys(
             child
-            for container, size in zip(containers, sizes, strict=True)
-            if size > 0 and 20 * size >= max(sizes)
+            for container in containers
+            if _size(container) > 0
+            and (20 * _size(container) >= _size(largest) or {type(child) for child in container.children()} <= kinds)
             for child in container.children()
         )
     )

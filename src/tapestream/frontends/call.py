@@ -9,35 +9,50 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
+from tapestream.frontends.arguments import BlockRun, Link
 from tapestream.frontends.live import Live, SegmentView
-from tapestream.frontends.observe import split_arguments
 from tapestream.frontends.prepare import Prepared
+from tapestream.ir.actions import Tier
 from tapestream.runner.runner import Runner
-from tapestream.runner.stage import Stage
-from tapestream.runner.state import State, take_apart
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, take_apart, tensors_in
+
+
+class UnplannedBlock(Exception):
+    """A block was called that the plan does not have at that point."""
 
 
 class StreamCall:
     """The interpreters of one call, one per segment, and where the call stands.
 
-    ``marker``: part of the graph of every block that has trainable parameters; autograd runs its node when it wants
-    their gradients.
+    ``anchor``: part of the graph of every block that has trainable parameters. ``plain``: the plan leaves every
+    parameter on the device and runs every block once, so that the blocks are nodes of the user's own graph and only
+    their order and the bytes that they hold are our concern.
     """
 
     def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device, live: Live) -> None:
         self.store, self.prepared, self.device, self.live = store, prepared, device, live
-        self.marker = torch.empty(0, requires_grad=True).view(0)
-        node = self.marker.grad_fn
-        assert node is not None
-        self._node = node
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
+        self._traits: list[list[Traits]] = [[] for _ in prepared.segments]
         self.done = 0  # block calls so far
+        stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
+        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward"
+        self.anchor = torch.empty(0) if self.plain else self._anchored()
         self.closed = False
         self._views: list[SegmentView] = []
         self._differentiating = False
-        self._last: tuple[tuple[torch.Tensor, int], ...] = ()
+        self.link = Link()
         live.calls.add(self)
+
+    def _anchored(self) -> torch.Tensor:
+        root = torch.empty(0, requires_grad=True).view(0)
+        parameters = [p for block in self.store.blocks for p in block.parameters if p.requires_grad and not _hooked(p)]
+        anchor: torch.Tensor = _Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
+        assert root.grad_fn is not None
+        assert anchor.grad_fn is not None
+        self._ends = root.grad_fn, anchor.grad_fn
+        return anchor
 
     @property
     def forward_open(self) -> bool:
@@ -46,32 +61,60 @@ class StreamCall:
 
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
-        self._last = ()
+        self.link = Link()
 
-    def enter(self, position: int, tensors: tuple[torch.Tensor, ...], stage: Stage, state: State) -> tuple[int, int]:
-        """Check that this block call is the one that was planned; returns (segment, stage number)."""
-        segment, k = self.prepared.order[self.done]
+    def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
+        """A block call at the place that `place_of` gave."""
         planned = self.prepared.segments[segment]
-        if planned.positions[k] != position:
+        begun = self.interpreters[segment] is not None
+        if run.linked != begun:
             raise InputError(
-                f"block {position} was called where block {planned.positions[k]} was called when the model was "
-                f"profiled; a model whose blocks run in "
-                "a different order at each call is not supported yet"
+                f"block {position} got {'the' if run.linked else 'another tensor than the'} output of the block before "
+                "it, other than when the model was profiled (was that output changed in place?); keep the model's "
+                "forward the same from call to call"
             )
-        linked = len(tensors) == len(self._last) and all(
-            a is b and a._version == v for a, (b, v) in zip(tensors, self._last, strict=True)
+        if k not in self.prepared.once[segment]:
+            run.keep_arguments(clone=planned.clones[k])
+        if not begun:
+            self._begin(segment, take_apart(run.tensors)[0])
+        self.stages[segment][k], self._traits[segment][k] = stage, planned.traits[k]
+
+    def place_of(self, position: int) -> tuple[int, int]:
+        """(segment, stage) of the block that is called next. Blocks in between are left out of this call: their stages
+        hand the state on.
+
+        Raises UnplannedBlock when the plan has it nowhere after the last one.
+        """
+        for number in range(self.done, len(self.prepared.order)):
+            segment, k = self.prepared.order[number]
+            if self.prepared.segments[segment].positions[k] == position:
+                self.done = number + 1
+                return segment, k
+        raise UnplannedBlock(position)
+
+    def has_written(self) -> bool:
+        """Whether blocks that have run in this call wrote buffers: they cannot run again."""
+        return any(
+            interpreter is not None and any(planned.traits[k].buffers for k in interpreter.runner.seen)
+            for planned, interpreter in zip(self.prepared.segments, self.interpreters, strict=True)
         )
-        if linked != (k > 0):
-            raise InputError(
-                f"block {position} got {'the' if linked else 'another tensor than the'} output of the block before "
-                f"it, other than when the model was profiled "
-                "(was that output changed in place?); keep the model's forward the same from call to call"
-            )
-        if k == 0:
-            self._begin(segment, state)
-        self.stages[segment][k] = stage
-        self.done += 1
-        return segment, k
+
+    def run_plain(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One block call of a ``plain`` call, as in plain PyTorch. The last one's graph keeps this call alive."""
+        self.place_of(position)
+        out = original(*args, **kwargs)
+        for tensor in tensors_in(out):  # of every block: which is the last one is known afterwards only
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._end_plain)
+        return out
+
+    def _end_plain(self, cotangents: Any) -> None:
+        """A backward has begun; when it ends, the tape is gone unless it was to be retained."""
+        if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._differentiating = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
@@ -84,6 +127,9 @@ class StreamCall:
         runner = Runner(
             stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name), once
         )
+        left_out = Traits(draws_host=False, casts_twice=False)
+        runner.traits = self._traits[segment] = [left_out] * len(stages)
+        stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
         interpreter = Interpreter(plan.schedule, runner, blocks=view)
         interpreter.begin(state)
         self.interpreters[segment] = interpreter
@@ -93,10 +139,6 @@ class StreamCall:
         interpreter = self.interpreters[segment]
         assert interpreter is not None
         return interpreter.run_stage(k)
-
-    def remember(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """The tensors that the caller got, to recognise them as the next block's input."""
-        self._last = tuple((t, t._version) for t in outputs)
 
     def backward(self, segment: int, k: int, cotangents: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Differentiate one block."""
@@ -120,7 +162,14 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
-        wanted = torch._C._will_engine_execute_node(self._node)
+        root, anchor = self._ends
+        wanted = torch._C._will_engine_execute_node(root)
+        if not wanted and torch._C._will_engine_execute_node(anchor):
+            raise GradientError(
+                "gradients of chosen parameters of streamed blocks were asked for, by autograd.grad() or "
+                "backward(inputs=...); they arrive in their home, not there: call backward() and read .grad, or "
+                "freeze the others with requires_grad_(False)"
+            )
         for view in self._views:
             view.wanted = wanted
         before, self.live.differentiated = self.live.differentiated, self
@@ -148,6 +197,10 @@ class StreamCall:
         for block in self.store.blocks if all(view.wanted for view in self._views) else ():
             self.store.take_gradients(block.index, interpreter.sums)
 
+    def _end(self) -> None:
+        if not self.closed:
+            self._close()
+
     def abort(self) -> None:
         """After an exception: nothing of this call is left."""
         if not self.closed:
@@ -157,7 +210,7 @@ class StreamCall:
     def _close(self, *, publish: bool = True) -> None:
         self.closed = True
         self.interpreters = [None] * len(self.interpreters)
-        self._last = ()
+        self.link = Link()
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
         self.live.calls.discard(self)
@@ -170,46 +223,24 @@ class StreamCall:
             self._close()
 
 
-def apply_block(
-    call: StreamCall, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """A block's call as one node of the user's graph."""
-    tree, bind = split_arguments(position, args, kwargs)
-    state, tensors = take_apart(tree)
-    at, k = call.prepared.order[call.done]
-    planned = call.prepared.segments[at]
-    trait, stage = planned.traits[k], planned.stages[k].calling(bind(original))
-    segment, k = call.enter(position, tensors, stage, state)
-    anchor = call.marker if trait.leaves else None
-    template: list[State] = []
-    outputs = _BlockNode.apply(call, segment, k, template, anchor, *tensors)  # type: ignore[no-untyped-call]
-    call.remember(outputs)
-    return template[0].tree(outputs)
+def _handed_on(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A block that is left out of a call."""
+    return state
 
 
-class _BlockNode(torch.autograd.Function):
-    """One block call. ``anchor``, the call's marker, makes the node part of the graph when parameters alone need
-    gradients."""
+def _hooked(parameter: torch.nn.Parameter) -> bool:
+    # An edge to its node would let its hooks see a gradient that is None.
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes parameters part of the graph, so that asking for the gradient of one reaches the blocks."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: StreamCall,
-        segment: int,
-        k: int,
-        template: list[State],
-        anchor: torch.Tensor | None,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.place = call, (segment, k)
-        out = call.forward(segment, k)
-        ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
-        template.append(State((), out.requires, out.others, out.slots, out.spec))
-        return tuple(t.detach() for t in out.tensors)
+    def forward(ctx: Any, root: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = len(parameters)
+        return root.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        given = ctx.call.backward(*ctx.place, list(cotangents))
-        return (None, None, None, None, None, *given)
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        return (None,) * (1 + ctx.parameters)

@@ -13,22 +13,31 @@ from torch.utils import _pytree as pytree
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
+from tapestream.frontends.arguments import BlockRun, Link
 from tapestream.frontends.check import check_deterministic
-from tapestream.planning.profile import Alike, Travellers, profile_stage, unchanged_generators
+from tapestream.frontends.hooks import hooks_unchanged
+from tapestream.frontends.left_out import LeftOut
+from tapestream.planning.profile import Alike, Travellers, collector_off, profile_stage, unchanged_generators
+from tapestream.runner.ambient import Autocast
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
+from tapestream.runner.guards import Guard
 from tapestream.runner.stage import Stage, Traits
-from tapestream.runner.state import storages, take_apart
-from tapestream.storage.meter import MemoryMeter, track_memory
+from tapestream.runner.state import State, storages, take_apart
+from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
 
 
 @dataclass(slots=True)
 class Segment:
-    """Blocks called one after the other, each on exactly what the one before returned."""
+    """Blocks called one after the other, each on what the one before returned and nothing else with a gradient.
+
+    ``clones``: per block, whether it writes into tensors inside objects among its arguments (a cache of fixed size).
+    """
 
     positions: list[int] = field(default_factory=list)
     costs: list[StageCost] = field(default_factory=list)
     traits: list[Traits] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
+    clones: list[bool] = field(default_factory=list)
     initial_nbytes: int = 0
     travellers: Travellers | None = None
 
@@ -46,29 +55,6 @@ class Observed:
     before_nbytes: int
     turn_nbytes: int
     turn_seconds: float
-
-
-def split_arguments(
-    position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Callable[[Callable[..., Any]], Callable[[Any], Any]]]:
-    """A block's state (its first argument) and a way to bind the others. Raises InputError where a gradient would be
-    lost."""
-    if not args:
-        raise InputError(
-            f"block {position} was called with keyword arguments only; pass the state as its first positional argument"
-        )
-    rest = args[1:]  # not args: the call's stages live until backward and must not keep the state
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((rest, kwargs))):
-        raise InputError(
-            f"block {position} takes a second tensor that requires a gradient; this is not supported yet: make it "
-            f"part of "
-            "the state (a tuple as first argument and as result), or detach() it"
-        )
-
-    def bind(original: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda state: original(state, *rest, **kwargs)
-
-    return args[0], bind
 
 
 class Observation:
@@ -89,10 +75,14 @@ class Observation:
         self.progress, self.verify = progress, verify
         self._alike: Alike = {}
         self.segments: list[Segment] = []
-        self._last: tuple[torch.Tensor, ...] = ()
+        self._link = Link()
+        self._left_out = LeftOut(model, blocks)
+        self._root = torch.empty(0, requires_grad=True)
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
         self._meter: MemoryMeter | None = None
         self._before_nbytes = 0
+        self._watch: MemoryWatch | None = None
+        self._held: tuple[torch.Tensor, ...] = ()
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """Call the model once; `observe` sees its blocks."""
@@ -100,64 +90,125 @@ class Observation:
         outside = [m for m in self.model.modules() if id(m) not in inside]
         snapshot = BufferSnapshot.take(buffer_slots(outside))
         try:
-            with unchanged_generators(self.device):
-                self._measure_outside()
-                result = original(*args, **kwargs)
-                if not self.segments:
-                    raise InputError(
-                        "the model's forward called none of its blocks; name the right ones with blocks=[...]"
-                    )
-                turn_nbytes, turn_seconds = self._turn(result)
+            with (
+                unchanged_generators(self.device),
+                hooks_unchanged(list(self.model.modules())),
+                self._uncached(),
+                watch_memory(self.device) as self._watch,
+            ):
+                try:
+                    self._measure_outside()
+                    result = original(*args, **kwargs)
+                    if not (self.segments or self.model.training):  # in training, all may have been dropped
+                        raise InputError(
+                            "the model's forward called none of its blocks; name the right ones with blocks=[...]"
+                        )
+                    turn_nbytes, turn_seconds = self._turn(result)
+                    self._observe_the_rest()
+                finally:
+                    self._stop_measuring()
         finally:
-            self._stop_measuring()
             snapshot.put_back()
         return Observed(self.segments, self._before_nbytes, turn_nbytes, turn_seconds)
+
+    def _uncached(self) -> contextlib.AbstractContextManager[None]:
+        """Casts made here must not be found by the call itself: a weight's parts would be added in another order."""
+        autocast = Autocast.capture(self.device)
+        return autocast.entered(cache=False) if autocast.enabled else contextlib.nullcontext()
 
     def _turn(self, result: Any) -> tuple[int, float]:
         """Differentiate what the model returned down to the last block's output, as the user's backward will."""
         roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-        leaves = [t for t in self._last if t.requires_grad]
+        roots = [t for t in roots if t.dim() == 0] or roots  # a loss that the model computes itself is what is used
+        leaves = [t for t in self._link.tensors if t.requires_grad]
         start = time.perf_counter()
+        made: tuple[torch.Tensor | None, ...] = ()
         if roots and leaves:
-            torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
+            made = torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
         seconds = time.perf_counter() - start
         meter = self._stop_measuring()
-        # A loss that the user computes from the result needs about its size twice, forward and backward.
-        loss = sum(2 * t.nbytes for t in roots if t.numel() > 1)
-        return (0 if meter is None else meter.peak_nbytes) + loss, seconds
+        cotangents = sum(storages([t for t in made if t is not None]).values())  # the simulator counts them itself
+        # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
+        loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)
+        return max(0, (0 if meter is None else meter.rise_nbytes) - cotangents) + loss, seconds
 
-    def _measure_outside(self) -> None:
+    def _measure_outside(self, *held: torch.Tensor) -> None:
+        """Measure until the next block. ``held``: what the caller is about to drop, kept so long, as the section does
+        not make room by that."""
+        assert self._watch is not None
+        self._held = held
         self._outside = contextlib.ExitStack()
-        self._meter = self._outside.enter_context(track_memory(self.device))
+        self._outside.enter_context(collector_off())
+        self._meter = self._outside.enter_context(self._watch.measured())
 
     def _stop_measuring(self) -> MemoryMeter | None:
         meter, outside = self._meter, self._outside
         self._meter = self._outside = None
         if outside is not None:
             outside.close()
+        self._held = ()
         return meter
 
     def observe(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Profile one block and return its output, cut off from the graph."""
-        meter = self._stop_measuring()
-        tree, bind = split_arguments(position, args, kwargs)
-        state, tensors = take_apart(tree)
-        linked = bool(self._last) and [id(t) for t in tensors] == [id(t) for t in self._last]
-        if not linked:
-            if meter is not None:
-                self._before_nbytes += max(0, meter.end_nbytes - sum(storages(tensors).values()))
-            self.segments.append(Segment(initial_nbytes=sum(storages(tensors).values()), travellers=Travellers(state)))
-        segment = self.segments[-1]
+        """Profile one block, and what its container has left out before it; returns its output, cut off from the
+        graph."""
+        for other in self._left_out.before(position):
+            args, kwargs = self._observe_left_out(other, args, kwargs, None)
+        result, run = self._observe(position, original, args, kwargs)
+        self._left_out.note(position, args, kwargs, run, self._link, self.segments[-1])
+        return result
+
+    def _observe_left_out(
+        self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any], segment: Segment | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Profile a block that this call has dropped. Returns what the next block would be given: if this one cannot
+        be run here, the same."""
+        block, link = self.blocks[position], self._link
+        base = type(block).__mro__[1]
+        try:
+            _, run = self._observe(position, lambda *a, **k: base.__call__(block, *a, **k), args, kwargs, segment)
+        except Exception:
+            self._link = link
+            self._stop_measuring()
+            self._measure_outside()
+            return args, kwargs
+        return self._left_out.note(position, args, kwargs, run, self._link, segment or self.segments[-1])
+
+    def _observe_the_rest(self) -> None:
+        """What containers have left out after the last of their blocks that was called."""
+        for other, args, kwargs, link, segment in self._left_out.rest():
+            self._link = link
+            self._measure_outside()
+            self._observe_left_out(other, args, kwargs, segment)
+
+    def _observe(
+        self,
+        position: int,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        segment: Segment | None = None,
+    ) -> tuple[Any, BlockRun]:
+        meter, watch = self._stop_measuring(), self._watch
+        assert watch is not None
         bare = Stage(position, self.blocks[position])
-        stage = bare.calling(bind(original))
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
+        run.keep_arguments(clone=True)
+        state, _ = take_apart(run.tensors)
+        if meter is not None:
+            self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
+        if segment is None and not run.linked:
+            self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state)))
+        segment = segment or self.segments[-1]
+        stage = bare.calling(run)
         block = self.store.uses[position]
         brought = block is not None and self.store.lend(block)
         try:
             if self.verify:
                 check_deterministic([stage], state, self.device)
-            cost, traits, out = profile_stage(stage, state, self.device, self._alike)
+            cost, traits, out = profile_stage(stage, state, watch, self._alike)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)
@@ -166,14 +217,23 @@ class Observation:
         segment.costs.append(cost)
         segment.traits.append(traits)
         segment.stages.append(bare)
+        segment.clones.append(run.writes)
         assert segment.travellers is not None
         segment.travellers.follow(state, out)
-        self._last = tuple(
-            t.detach().requires_grad_(requires) for t, requires in zip(out.tensors, out.requires, strict=True)
+        self._before_nbytes += run.take_over()
+        # Nodes, not leaves: what runs outside may change its input in place.
+        last = tuple(
+            Guard.apply(self._root, t, bare.name) if requires else t.detach()  # type: ignore[no-untyped-call]
+            for t, requires in zip(out.tensors, out.requires, strict=True)
         )
+        result, self._link = run.finish(out, last)
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
-        self._measure_outside()
-        return out.tree(self._last)
+        self._measure_outside(*state.tensors)
+        return result, run
+
+
+def _nbytes(state: State) -> int:
+    return sum(storages(state.tensors).values())
 
 
 def _check_own(position: int, block: nn.Module, traits: Traits) -> None:

@@ -1,0 +1,165 @@
+"""A block's call taken apart: which tensors are the chain's state, what is bound to this call, what comes out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import InputError
+from tapestream.frontends.hooks import Captured, capturing, hooked
+from tapestream.runner.ambient import recomputing
+from tapestream.runner.private import Before, may_change, take_over, tensors_in
+from tapestream.runner.state import State, take_apart
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the block before left behind, and what the caller holds of it.
+
+    ``tensors``: the entries of the state (its distinct tensors), as they enter the next block's node; ``places``: where
+    each lies in the flat tuple that the block before returned. ``sides``: entries that every block of
+    the chain hands on (an encoder's output, say), so that their gradients are added in the order of plain autograd.
+    ``names``: by ``id`` of a tensor that the caller holds: its entry, itself, and its version when it was handed out.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    places: tuple[int, ...] = ()
+    sides: tuple[int, ...] = ()
+    names: dict[int, tuple[int, torch.Tensor, int]] = field(default_factory=dict)
+
+    def entry(self, tensor: torch.Tensor) -> int | None:
+        """Which entry of the state ``tensor`` is, None when it is none, or was changed in place since."""
+        found = self.names.get(id(tensor))
+        return None if found is None or tensor._version != found[2] else found[0]
+
+
+class BlockRun:
+    """One call of a block as a function from state to state: a flat tuple of tensors each.
+
+    ``linked``: everything that carries a gradient came from the block before. ``tensors``: the state's, with their
+    graph. Objects that the block may change (key-value caches) are its own in every run but the first; ``writes``:
+    it has written into tensors in them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        link: Link,
+    ) -> None:
+        self.name = name
+        self._original, self._hooked = original, hooked(modules)
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.linked, here, self._picks = _recognised(name, leaves, link)
+        self.tensors, self._places, self._sides, self._names = here.tensors, here.places, here.sides, here.names
+        for at in self._picks:
+            leaves[at] = None  # the call's function lives until its backward and must not keep the state
+        self._leaves = leaves
+        self._changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
+        self._changed: list[Any] = []
+        self._before: Before | None = None
+        self._clone = self.writes = False
+        self._first = True
+        self._template: State | None = None
+        self._captured: Captured | None = None
+        self._inner: tuple[torch.Tensor, ...] = ()
+
+    def keep_arguments(self, *, clone: bool) -> None:
+        """The block will run again: remember objects among its arguments as they are now."""
+        self._clone = clone
+        if self._changing:
+            self._before = Before.take([self._leaves[at] for at in self._changing], clone=clone)
+
+    def __call__(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Run the block: its output tensors, what hooks are to see, and what it hands on."""
+        leaves = list(self._leaves)
+        for at, entry in self._picks.items():
+            leaves[at] = state[self._places[entry]]
+        if recomputing() and self._before is not None:
+            for at, copied in zip(self._changing, self._before.copies(self.name, clone=self._clone), strict=True):
+                leaves[at] = copied
+        changing = [leaves[at] for at in self._changing]
+        held = [(t, t._version) for t in tensors_in(changing)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        with capturing(self._hooked) as captured:
+            out = self._original(*args, **kwargs)
+        self.writes = self.writes or any(t._version != version for t, version in held)
+        found, live = take_apart(out)
+        if self._first:
+            self._template = State((), found.requires, found.others, found.slots, found.spec)
+            self._captured, self._inner = captured, state
+            self._changed = changing
+        return (*live, *captured.tensors, *(state[self._places[entry]] for entry in self._sides))
+
+    def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:
+        """After the first run, which gave ``state``: what the caller gets, made of ``outputs``, and the next link."""
+        template, captured = self._template, self._captured
+        assert template is not None
+        assert captured is not None
+        outer = {id(self._inner[place]): t for place, t in zip(self._places, self.tensors, strict=True)}
+        inner, names_before = self._inner, self._names
+        self._inner, self._names, self.tensors = (), {}, ()
+        self._first, self._template, self._captured, self._changed = False, None, None, []
+        flat = [outputs[slot] for slot in state.slots]
+        own, shown = len(template.requires), len(captured.tensors)
+        names = {id(t): (entry, t, t._version) for entry, t in enumerate(outputs)}
+        for number, entry in enumerate(self._sides):
+            now = state.slots[own + shown + number]
+            names.update({key: (now, t, version) for key, (was, t, version) in names_before.items() if was == entry})
+        sides = tuple(state.slots[own + shown :])
+        captured.show(flat[own : own + shown], outer, self.name)
+        del inner  # until here, or an id in ``outer`` might be another tensor's
+        places = tuple(state.slots.index(entry) for entry in range(len(outputs)))
+        return template.tree(flat[:own]), Link(tuple(outputs), places, sides, names)
+
+    def following(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of this call with what the block has made of its state in place of that: what a next block of
+        the same kind would be given."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for at, entry in self._picks.items():
+            if entry not in self._sides and entry < len(link.tensors):
+                leaves[at] = link.tensors[entry]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def take_over(self) -> int:
+        """After a run on private copies: let the caller's objects have what it did to them.
+
+        Returns the bytes of tensors that they hold now and did not before.
+        """
+        held = _nbytes([self._leaves[at] for at in self._changing])
+        for at, changed in zip(self._changing, self._changed, strict=True):
+            take_over(self._leaves[at], changed)
+        return max(0, _nbytes([self._leaves[at] for at in self._changing]) - held)
+
+
+def _nbytes(things: Sequence[Any]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(things)}.values())
+
+
+def _recognised(name: str, leaves: Sequence[Any], link: Link) -> tuple[bool, Link, dict[int, int]]:
+    """(whether the call goes on from ``link``, the state that it enters with, which argument is which entry)."""
+    tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise InputError(f"{name} was called without any tensor; pass its state as an argument")
+    known = {at: entry for at, t in tensors if (entry := link.entry(t)) is not None}
+    wanting = [at for at, t in tensors if t.requires_grad]
+    if known and all(at in known for at in wanting):
+        return True, link, known
+    floating = [at for at, t in tensors if t.is_floating_point() or t.is_complex()]
+    main = next(iter((*floating, tensors[0][0])))
+    entering = [(main, leaves[main]), *((at, leaves[at]) for at in wanting)]
+    distinct = list({id(t): t for _, t in entering}.values())
+    number = {id(t): entry for entry, t in enumerate(distinct)}
+    names = {id(t): (entry, t, t._version) for entry, t in enumerate(distinct)}
+    picks = {at: number[id(t)] for at, t in tensors if id(t) in number}
+    n = len(distinct)
+    return False, Link(tuple(distinct), tuple(range(n)), tuple(range(1, n)), names), picks

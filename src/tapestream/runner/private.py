@@ -1,0 +1,145 @@
+"""Private copies of objects that a block may change while it runs: key-value caches, counters, lists."""
+
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import GradientError
+
+_FIXED = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, torch.dtype, torch.device,
+    torch.layout, torch.memory_format, nn.Module, torch.Tensor, torch.Generator,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+)  # fmt: skip
+
+
+def may_change(thing: Any) -> bool:
+    """Whether running a block can change ``thing``, an argument of it that is no tensor."""
+    return not isinstance(thing, _FIXED)
+
+
+def tensors_in(things: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor that attributes and containers of ``things`` lead to, each once."""
+    return [found for found in _shared(things) if isinstance(found, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Objects as they were before a block's first run. Tensors in them are shared, unless the block writes into
+    them."""
+
+    things: tuple[Any, ...]
+    versions: tuple[tuple[torch.Tensor, int], ...]
+
+    @classmethod
+    def take(cls, things: Sequence[Any], *, clone: bool) -> "Before":
+        """Copy ``things``, and with ``clone`` the tensors in them too."""
+        copied = _copied(things, _clone if clone else _itself)
+        return cls(copied, tuple((t, t._version) for t in tensors_in(copied)))
+
+    def copies(self, name: str, *, clone: bool) -> tuple[Any, ...]:
+        """For one more run of the block ``name``. Raises GradientError when the tensors in them have changed since."""
+        if any(t._version != version for t, version in self.versions):
+            raise GradientError(
+                f"a tensor inside an argument of {name} was modified by an in-place operation after the block had "
+                "used it, so recomputing would see the new values; use an object that appends instead (a dynamic "
+                "cache), or none while training (use_cache=False)"
+            )
+        return _copied(self.things, _clone if clone else _itself)
+
+
+def copies_of(tree: Any) -> Any:
+    """``tree`` with copies, tensors included, in place of the objects that may change."""
+    leaves, spec = pytree.tree_flatten(tree)
+    changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
+    for at, copied in zip(changing, _copied([leaves[at] for at in changing], _clone), strict=True):
+        leaves[at] = copied
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def take_over(thing: Any, changed: Any) -> None:
+    """Give ``thing`` the contents of ``changed``, a copy of it that a block has worked on."""
+    refill(thing, changed)
+    if isinstance(getattr(thing, "__dict__", None), dict):
+        refill(vars(thing), vars(changed))
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Make a dictionary, list or set hold what another one holds; anything else is left as it is."""
+    if isinstance(container, list):
+        container[:] = contents
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(contents)
+
+
+def containers_behind(functions: Sequence[Any]) -> list[Any]:
+    """Dictionaries, lists and sets that ``functions`` reach: in closures, as attributes, within each other."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = list(functions)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            waiting.extend((thing.func, *thing.args, *thing.keywords.values()))
+        elif isinstance(thing, types.MethodType):
+            waiting.append(thing.__self__)
+        elif isinstance(thing, types.FunctionType):
+            cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
+            waiting.extend((*cells, *(thing.__defaults__ or ())))
+        elif isinstance(thing, _FIXED):
+            continue
+        elif isinstance(thing, (dict, list, set)):
+            found.append(thing)
+            waiting.extend(thing.values() if isinstance(thing, dict) else thing)
+        else:
+            waiting.append(getattr(thing, "__dict__", None))
+    return found
+
+
+def _copied(things: Sequence[Any], of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    memo = {id(x): of_tensor(x) if isinstance(x, torch.Tensor) else x for x in _shared(things)}
+    return tuple(copy.deepcopy(list(things), memo))
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _shared(things: Sequence[Any]) -> Iterator[Any]:
+    """What a copy has in common with its original: tensors, modules, generators, functions."""
+    seen: set[int] = set()
+    waiting = list(things)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, _FIXED):
+            if isinstance(thing, (torch.Tensor, nn.Module, torch.Generator)):
+                yield thing
+            continue
+        if isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple, set, frozenset)):
+            waiting.extend(thing)
+        waiting.extend(getattr(thing, "__dict__", {}).values())
+        for base in type(thing).__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            waiting.extend(getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__"))

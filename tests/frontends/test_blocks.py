@@ -1,0 +1,79 @@
+"""Which modules are found to be blocks, and how they may be named."""
+
+import pytest
+from torch import nn
+
+from tapestream.errors import InputError
+from tapestream.frontends.blocks import find_blocks
+
+
+def layer(width: int = 8) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 2, dim_feedforward=2 * width)
+
+
+def tower(count: int, width: int = 8) -> nn.Module:
+    return nn.ModuleDict(
+        {"embed": nn.Linear(width, width), "layers": nn.ModuleList(layer(width) for _ in range(count))}
+    )
+
+
+class Stage(nn.Module):
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(width, width, 3) for _ in range(count)))
+        self.shrink = nn.Conv2d(width, 2 * width, 3, stride=2)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.gate = nn.Linear(8, 6)
+
+
+def test_two_towers_are_two_chains() -> None:
+    model = nn.ModuleDict({"one": tower(3), "two": tower(2)})
+    assert find_blocks(model) == [*model["one"]["layers"], *model["two"]["layers"]]
+
+
+def test_a_small_head_is_no_chain() -> None:
+    model = nn.ModuleDict({"body": tower(6), "head": nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2))})
+    assert find_blocks(model) == list(model["body"]["layers"])
+
+
+def test_stages_of_different_width_are_opened() -> None:
+    stages = nn.ModuleList([Stage(1, 2), Stage(2, 4), Stage(3, 8)])
+    model = nn.ModuleDict({"stages": stages})
+    assert find_blocks(model) == [conv for stage in stages for conv in stage.layers]
+
+
+def test_experts_inside_equal_layers_are_not_opened() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(3))})
+    assert find_blocks(model) == list(model["layers"])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "TransformerEncoderLayer",
+        nn.TransformerEncoderLayer,
+        ["two.layers", "one.layers"],
+        ["one.layers", nn.TransformerEncoderLayer],
+    ],
+)
+def test_blocks_by_class_and_by_name(names: object) -> None:
+    model = nn.ModuleDict({"one": tower(3), "two": tower(2)})
+    found = find_blocks(model, names)  # type: ignore[arg-type]
+    assert set(found) == {*model["one"]["layers"], *model["two"]["layers"]}
+    assert len(found) == 5
+
+
+def test_one_block_by_its_name() -> None:
+    model = tower(3)
+    assert find_blocks(model, ["layers.1"]) == [model["layers"][1]]
+
+
+@pytest.mark.parametrize("name", ["layer", "Conv9d", nn.LSTM])
+def test_an_unknown_name_lists_the_classes(name: object) -> None:
+    with pytest.raises(InputError, match=r"blocks= names '\w+', but ModuleDict has no module or class.*Linear"):
+        find_blocks(tower(2), name)  # type: ignore[arg-type]
