@@ -10,6 +10,7 @@ from tapestream.errors import (
     TapestreamError,
 )
 from tapestream.frontends.chain import Chain
+from tapestream.frontends.loss import linear_cross_entropy
 from tapestream.frontends.optimizer import optimizer
 from tapestream.frontends.plan import plan, report, verify
 from tapestream.frontends.stream import stream, unstream
@@ -39,6 +40,7 @@ __all__ = [
     "StorageError",
     "TapestreamError",
     "Tier",
+    "linear_cross_entropy",
     "measure_machine",
     "optimizer",
     "plan",

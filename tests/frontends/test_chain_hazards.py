@@ -1,5 +1,6 @@
 """What could go silently wrong in a recomputation goes right or raises."""
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -490,3 +491,19 @@ def test_a_long_stage_that_draws_from_numpy_only_sometimes_is_recomputed_with_th
         assert mine is not None
         assert expected is not None
         assert torch.equal(mine, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- buffers
+
+
+def test_a_mean_that_the_first_input_leaves_as_it_was(make: Any) -> None:
+    """Zeros say nothing of whether BatchNorm writes its mean."""
+    stages: list[Any] = [nn.BatchNorm1d(6), *mlp()]
+    theirs = copy.deepcopy(stages)
+    zeros = torch.zeros(3, 6, requires_grad=True)
+    net = make(stages, zeros)
+    for x in (zeros, leaf(3, 6)):
+        net(x).sum().backward()
+        plain(theirs)(x.detach()).sum().backward()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(stages[0], name), getattr(theirs[0], name)), name

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import PLANNERS, assert_same, plain, train
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from models import Again, Attention, Case, Checkpointed, Force, Noisy, rows
 from torch import nn
 
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.chain import Chain
 
 WIDTH = 4
@@ -71,6 +71,9 @@ def stages_of(kinds: list[str]) -> list[Any]:
     return [FUNCTIONS[kind] if kind in FUNCTIONS else OnFirst(LAYERS[kind](shared)) for kind in kinds]
 
 
+@example(
+    kinds=["linear", "view", "view", "view", "relu"], planner="store_all", share=1.0, requires=False, autocast=False
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.lists(st.sampled_from([*LAYERS, *FUNCTIONS]), min_size=1, max_size=7),
@@ -91,8 +94,12 @@ def test_random_chains(kinds: list[str], planner: str, share: float, requires: b
             return
         stored = Chain(case.stages(), planner="store_all")
         x = case.batch().requires_grad_(requires)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            stored((x,))
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                stored((x,))
+        except InputError as error:
+            assert "shares memory with another tensor of that state" in str(error)  # noqa: PT017
+            return
         if stored.plan is None:
             pytest.fail("the chain made no plan although plain PyTorch differentiates it")
         budget = max(1, int(share * stored.plan.peak_nbytes))

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from exact import PLANNERS
+from exact import PLANNERS, plain
 from models import mlp
 from pairs import Pair, batch
-from torch import nn
 
 from tapestream.errors import GradientError
 from tapestream.frontends.chain import Chain
@@ -40,7 +39,7 @@ def test_the_chain_can_be_differentiated_once_after_refusing() -> None:
     with pytest.raises(GradientError, match="create_graph=True"):
         torch.autograd.grad(out, x, create_graph=True)
     (found,) = torch.autograd.grad(out, x)
-    (expected,) = torch.autograd.grad(nn.Sequential(*stages)(x).sum(), x)
+    (expected,) = torch.autograd.grad(plain(stages)(x).sum(), x)
     assert torch.equal(found, expected)
 
 
@@ -50,7 +49,7 @@ def test_a_chain_within_a_stage_of_a_chain() -> None:
     within = Chain(inner)
     within(x)  # made ready: two chains cannot be profiled at once
     (found,) = torch.autograd.grad(Chain([within, *outer])(x).sum(), x)
-    (expected,) = torch.autograd.grad(nn.Sequential(*inner, *outer)(x).sum(), x)
+    (expected,) = torch.autograd.grad(plain([*inner, *outer])(x).sum(), x)
     assert torch.equal(found, expected)
 
 

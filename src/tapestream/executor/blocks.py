@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tapestream.errors import BudgetError
 from tapestream.executor.copies import BlockCopies
 from tapestream.executor.engines.protocol import CopyEngine
 from tapestream.executor.gradients import Found, GradientBook, Sums
@@ -44,7 +45,8 @@ class BlockStore:
         self.copies = BlockCopies(pool, engine, self.blocks, home, device)
         self.gradients = GradientBook(self.copies)
         self.updater: Updater | None = None
-        self._ahead: set[int] = set()  # blocks that `look_ahead` has started to bring
+        self._ahead: list[int] = []  # blocks that `look_ahead` has started to bring, in that order
+        self._one_hop = home is Tier.HOST or self.copies.direct
         self.updated: set[int] = set()  # blocks whose update has run since this was last cleared
         self._state_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
 
@@ -194,8 +196,11 @@ class BlockStore:
         for tier in (Tier.HOST, Tier.DEVICE):
             copies.wait(value, tier)
         ahead = block in self._ahead
-        self._ahead.discard(block)
+        if ahead:
+            self._ahead.remove(block)
         if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
+            if ahead and self.home is Tier.DISK:
+                copies.release(value, Tier.HOST)
             return ahead
         if ahead:  # half way
             copies.start(value, Tier.HOST, Tier.DEVICE)
@@ -206,21 +211,58 @@ class BlockStore:
             copies.show(value, Tier.DEVICE)
         return True
 
-    def look_ahead(self, block: int, room_nbytes: int) -> None:
-        """Start bringing a block that will be lent next, at least half way, if it takes no more than ``room_nbytes``
-        of the device."""
+    def look_ahead(self, block: int, limit_nbytes: int) -> bool:
+        """Start bringing a block that will be lent, unless more than ``limit_nbytes`` of the device would be held; by
+        way of the host, two at a time. Returns whether it is there or on its way."""
         value, copies = Value(Kind.PARAMETERS, block), self.copies
-        one_hop = copies.direct or self.home is Tier.HOST
-        known = any(copies.has(value, tier) for tier in (Tier.DEVICE, Tier.HOST) if tier is not self.home)
-        if not known and copies.tier_of(value) is not Tier.DEVICE and self.blocks[block].layout.nbytes <= room_nbytes:
-            self._ahead.add(block)
-            copies.start(value, self.home, Tier.DEVICE if one_hop else Tier.HOST)
+        if copies.tier_of(value) is Tier.DEVICE or any(
+            copies.has(value, tier) for tier in (Tier.DEVICE, Tier.HOST) if tier is not self.home
+        ):
+            return True
+        if self._one_hop:
+            fits = self.pool.held_nbytes(Tier.DEVICE) + self.blocks[block].layout.nbytes <= limit_nbytes
+        else:
+            fits = len(self._ahead) < 2
+        if fits:
+            try:
+                copies.start(value, self.home, Tier.DEVICE if self._one_hop else Tier.HOST)
+            except BudgetError:  # the host is full
+                return False
+            self._ahead.append(block)
+        return fits
+
+    def advance_ahead(self, limit_nbytes: int) -> None:
+        """Let the next of the blocks that are half way go on to the device, within ``limit_nbytes`` there."""
+        if self._one_hop or not self._ahead:
+            return
+        value, copies = Value(Kind.PARAMETERS, self._ahead[0]), self.copies
+        nbytes = self.blocks[self._ahead[0]].layout.nbytes
+        if not copies.has(value, Tier.DEVICE) and self.pool.held_nbytes(Tier.DEVICE) + nbytes <= limit_nbytes:
+            copies.wait(value, Tier.HOST)
+            copies.start(value, Tier.HOST, Tier.DEVICE)
+
+    def drop_ahead(self) -> None:
+        """Give up what `look_ahead` has started to bring and nobody was lent, where no other call uses the store."""
+        self._ahead.clear()
+        self.copies.settle()
+        self.pool.trim()
 
     def give_back(self, block: int) -> None:
         """End a `lend` that has brought the block."""
         value = Value(Kind.PARAMETERS, block)
         self.copies.show(value, self.home)
         self.copies.release(value, Tier.DEVICE)
+
+    def keep(self, block: int) -> bool:
+        """End a `lend` that has brought the block by letting it live on the device, until `place` moves it. Not where
+        it has gradients, which live with their parameters: returns whether it stays."""
+        value = Value(Kind.PARAMETERS, block)
+        if any(p.grad is not None for p in self.blocks[block].parameters):
+            return False
+        self.copies.resident |= {value}
+        self.copies.staying |= {value}
+        self.copies.release(value, self.home)
+        return True
 
     def update_left(self) -> None:
         """Update every block that has a gradient and was not updated by a plan, one after the other; together where

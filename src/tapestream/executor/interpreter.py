@@ -57,7 +57,8 @@ class _Kept:
 class Interpreter:
     """One live call: the cursor in its schedule, the states, tapes and cotangents that exist now.
 
-    ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call).
+    ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call). ``tail``: the
+    first of the stages that are recorded as one graph (see `tail_of`), None for none.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class Interpreter:
         *,
         blocks: Blocks | None = None,
         parcels: Parcels | None = None,
+        tail: int | None = None,
     ) -> None:
         self.schedule, self.runner, self.blocks, self.parcels = schedule, runner, blocks, parcels
         self.live: State | None = None
         self.live_index = 0
+        self.tail = tail
         self.kept: dict[int, _Kept] = {}
         self.tapes: dict[int, Tape] = {}
         self.cotangents: dict[int, Gradients] = {}
@@ -153,7 +156,7 @@ class Interpreter:
 
     def run_step(self) -> None:
         """The step phase alone."""
-        while self._pending is not None and self._pending != Phase(PhaseKind.STEP):
+        while self._pending is not None and not _is_phase(self._pending, PhaseKind.STEP):
             self._next()
         if self._pending is not None:
             self._next()
@@ -162,7 +165,7 @@ class Interpreter:
 
     def _enter(self, kind: PhaseKind) -> None:
         """Go on to phase ``kind``, finishing what is left of the phase before."""
-        while self._pending is not None and self._pending != Phase(kind):
+        while self._pending is not None and not _is_phase(self._pending, kind):
             if isinstance(self._pending, Phase) or self._entered is kind:
                 return
             self._step()
@@ -192,6 +195,8 @@ class Interpreter:
                 if self._inside < stop - start:
                     return
                 self._inside = 0
+            case Record(stage) if stage == self.tail:
+                self._record_tail(stage)
             case Record(stage):
                 self._record(stage)
             case Backward(stage):
@@ -228,19 +233,32 @@ class Interpreter:
         self.live_index = k + 1
         self._compute_ended(k)
 
+    def _record_tail(self, k: int) -> None:
+        """Stage ``k`` and all after it; the last of their records is left pending."""
+        states, self.live = [self._live(k)], None
+        n = len(self.runner.stages)
+        self.live, self.tapes[n - 1] = self.runner.record_tail(k, states)
+        self.live_index = n
+        for _ in range(k + 1, n):
+            self._next()
+
     def _backward(self, k: int) -> None:
         if self.live_index == k + 1:
             self.live = None
         tape = self.tapes.pop(k)
         given = self.cotangents.pop(k + 1)
+        first = tape.first
         if not any(g is not None for g in given):
-            self.cotangents[k] = [None] * len(tape.inputs)
+            self.cotangents[first] = [None] * len(tape.inputs)
         else:
             self._compute_begins(k)
-            self.cotangents[k], pairs = self.runner.backward(k, tape, given, self.sums)
+            self.cotangents[first], pairs = self.runner.backward(k, tape, given, self.sums)
             self.sums.update({id(leaf): (leaf, total) for leaf, total in pairs})
             self._compute_ended(k)
-        self.runner.forget(k)
+        for _ in range(first, k):  # one graph: its other backwards are done
+            self._next()
+        for stage in range(first, k + 1):
+            self.runner.forget(stage)
         if self.blocks is not None:
             self.blocks.backward_ended(k, self.sums)
 
@@ -301,3 +319,7 @@ class Interpreter:
         if self.parcels is None:
             raise ScheduleError("the schedule moves states to a slower tier, but this program has none")
         return self.parcels
+
+
+def _is_phase(action: Action, kind: PhaseKind) -> bool:
+    return isinstance(action, Phase) and action.kind is kind

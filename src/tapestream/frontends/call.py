@@ -54,11 +54,6 @@ class StreamCall:
         self._ends = root.grad_fn, anchor.grad_fn
         return anchor
 
-    @property
-    def forward_open(self) -> bool:
-        """Whether more block calls are expected."""
-        return not self.closed and self.done < len(self.prepared.order)
-
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
         self.link = Link()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapestream.costs import Budget
+from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes
@@ -17,10 +17,12 @@ from tapestream.ir.actions import PhaseKind
 from tapestream.planning.auto import make_plan
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
-from tapestream.planning.profile import profile_stages
+from tapestream.planning.profile import profile_stages, undisturbed
 from tapestream.runner.ambient import as_recompute
+from tapestream.runner.guards import check_differentiated_once
+from tapestream.runner.join import join, views_written, with_dense
 from tapestream.runner.runner import Gradients, Runner
-from tapestream.runner.stage import Stage
+from tapestream.runner.stage import Mode, Stage, Traits, mode_of
 from tapestream.runner.state import State, take_apart
 
 
@@ -28,16 +30,18 @@ class Chain(nn.Module):
     """``stages`` applied one after the other, differentiated within ``budget`` bytes.
 
     ``stages``: modules or functions from state to state; a state is a tensor or any pytree of tensors. ``budget``:
-    bytes that
-    may be held beyond arguments and resident parameters (``"512MiB"``, int, Budget; None: what is free now less 5%).
+    bytes that may be held beyond arguments, parameters with their gradients, and the result (``"512MiB"``, int, Budget;
+    None: what is free now less 5%). ``gradients_within=True``: the gradients that the backward makes count too, of
+    parameters (as if they had none before) and argument: until they are made, plans use their room for the tape.
     ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` go to it. ``plan``: a Plan to use as it is.
     ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the
     first time and raises
     GradientError if the two differ.
 
-    A plan is made at the first call with new shapes or modes and reused. Gradients equal plain PyTorch's bit for
-    bit, except that a
-    parameter used twice inside the chain *and* outside it may have its parts added in another order.
+    A plan is made at the first call with new shapes or modes and reused. A stage that writes into a view is run as one
+    with those back to the one that made what it shows, where others use that too. Gradients equal plain PyTorch's bit
+    for bit, except that a parameter used twice inside the chain *and* outside it may have its parts added in another
+    order.
 
     Raises BudgetError when no plan fits, InputError for unusable stages, inputs or knobs.
     """
@@ -51,6 +55,7 @@ class Chain(nn.Module):
         device: torch.device | str | None = None,
         plan: Plan | None = None,
         verify: bool = False,
+        gradients_within: bool = False,
         **knobs: Any,
     ) -> None:
         super().__init__()
@@ -61,7 +66,7 @@ class Chain(nn.Module):
         self._stages = [Stage(k, stage) for k, stage in enumerate(stages)]
         self._modules_behind = _also_reached(self._stages, self.stages)
         self.budget = Budget.of(budget)
-        self.planner, self.verify = planner, verify
+        self.planner, self.verify, self.gradients_within = planner, verify, gradients_within
         self._device = None if device is None else torch.device(device)
         self._knobs, self._given, self._plans = knobs, plan, PlanCache()
         self._live_nbytes = 0
@@ -84,12 +89,10 @@ class Chain(nn.Module):
         """The last state; differentiable like any other tensor."""
         initial, tensors = take_apart(state)
         device = self._check_device(initial)
-        parameters = [p for s in self._stages for p in s.parameters()]
-        wants = any(initial.requires) or any(p.requires_grad for p in parameters)
         if not torch.is_grad_enabled():
             return self._plain(state)
         prepared = self._prepare(initial, device)
-        if not (wants or prepared.reaches_leaves):
+        if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)
         call = _Call(self, prepared, initial, device)
         inputs = (*tensors, *prepared.leaves)
@@ -98,25 +101,45 @@ class Chain(nn.Module):
         assert template is not None
         return template.tree(out)
 
+    def _trainable(self) -> bool:
+        return any(p.requires_grad for stage in self._stages for p in stage.parameters())
+
     def _plain(self, state: Any) -> Any:
         for stage in self._stages:
             state = stage.function(state)
         return state
 
     def _prepare(self, initial: State, device: torch.device) -> Prepared:
-        mode = tuple(stage.mode() for stage in self._stages)
-        found = self._plans.find(initial, mode, device, live=self._live_nbytes)
+        found = self._plans.find(initial, self._mode(), device, live=self._live_nbytes)
         if found is not None:
             return found
         if self.verify:
             with as_recompute():
                 check_deterministic(self._stages, initial, device)
-        profile, traits, last = profile_stages(self._stages, initial, device)
+        profile, traits, last = self._profile(initial, device)
+        if self.gradients_within:
+            profile = _with_gradients(profile, traits, initial)
         if self._given is not None:
             plan = fit_given_plan(self._given, profile, self._room(device))
         else:
             plan = make_plan(profile, self._room(device), None, planner=self.planner, **self._knobs)
-        return self._plans.add(initial, mode, device, plan, traits, last, live=self._live_nbytes)
+        return self._plans.add(initial, self._mode(), device, plan, traits, last, live=self._live_nbytes)
+
+    def _mode(self) -> Mode:
+        return mode_of([module for stage in self._stages for module in stage.modules])
+
+    def _profile(self, initial: State, device: torch.device) -> tuple[Profile, list[Traits], State]:
+        """The stages' profile, after joining those that must be one."""
+        while True:
+            profile, traits, last = profile_stages(self._stages, initial, device)
+            if not any(trait.mutates for trait in traits[1:]):
+                return profile, traits, last
+            with as_recompute(), undisturbed(self._stages, device):
+                written = views_written(self._stages, initial, device)
+            if not written.stretches:
+                return profile, with_dense(traits, written), last
+            self._stages = join(self._stages, written.stretches)
+            self._plans.clear()  # their traits are of the stages before
 
     def _room(self, device: torch.device) -> Budget:
         allowed = self.budget.device_nbytes
@@ -141,13 +164,25 @@ class Chain(nn.Module):
             )
         (device,) = devices
         for stage in self._stages:
-            for p in stage.parameters():
+            for p in [p for m in stage.modules for p in m._parameters.values() if p is not None]:
                 if p.device != device:
                     raise InputError(
                         f"{stage.name} has parameters on {p.device} while its input lies on {device}; "
                         f"call .to({str(device)!r}) on the stages or move the input"
                     )
         return device
+
+
+def _with_gradients(profile: Profile, traits: Sequence[Traits], initial: State) -> Profile:
+    """Each parameter's gradient counts at the stage whose backward makes it: the last one that uses the parameter. That
+    of the argument counts at the first."""
+    maker = {id(leaf): (k, leaf.nbytes) for k, trait in enumerate(traits) for leaf in trait.leaves}
+    made = [0] * len(profile)
+    for k, nbytes in maker.values():
+        made[k] += nbytes
+    made[0] += sum(t.nbytes for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
+    pairs = zip(profile.stages, made, strict=True)
+    return replace(profile, stages=tuple(replace(cost, gradient_nbytes=nbytes) for cost, nbytes in pairs))
 
 
 def _same_device(asked: torch.device, found: set[torch.device]) -> bool:
@@ -172,7 +207,9 @@ class _Call:
 
     def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
         runner = Runner(chain._stages, prepared.traits, device, once=prepared.once)
-        self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner)
+        # Under autocast each stage casts its weights by itself.
+        tail = None if runner.autocast.enabled else prepared.tail
+        self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner, tail=tail)
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None
         self._held = prepared.plan.peak_nbytes
@@ -241,7 +278,7 @@ class _ChainNode(torch.autograd.Function):
         return out.tensors
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        check_differentiated_once("this chain", "call its stages one after the other without the chain")
         given, sums = ctx.call.differentiate(list(cotangents))
         return (None, None, *given, *(sums.get(key) for key in ctx.leaves))

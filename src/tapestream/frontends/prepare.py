@@ -8,8 +8,9 @@ from tapestream.costs import BlockCost, Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.observe import Observed, Segment
-from tapestream.ir.actions import Kind, Offload, Tier, Value
+from tapestream.ir.actions import Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value
 from tapestream.ir.schedule import run_once
+from tapestream.passes.memory import block_values
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.storage.blocks import ParameterBlock
@@ -29,14 +30,19 @@ Update: TypeAlias = Literal["step", "backward"] | None
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
-    stages that its plan runs a single time."""
+    stages that its plan runs a single time. ``resident``, ``at_step``: what is on the device between two steps, and
+    when the step phase begins. ``held_nbytes``: most device bytes that such a call holds beside
+    ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them."""
 
     segments: tuple[Segment, ...]
     plans: tuple[Plan, ...]
     order: tuple[tuple[int, int], ...]
     once: tuple[frozenset[int], ...]
     resident: frozenset[Value]
+    at_step: frozenset[Value]
     update: Update
+    shared_nbytes: int
+    held_nbytes: int
 
 
 def prepare(handle: "Streamed", observed: Observed) -> Prepared:
@@ -49,22 +55,83 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     outside = outside_nbytes(handle) + observed.before_nbytes
     costs = [block_cost(handle, block) for block in handle.store.blocks]
     profiles = [_profile(handle, segment, costs, outside, observed) for segment in segments]
-    budget = handle.budget
-    allowed = budget.device_nbytes
+    allowed = handle.budget.device_nbytes
     assert allowed is not None
+    try:
+        plans = _plans(handle, profiles, allowed, outside)
+    except BudgetError as error:
+        raise _advised(handle, error, outside, observed.turn_nbytes) from None
+    return _prepared(handle, segments, plans, outside - observed.before_nbytes)
+
+
+def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepared]) -> Prepared:
+    """Plans for the same call in what ``live`` calls leave of the budget; the same values stay on the device.
+
+    Whichever runs while the others wait, all stay within the budget: ``shared_nbytes`` and the ``held_nbytes`` of
+    each. Raises BudgetError where too little is left.
+    """
+    allowed = handle.budget.device_nbytes
+    assert allowed is not None
+    left, resident = allowed - sum(call.held_nbytes for call in live), live[-1].resident
+    if prepared.resident == resident and prepared.shared_nbytes + prepared.held_nbytes <= left:
+        return prepared
+    profiles = [plan.profile for plan in prepared.plans]
+    try:
+        plans = _plans(handle, profiles, left, profiles[0].outside_nbytes, resident)
+    except BudgetError as error:
+        if error.least_nbytes is None:
+            raise  # the host or the disk is too small
+        raise BudgetError(
+            f"a budget of {format_nbytes(allowed)} was asked for; {format_nbytes(allowed - left)} of it are held by "
+            f"{len(live)} call(s) of this model whose backward has not run yet, and this call, parameters included, "
+            f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, or allow more"
+        ) from None
+    return _prepared(handle, prepared.segments, plans, outside_nbytes(handle))
+
+
+def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
+    """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
+    if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
+        return error
+    return BudgetError(
+        f"{error}. What runs after the blocks (the head, its logits, the loss) makes {format_nbytes(turn_nbytes)} of "
+        "that: if it is a linear layer and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits",
+        least_nbytes=error.least_nbytes,
+        stage=error.stage,
+    )
+
+
+def _plans(
+    handle: "Streamed",
+    profiles: Sequence[Profile],
+    allowed: int,
+    outside: int,
+    resident: frozenset[Value] | None = None,
+) -> list[Plan]:
     if handle.given is not None:
         if len(profiles) > 1:
             raise InputError(f"plan= is for one chain of blocks, this model has {len(profiles)}; use plan=None")
-        plans = [fit_given_plan(handle.given, profiles[0], budget)]
-    else:
-        plans = [
-            _plan(handle, profile, outside + nbytes)
-            for profile, nbytes in zip(profiles, _divided(handle, profiles, allowed, outside), strict=True)
-        ]
-    resident = frozenset().union(*(_resident(plan, handle.update) for plan in plans))
+        budget = Budget(allowed, host=handle.budget.host_nbytes, disk=handle.budget.disk_nbytes)
+        return [fit_given_plan(handle.given, profiles[0], budget)]
+    shares = _divided(handle, profiles, allowed, outside)
+    return [
+        _plan(handle, profile, outside + nbytes, resident) for profile, nbytes in zip(profiles, shares, strict=True)
+    ]
+
+
+def _prepared(handle: "Streamed", segments: Sequence[Segment], plans: Sequence[Plan], outside: int) -> Prepared:
+    """``outside``: bytes outside the blocks that all calls share."""
+    resident = frozenset().union(*(_resident(plan, handle.update, _at_start(plan)) for plan in plans))
+    at_step = frozenset().union(*(_resident(plan, handle.update, _at_step(plan)) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     once = tuple(run_once(plan.schedule) for plan in plans)
-    return Prepared(tuple(segments), tuple(plans), order, once, resident, handle.update)
+    staying = [sum(nbytes for v, nbytes in block_values(plan.profile) if v in _staying(plan)) for plan in plans]
+    inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
+    before = plans[0].profile.outside_nbytes - outside
+    shared = outside + sum(staying)
+    return Prepared(
+        tuple(segments), tuple(plans), order, once, resident, at_step, handle.update, shared, before + inside
+    )
 
 
 def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:
@@ -82,10 +149,10 @@ def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:
                 )
 
 
-def _resident(plan: Plan, update: str | None) -> frozenset[Value]:
-    """Block values that live on the device: those named at the start of a step, and gradients that the plan never
+def _resident(plan: Plan, update: str | None, found: frozenset[Value]) -> frozenset[Value]:
+    """Block values that live on the device: those found there at some moment, and gradients that the plan never
     sends home."""
-    there = {value for value, tier in plan.schedule.resident if tier is Tier.DEVICE}
+    there = {value for value in found if value.kind is not Kind.GRADIENT}
     if update != "backward":
         sent = {a.value for a in plan.schedule if isinstance(a, Offload) and a.value.kind is Kind.GRADIENT}
         trained = (Value(Kind.GRADIENT, b) for b, cost in enumerate(plan.profile.blocks) if cost.gradient_nbytes)
@@ -93,12 +160,39 @@ def _resident(plan: Plan, update: str | None) -> frozenset[Value]:
     return frozenset(there)
 
 
-def _plan(handle: "Streamed", profile: Profile, nbytes: int) -> Plan:
+def _staying(plan: Plan) -> frozenset[Value]:
+    """Block values that are on the device throughout: between steps too."""
+    return _at_start(plan) - {a.value for a in plan.schedule if isinstance(a, Free) and a.tier is Tier.DEVICE}
+
+
+def _at_start(plan: Plan) -> frozenset[Value]:
+    """Block values that are on the device when a step begins, and when it ends."""
+    return frozenset(value for value, tier in plan.schedule.resident if tier is Tier.DEVICE)
+
+
+def _at_step(plan: Plan) -> frozenset[Value]:
+    """Block values that are on the device when the step phase begins; without one, when the schedule ends."""
+    there = set(_at_start(plan))
+    for action in plan.schedule:
+        match action:
+            case Prefetch(value, _, Tier.DEVICE):
+                there.add(value)
+            case Free(value, Tier.DEVICE):
+                there.discard(value)
+            case Phase(PhaseKind.STEP):
+                break
+            case _:
+                pass
+    return frozenset(there)
+
+
+def _plan(handle: "Streamed", profile: Profile, nbytes: int, resident: frozenset[Value] | None = None) -> Plan:
     budget = Budget(nbytes, host=handle.budget.host_nbytes, disk=handle.budget.disk_nbytes)
     home = handle.store.home
     return make_plan(
-        profile, budget, handle.machine(), planner=handle.planner, update=handle.update, home=home, **handle.knobs
-    )
+        profile, budget, handle.machine(),
+        planner=handle.planner, update=handle.update, home=home, resident=resident, **handle.knobs,
+    )  # fmt: skip
 
 
 def _divided(handle: "Streamed", profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:

@@ -9,8 +9,12 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
-from tapestream.frontends.blocks import find_blocks
+from tapestream.frontends.blocks import BlockNames, find_blocks
+from tapestream.frontends.lazy_logits import compute_lazily, find_head
+from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.streamed import Site, Streamed
+from tapestream.frontends.swap import Swaps, swap_back
+from tapestream.frontends.weights import Source
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 
@@ -26,12 +30,15 @@ def stream(
     home: str = "auto",
     folder: str | os.PathLike[str] | None = None,
     planner: str = "auto",
-    blocks: Sequence[nn.Module] | None = None,
+    blocks: BlockNames | None = None,
     plan: Plan | None = None,
     verify: bool = False,
     machine: Machine | None = None,
     engine: str = "auto",
+    weights: Source | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    loss_chunks: Chunks | None = None,
+    head: str | None = None,
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``; the same object is returned, with the same classes
@@ -40,10 +47,19 @@ def stream(
     ``budget``: bytes of DEVICE for parameters, gradients, optimizer state, tape and what runs outside the blocks
     (None: what is free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
     that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, or ``"auto"``: disk if a
-    folder is given, else host on a GPU. ``blocks``: the modules to stream (None: the children of the largest
-    ModuleLists and Sequentials). Blocks made on the ``meta`` device are made real one at a time by their
-    ``initialize()`` (or ``reset_parameters()``). ``plan`` fixes the plan; ``verify`` runs every block twice the first
-    time; ``machine`` replaces measured speeds; ``engine`` names a copy engine (``"adversarial"`` for tests).
+    folder is given, else host on a GPU. ``blocks``: the modules to stream, or their classes or names (None: the
+    repeated children of the largest ModuleLists and Sequentials). What was made on the ``meta`` device is made real
+    one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
+    names must match, dtypes are the model's) or else by its ``initialize()``, ``_init_weights()`` or
+    ``reset_parameters()``. ``plan`` fixes the plan; ``verify`` runs every block twice the first time; ``machine``
+    replaces measured speeds; ``engine`` names a
+    copy engine (``"adversarial"`` for tests).
+
+    ``loss_chunks``: the number of chunks of rows in which the cross entropy that the model computes of its logits is
+    made (None: one, with all the logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these
+    are. The layer that makes the logits is ``head``, a name as in ``named_modules()`` (None: that of
+    ``model.get_output_embeddings()``). Where gradients are on, the logits that the model returns are then made when
+    something else reads them, by the weights of that call: later than ``optimizer.step()`` raises GradientError.
 
     Plans are made at the first call. Raises InputError for a model, home or folder that cannot be used, StorageError
     when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
@@ -52,26 +68,17 @@ def stream(
         raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     _check_device(where)
+    found = find_blocks(model, blocks)
+    linear = _head(model, head, loss_chunks, found)
     handle = Streamed(
-        model,
-        find_blocks(model, blocks),
-        device=where,
-        budget=Budget.of(budget),
-        home=_home(home, folder, where, engine),
-        folder=folder,
-        planner=planner,
-        knobs=knobs,
-        plan=plan,
-        verify=verify,
-        machine=machine,
-        engine=engine,
+        model, found, device=where, budget=Budget.of(budget), home=_home(home, folder, where, engine), folder=folder,
+        planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights,
         progress=progress,
-    )
-    for position, block in enumerate(handle.blocks):
-        object.__setattr__(block, _SITE, Site(handle, position))
-        _swap(block, _call_block)
-    object.__setattr__(model, _HANDLE, handle)
-    _swap(model, _call_model)
+    )  # fmt: skip
+    if linear is not None and loss_chunks is not None:
+        compute_lazily(linear, loss_chunks)
+        handle.head = linear
+    _swap(handle)
     return model
 
 
@@ -83,9 +90,11 @@ def unstream(model: nn.Module) -> nn.Module:
     handle = handle_of(model)
     handle.close()
     for block in handle.blocks:
-        _swap_back(block)
+        swap_back(block)
         object.__delattr__(block, _SITE)
-    _swap_back(model)
+    if handle.head is not None:
+        swap_back(handle.head)
+    swap_back(model)
     object.__delattr__(model, _HANDLE)
     return model
 
@@ -105,6 +114,15 @@ def is_streamed(model: nn.Module) -> bool:
     return isinstance(getattr(model, _HANDLE, None), Streamed)
 
 
+def _swap(handle: Streamed) -> None:
+    swaps = Swaps(handle.device, handle.block_parameter_names)
+    for position, block in enumerate(handle.blocks):
+        object.__setattr__(block, _SITE, Site(handle, position))
+        swaps.swap(block, _call_block)
+    object.__setattr__(handle.model, _HANDLE, handle)
+    swaps.swap(handle.model, _call_model)
+
+
 def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return handle_of(self).call_model(original, args, kwargs)
 
@@ -114,32 +132,13 @@ def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
     return site.handle.call_block(site.position, original, args, kwargs)
 
 
-def _swap(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Give ``module`` a subclass of its class: code that looks for classes still finds them."""
-    base = type(module)
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(self, lambda *a, **k: base.__call__(self, *a, **k), *args, **kwargs)
-
-    members = {
-        "__call__": __call__,
-        "__module__": base.__module__,
-        "__deepcopy__": _refuse_copy,
-        "__reduce_ex__": _refuse_copy,
-    }
-    module.__class__ = type(base.__name__, (base,), members)
-
-
-def _refuse_copy(self: nn.Module, *_: Any) -> Any:
-    raise InputError(
-        f"a streamed model or block of one cannot be copied or pickled (this {type(self).__name__}): the copy would "
-        f"share its bytes. Copy or save "
-        "state_dict(), or call tapestream.unstream(model) first"
-    )
-
-
-def _swap_back(module: nn.Module) -> None:
-    module.__class__ = type(module).__mro__[1]
+def _head(model: nn.Module, name: str | None, chunks: Chunks | None, blocks: Sequence[nn.Module]) -> nn.Linear | None:
+    if chunks is None:
+        if name is not None:
+            raise InputError(f"head={name!r} is used by loss_chunks alone; add loss_chunks='auto', or leave head out")
+        return None
+    check_chunks("loss_chunks", chunks)
+    return find_head(model, name, blocks)
 
 
 def _check_device(device: torch.device) -> None:

@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
@@ -15,17 +18,27 @@ from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.call import StreamCall, apply_block
+from tapestream.frontends.call import StreamCall, UnplannedBlock
+from tapestream.frontends.forward_only import ForwardOnly
 from tapestream.frontends.homes import Homes
 from tapestream.frontends.live import Live, SegmentView
-from tapestream.frontends.observe import Observation
-from tapestream.frontends.prepare import Prepared, Update, outside_nbytes, prepare
+from tapestream.frontends.node import apply_block
+from tapestream.frontends.observe import Observation, Observed
+from tapestream.frontends.prepare import Prepared, Update, prepare, prepare_beside
+from tapestream.frontends.weights import Source
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
+from tapestream.planning.profile import unchanged_generators
+from tapestream.runner.ambient import HostGenerators, TorchGenerators
+from tapestream.runner.private import copies_of, may_change
 from tapestream.runner.runner import Runner
+from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
+
+# A model that drops layers at random is tried this often before it is said to call no block.
+_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,7 @@ class Streamed:
         verify: bool,
         machine: Machine | None,
         engine: str,
+        weights: Source | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
         self.model, self.blocks, self.device = model, list(blocks), device
@@ -63,16 +77,20 @@ class Streamed:
         self._machine = machine
         self.homes = Homes(
             model, self.blocks, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
-            progress=self.progress
+            weights=weights, progress=self.progress
         )  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
+        self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
         self._known = tuple(model.parameters())
+        self._identities: tuple[int, ...] = ()  # of the parameters when they were last found to be those known
         self._prepared: ByShape[Prepared] = ByShape()
+        self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
         self._call: StreamCall | None = None  # the one whose forward is under way
         self._live = Live()
+        self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self._bypass = False
 
@@ -84,18 +102,43 @@ class Streamed:
             return original(*args, **kwargs)
         with self._live.working():
             if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
+                return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
+            self._forward_only.end()
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._live.check_none("a second forward began", self.last)
-        prepared = self._prepare(original, args, kwargs)
+        before = TorchGenerators.capture(self.device), HostGenerators.capture()
+        try:
+            return self._run(original, args, kwargs, again=True)
+        except UnplannedBlock:
+            self.replan()  # the profiled call had dropped all layers of a container
+            before[0].restore(self.device)
+            before[1].restore()
+        return self._run(original, args, kwargs, again=False)
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool) -> Any:
+        found = self._prepare(original, args, kwargs)
+        if found is None:
+            return original(*args, **kwargs)
+        prepared = self._beside_live(found)
         self.store.settle()
         self.store.place(prepared.resident)
+        self.store.copies.staying = prepared.at_step
         self._call = call = StreamCall(self.store, prepared, self.device, self._live)
         self.last = prepared
         try:
             return original(*args, **kwargs)
+        except UnplannedBlock as found:
+            written = call.has_written() or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+            call.abort()
+            if written or not again:
+                raise InputError(
+                    f"block {found} was called where the profiled call of this model had none, and the call cannot "
+                    "begin again: keep the order of blocks the same from call to call, or name other blocks with "
+                    "blocks=[...]"
+                ) from None
+            raise
         except BaseException:
             call.abort()
             raise
@@ -112,33 +155,19 @@ class Streamed:
         if self._observation is not None:
             return self._observation.observe(position, original, args, kwargs)
         if not torch.is_grad_enabled():
-            return self._without_gradients(position, original, args, kwargs)
-        if self._call is None or not self._call.forward_open:
+            block = self.store.uses[position]
+            if block is None:
+                return original(*args, **kwargs)
+            return self._forward_only.call_block(block, original, args, kwargs)
+        if self._call is None or self._call.closed:
             raise InputError(
                 f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
                 f"itself; call the model that was given to "
                 "stream(), or call the block under torch.no_grad()"
             )
+        if self._call.plain:
+            return self._call.run_plain(position, original, args, kwargs)
         return apply_block(self._call, position, original, args, kwargs)
-
-    def _without_gradients(
-        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        block = self.store.uses[position]
-        if block is None:
-            return original(*args, **kwargs)
-        with torch.inference_mode(False):  # the bytes will be used with gradients too
-            brought = self.store.lend(block)
-            following = self.store.uses[position + 1] if position + 1 < len(self.blocks) else None
-            if following is not None and not self._live.calls:
-                # Half of the budget is left to what the blocks make: without a plan nobody knows how much that is.
-                held = outside_nbytes(self) + self.pool.held_nbytes(Tier.DEVICE)
-                self.store.look_ahead(following, (self.budget.device_nbytes or 0) // 2 - held)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if brought:
-                self.store.give_back(block)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -151,12 +180,17 @@ class Streamed:
     def replan(self) -> None:
         """Forget all plans: the optimizer, or what is trainable, has changed."""
         self._prepared.clear()
+        self._beside.clear()
+        self._forward_only.forget()
 
     def prepare_for(self, args: tuple[Any, ...]) -> Prepared:
         """The plans for a call with these arguments, without running it."""
         base = type(self.model).__mro__[1]
         with torch.enable_grad():
-            return self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
+            found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
+        if found is None:
+            raise InputError("this call dropped every block at random, so that there is nothing to plan; try again")
+        return found
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -170,28 +204,60 @@ class Streamed:
             self._bypass = False
             self.store.settle()
 
-    def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+    def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
+        """Plans for this call, None where it drops every block at random."""
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
         kind, shapes = key_of(state, self._mode(), self.device), shapes_of(state)
         found = self._prepared.find(kind, shapes)
         if found is None:
-            self.store.settle()
-            self._observation = Observation(
-                self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify
-            )
-            try:
-                observed = self._observation.run(original, args, kwargs)
-            finally:
-                self._observation = None
-                self.store.settle()
+            observed = self._observe(original, args, kwargs)
+            if not observed.segments:
+                return self._check_that_blocks_are_called(original, args, kwargs)
             found = prepare(self, observed)
             self._prepared.add(kind, shapes, found)
         return found
 
+    def _observe(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        self.store.settle()
+        self._observation = Observation(
+            self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify
+        )
+        try:
+            return self._observation.run(original, *copies_of((args, kwargs)))
+        finally:
+            self._observation = None
+            self.store.settle()
+
+    def _check_that_blocks_are_called(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """This call has called none: raise InputError unless it would have with other random numbers."""
+        for number in range(_TRIES if self.model.training else 0):
+            with unchanged_generators(self.device):
+                torch.manual_seed(number)
+                random.seed(number)
+                numpy.random.seed(number)
+                if self._observe(original, args, kwargs).segments:
+                    return
+        raise InputError("the model's forward called none of its blocks; name the right ones with blocks=[...]")
+
+    def _beside_live(self, prepared: Prepared) -> Prepared:
+        """``prepared``, or plans for the same call in what calls that await their backward leave of the budget."""
+        live = [call.prepared for call in self._live.calls]
+        if not live:
+            return prepared
+        key = id(prepared), live[0].resident, sum(call.held_nbytes for call in live)
+        found = self._beside.get(key)
+        if found is None:
+            found = self._beside[key] = prepare_beside(self, prepared, live)
+        return found
+
     def _mode(self) -> object:
-        self._check_parameters()
-        modules = tuple(m.training for m in self.model.modules())
-        return modules, tuple(p.requires_grad for p in self.model.parameters()), self.update
+        mode = mode_of(modules_below(self.model))
+        if mode.identities != self._identities:
+            self._check_parameters()
+            self._identities = mode.identities
+        return mode, self.update
 
     def _check_parameters(self) -> None:
         for (name, parameter), known in zip(self.model.named_parameters(), self._known, strict=False):
@@ -232,8 +298,10 @@ class Streamed:
             self.store.updated.clear()
             prepared = self.last
             try:
-                if prepared is not None and prepared.update == "step":
-                    self.store.place(prepared.resident)
+                # Where blocks are at home on the device, no plan has anything to move: all of them are left.
+                if prepared is not None and prepared.update == "step" and self.store.home is not Tier.DEVICE:
+                    self.store.place(prepared.at_step)
+                    self.store.copies.staying = prepared.resident
                     for plan in prepared.plans:
                         blocks = SegmentView(self.store, [])
                         Interpreter(plan.schedule, Runner([], [], self.device), blocks=blocks).run_step()
@@ -246,6 +314,12 @@ class Streamed:
         """Parameters that belong to no block: they stay on the device."""
         inside = {id(p) for block in self.store.blocks for p in block.parameters}
         return [p for p in self.model.parameters() if id(p) not in inside]
+
+    def block_parameter_names(self) -> list[str]:
+        """Names, as in ``state_dict()``, of the parameters inside the blocks."""
+        inside = {id(p) for block in self.store.blocks for p in block.parameters}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if id(parameter) in inside]
 
     def home_nbytes(self) -> dict[Tier, int]:
         """Bytes held in each tier now."""

@@ -30,12 +30,17 @@ class BufferSnapshot:
         return cls(tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held))
 
     def changed(self) -> tuple[Slot, ...]:
-        """The slots whose content differs from the copies (bit patterns that are NaN count as equal)."""
-        return tuple(
-            (module, name)
+        """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN).
+
+        All of a module's: a mean that happens to be what it was may change at the next run, as the counter beside it
+        does. (BatchNorm's kernels write without telling version counters.)
+        """
+        written = {
+            id(module)
             for (module, name), copy in zip(self.slots, self.copies, strict=True)
             if not _same(module._buffers[name], copy)
-        )
+        }
+        return tuple((module, name) for module, name in self.slots if id(module) in written)
 
     def put_back(self) -> None:
         """Write the copies into the buffers that the modules hold."""

@@ -1,6 +1,7 @@
 """Looks at the autograd graph that one run of a stage has built."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import Node
@@ -14,12 +15,16 @@ def next_sequence_number() -> int:
 
 
 def reached_leaves(
-    outputs: Sequence[torch.Tensor], since: int, name: str, inputs: frozenset[int] = frozenset()
+    outputs: Sequence[torch.Tensor],
+    since: int,
+    name: str | Callable[[int], str],
+    inputs: frozenset[int] = frozenset(),
 ) -> list[torch.Tensor]:
     """The leaf tensors (parameters, captured tensors) whose gradients the graph of ``outputs`` reaches, in a fixed
     order.
 
-    ``inputs``: ids of the stage's own input leaves, left out. Raises GradientError when the graph leaves the stage
+    ``name``: the stage's, or a function from sequence number to name where several built the graph. ``inputs``: ids of
+    the stage's own input leaves, left out. Raises GradientError when the graph leaves the stage
     other
     than through a leaf, since a gradient would then be lost: a tensor computed before and captured.
     """
@@ -33,11 +38,21 @@ def reached_leaves(
             if id(variable) not in inputs:
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:
+            user = name if isinstance(name, str) else name(user_of(outputs, node))
             raise GradientError(
-                f"{name} uses a tensor that was computed before the stage and requires a gradient "
+                f"{user} uses a tensor that was computed before the stage and requires a gradient "
                 f"(made by {node.name()}); pass it through the state, so that its gradient is not lost, or detach() it"
             )
     return list(leaves.values())
+
+
+def user_of(outputs: Sequence[torch.Tensor], used: Node | torch.Tensor) -> int:
+    """The sequence number of a node that uses ``used`` (a node, or a leaf); of the next node if none does."""
+    for node in _nodes(outputs):
+        for following, _ in node.next_functions:
+            if following is not None and (following is used or _variable(following) is used):
+                return int(node._sequence_nr())
+    return next_sequence_number()
 
 
 def node_names(outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
@@ -60,6 +75,20 @@ def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozen
             else:
                 others.add(id(variable))
     return frozenset(casts.keys() - others), frozenset(others), any(count > 1 for count in casts.values())
+
+
+def flows_alone(outputs: Sequence[torch.Tensor], start: Node | None, end: Node) -> bool:
+    """Whether the gradient at ``start`` flows to ``end`` and nowhere else, and in the graph of ``outputs`` nothing else
+    flows into what comes after ``start``, nor into ``end``."""
+    into = Counter(following for node in _nodes(outputs) for following, _ in node.next_functions)
+    into.update(t.grad_fn for t in outputs if t.grad_fn is not start)
+    node = start
+    while node is not end:
+        following = [] if node is None else [found for found, _ in node.next_functions if found is not None]
+        if len(following) != 1 or into[following[0]] != 1:
+            return False
+        node = following[0]
+    return True
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Node]:

@@ -1,5 +1,8 @@
 """Guards against silent errors: what crosses a stage's border unseen is refused by name."""
 
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +29,36 @@ class Guard(torch.autograd.Function):
         raise escaped(ctx.stage)
 
 
+class Watch:
+    """Stands at the borders of stages that are recorded as one graph; only the runner's own backward, while `open`,
+    may pass."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def stand_before(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Watch the state that the stage ``name`` is given."""
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(functools.partial(self._pass, name))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, a backward may pass."""
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
+    def _pass(self, name: str, cotangents: Any) -> None:
+        if not self.open:
+            raise escaped(f"{name}, or the state that it was given")
+
+
 def escaped(name: str) -> GradientError:
     """A tensor made inside a stage was differentiated from outside."""
     return GradientError(
@@ -40,4 +73,14 @@ def check_versions(name: str, seen: tuple[int, ...], now: tuple[int, ...], what:
         raise GradientError(
             f"{what} {name} was modified by an in-place operation after it was kept, so recomputing would use the new "
             "values; clone() the tensor before changing it"
+        )
+
+
+def check_differentiated_once(what: str, instead: str) -> None:
+    """Raise GradientError in a backward with ``create_graph=True``: what it returns has no graph, so that a penalty on
+    a gradient would be lost unseen. (``once_differentiable`` lets pass a cotangent that is a constant.)"""
+    if torch.is_grad_enabled():
+        raise GradientError(
+            f"{what} was differentiated with create_graph=True, but its gradients cannot be differentiated again; "
+            f"leave create_graph out, or {instead}"
         )

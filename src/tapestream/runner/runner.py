@@ -1,6 +1,8 @@
 """`Runner`: forward, record and backward of single stages within one live call."""
 
+import bisect
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +14,10 @@ from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.casts import SharedCasts
-from tapestream.runner.graph import next_sequence_number, reached_leaves
-from tapestream.runner.guards import Guard, check_versions, escaped
+from tapestream.runner.graph import next_sequence_number, reached_leaves, user_of
+from tapestream.runner.guards import Guard, Watch, check_versions, escaped
 from tapestream.runner.stage import Stage, Traits
-from tapestream.runner.state import State, replica, take_apart
+from tapestream.runner.state import State, replica, take_apart, tensors_in
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -24,19 +26,20 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class Tape:
-    """One recorded stage, ready for its backward.
+    """One recorded stage (``first``), or several in one graph from ``first`` on, ready for its backward.
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``edges``: where each output's
     cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
-    for a stand-in the
-    weight it stands for.
+    for a stand-in the weight it stands for. ``watch``: the guard between the stages of one graph.
     """
+
+    first: int
 
     inputs: list[GradientEdge | None]
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
-    requires: tuple[bool, ...]
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,45 @@ class Runner:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
-        self._check_known(k, owners)
-        edges = [get_gradient_edge(t) if t.requires_grad else None for t in live]
-        return out, Tape(inputs, edges, reached, owners, out.requires)
+        self._check_known(owners, (self.traits[k],), lambda stranger: self.stages[k].name)
+        return out, Tape(k, inputs, _edges(live), reached, owners)
+
+    def record_tail(self, k: int, states: list[State]) -> tuple[State, Tape]:
+        """Run stage ``k`` and all after it, each for the only time, as one graph: plain PyTorch with guards.
+
+        ``states`` holds state k alone and is emptied, so that nothing but the graph keeps that state. Hooks at the
+        borders inside stop a backward from outside.
+        """
+        watch, starts = Watch(), [next_sequence_number()]
+        with self._surroundings(k):
+            state = states.pop()
+            guarded, inputs = self.guarded(k, state)
+            own = [weakref.ref(t) for t in guarded]
+            tree = self._call(k, state, guarded)
+            # The caller's own tensors stay in sight: a later stage may not write into them either.
+            callers, versions = (state, state.versions) if k == 0 else (None, ())
+            del state, guarded
+            for j in range(k + 1, len(self.stages)):
+                self._run_once(j)
+                watch.stand_before(self.stages[j].name, tensors_in(tree))
+                starts.append(next_sequence_number())
+                self.runs += 1
+                tree = self.stages[j].function(tree)
+                if callers is not None and callers.versions != versions:
+                    raise self._changed_input(j)
+            out, live = take_apart(tree)
+
+        def name_of(sequence_number: int) -> str:
+            return self.stages[k + bisect.bisect_right(starts, sequence_number) - 1].name
+
+        mine = frozenset(id(t) for t in (self._root, *(reference() for reference in own)))
+        reached = reached_leaves(live, starts[0], name_of, mine)
+        traits = self.traits[k:]
+        if any(trait.makes_leaves for trait in traits):
+            known = {id(leaf) for trait in traits for leaf in trait.leaves}
+            reached = [leaf for leaf in reached if id(leaf) in known]
+        self._check_known(reached, traits, lambda stranger: name_of(user_of(live, stranger)))
+        return out, Tape(k, inputs, _edges(live), reached, reached, watch)
 
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -141,10 +180,13 @@ class Runner:
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not tape.leaves:
             return [None] * len(tape.inputs), []
-        with _hooks_off(tape.leaves):
+        with _hooks_off(tape.leaves), contextlib.nullcontext() if tape.watch is None else tape.watch.opened():
             found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
+        for i in self.traits[tape.first].dense:
+            cotangent = cotangents_in[i]
+            cotangents_in[i] = None if cotangent is None else cotangent.contiguous()
         pairs = zip(tape.owners, found[len(wanted) :], strict=True)
         return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
@@ -178,11 +220,20 @@ class Runner:
         self.runs += 1
         tree = self.stages[k].function(state.tree(inputs))
         if state.versions != before:
-            raise GradientError(
-                f"{self.stages[k].name} changed its input in place, which it did not do when it was profiled; "
-                "make the operation out of place"
-            )
+            raise self._changed_input(k)
         return tree
+
+    def _changed_input(self, k: int) -> GradientError:
+        return GradientError(
+            f"{self.stages[k].name} changed its input in place, which it did not do when it was profiled; "
+            "make the operation out of place"
+        )
+
+    def _run_once(self, k: int) -> None:
+        """Note the only run of a stage in ``once``."""
+        if k in self.seen:
+            raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
+        self.seen[k] = _Seen(None, None, None, ())
 
     @contextlib.contextmanager
     def _surroundings(self, k: int) -> Iterator[None]:
@@ -192,10 +243,8 @@ class Runner:
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:
-                if seen is not None:
-                    raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
+                self._run_once(k)
                 yield
-                self.seen[k] = _Seen(None, None, None, ())
             elif seen is None:
                 generators = TorchGenerators.capture(self.device)
                 host = HostGenerators.capture() if traits.draws_host else None
@@ -240,15 +289,21 @@ class Runner:
 
         return pack, unpack
 
-    def _check_known(self, k: int, reached: Sequence[torch.Tensor]) -> None:
-        known = {id(leaf) for leaf in self.traits[k].leaves}
+    def _check_known(
+        self, reached: Sequence[torch.Tensor], traits: Sequence[Traits], name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        known = {id(leaf) for trait in traits for leaf in trait.leaves}
         strangers = [leaf for leaf in reached if id(leaf) not in known]
         if strangers:
             raise InputError(
-                f"{self.stages[k].name} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient "
+                f"{name_of(strangers[0])} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient "
                 f"and that it did "
                 "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
             )
+
+
+def _edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
+    return [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
 
 
 @contextlib.contextmanager

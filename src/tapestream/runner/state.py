@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_LEAF = pytree.tree_structure(0)  # of a tree that is a single tensor, as most states are
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -26,6 +28,8 @@ class State:
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The user's structure around ``tensors`` (one per entry of ``self.tensors``)."""
+        if self.spec is _LEAF and self.slots == (0,):
+            return tensors[0]
         leaves = [tensors[s] if s >= 0 else self.others[~s] for s in self.slots]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -47,6 +51,8 @@ class State:
 
 def take_apart(tree: Any) -> "tuple[State, tuple[torch.Tensor, ...]]":
     """The State of ``tree``, and its distinct tensors as they are (with their graph)."""
+    if type(tree) in (torch.Tensor, torch.nn.Parameter):
+        return State((tree.detach(),), (tree.requires_grad,), (), (0,), _LEAF), (tree,)
     leaves, spec = pytree.tree_flatten(tree)
     tensors: list[torch.Tensor] = []
     others: list[Any] = []
@@ -69,6 +75,13 @@ def take_apart(tree: Any) -> "tuple[State, tuple[torch.Tensor, ...]]":
         spec,
     )
     return state, tuple(tensors)
+
+
+def tensors_in(tree: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a tree, as they are."""
+    if isinstance(tree, torch.Tensor):
+        return (tree,)
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
