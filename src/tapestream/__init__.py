@@ -10,6 +10,7 @@ from tapestream.errors import (
     TapestreamError,
 )
 from tapestream.frontends.chain import Chain
+from tapestream.frontends.home import Home
 from tapestream.frontends.loss import linear_cross_entropy
 from tapestream.frontends.optimizer import optimizer
 from tapestream.frontends.plan import plan, report, verify
@@ -28,6 +29,7 @@ __all__ = [
     "BudgetError",
     "Chain",
     "GradientError",
+    "Home",
     "InputError",
     "Link",
     "Machine",

@@ -140,3 +140,15 @@ def test_neighbours_in_one_storage_are_fine() -> None:
     ts.stream(model, device="cpu", budget="1 MiB")
     assert_same(everything(plain), everything(model))
     ts.unstream(model)
+
+
+def test_data_of_another_dtype(pair: Pair) -> None:
+    pair[1].blocks[0].linear.half()
+    with pytest.raises(InputError, match=r"replaced by torch.float16 of shape \[16, 16\], it was torch.float32"):
+        pair[1](batch()).sum().backward()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: torch.save(o, io.BytesIO())])
+def test_copies_of_the_optimizer(how: Callable[[Any], object], pair: Pair) -> None:
+    with pytest.raises(InputError, match=r"optimizer of a streamed model cannot be copied.*state_dict\(\)"):
+        how(pair[3])

@@ -6,6 +6,7 @@ from tapestream.cli.demo import demo
 from tapestream.cli.machine import machine
 from tapestream.cli.plan import plan
 from tapestream.cli.train import train
+from tapestream.cli.verify import verify
 
 
 def make_app() -> typer.Typer:
@@ -14,7 +15,7 @@ def make_app() -> typer.Typer:
         name="tapestream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         help="Gradients of any size in the memory you have.",
     )  # fmt: skip
-    for command in (plan, train, machine, demo):
+    for command in (plan, train, verify, machine, demo):
         app.command()(command)
     return app
 

@@ -18,6 +18,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Model = Annotated[str, typer.Argument(help="'gpt' with --layers and --width, or a published size such as gpt3-175b.")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="'gpt' with --layers and --width, a published size such as gpt3-175b, a folder with a Hugging Face "
+        "config.json, or module:factory, a Python function that returns an nn.Module or (module, example_batch).",
+    ),
+]
 Layers = Annotated[int | None, typer.Option(help="Transformer blocks.")]
 Width = Annotated[int | None, typer.Option(help="Numbers per token between blocks.")]
 Heads = Annotated[int | None, typer.Option(help="Attention heads; by default of size 64, from width 2048 on 128.")]
@@ -28,6 +35,18 @@ Folder = Annotated[Path | None, typer.Option(help="Folder on the disk where bloc
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Data = Annotated[str, typer.Option(help="A folder or file of text, or stdlib: Python's own library.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Samples = Annotated[
+    int | None, typer.Option("--batch", min=1, help="Samples per step; by default 1, or the example's.")
+]
+Tokens = Annotated[
+    int | None, typer.Option("--seq", min=1, help="Tokens per sequence; by default 2048, or what the model has.")
+]
+Vocabulary = Annotated[int | None, typer.Option(min=1, help="Tokens known to a GPT; by default GPT-2's 50257.")]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option(help="Class or name of the blocks to stream, where they are not found; may be repeated."),
+]
+Dtype = Annotated[str, typer.Option(help="fp32 or bf16 (with fp32 masters).")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, adagrad, rmsprop or sgd.")]

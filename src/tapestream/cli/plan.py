@@ -5,49 +5,52 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-import torch
 import typer
 
 from tapestream.cli import show
+from tapestream.cli.answer import Answer
+from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.machine import name
 from tapestream.cli.options import (
-    Batch,
+    Blocks,
     Budget,
+    Dtype,
     Folder,
     Heads,
     Home,
     HostBudget,
     Json,
     Layers,
-    Model,
     Optimizer,
-    Seq,
+    Samples,
+    Target,
+    Tokens,
     Update,
+    Vocabulary,
     Width,
-    make_config,
     reported,
 )
 from tapestream.cli.question import Change, Question, changes_that_fit
+from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
-from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes, parse_rate
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 _DAY = 86400
 
 
 @reported
 def plan(
-    model: Model = "gpt",
+    target: Target = "gpt",
     layers: Layers = None,
     width: Width = None,
     heads: Heads = None,
-    seq: Seq = 2048,
-    batch: Batch = 1,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens known; by default GPT-2's 50257.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16 (with fp32 masters).")] = "fp32",
+    seq: Tokens = None,
+    batch: Samples = None,
+    vocabulary: Vocabulary = None,
+    dtype: Dtype = "fp32",
+    blocks: Blocks = None,
     optimizer: Optimizer = "adamw",
     update: Update = "step",
     device: Annotated[str, typer.Option(help="cuda, or cpu: no GPU, RAM is the device.")] = "cuda",
@@ -67,26 +70,18 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
-    if dtype not in _DTYPES or home not in _HOMES or device not in ("cpu", "cuda"):
+    if home not in _HOMES or device not in ("cpu", "cuda"):
         raise InputError(
-            f"--dtype {dtype} --home {home} --device {device} was asked for; --dtype is fp32 or bf16, "
-            "--home auto, device, host or disk, --device cuda or cpu"
+            f"--home {home} --device {device} was asked for; --home is auto, device, host or disk, --device cuda or cpu"
         )
     allowed = budget or gpu or (ram if device == "cpu" else None)
     if allowed is None:
         raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
-    config = make_config(
-        model,
-        layers,
-        width,
-        heads,
-        context=None if model != "gpt" else seq,
-        vocabulary=vocabulary,
-        dtype=_DTYPES[dtype],
-    )
+    subject = subject_of(target, Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ())))
+    costs = costs_of(subject, device)
     room = host_budget or ram
     question = Question(
-        config, batch, seq, optimizer, update, device,
+        costs.profiles, subject.batch, optimizer, update, device,
         budget=parse_nbytes(allowed),
         gpu=parse_nbytes(gpu) if gpu else None,
         ram=parse_nbytes(room) if room else psutil.virtual_memory().total,
@@ -97,7 +92,7 @@ def plan(
         disk_write=parse_rate(disk_write),
         flops=flops or (1e14 if device == "cuda" else 1e11),
     )  # fmt: skip
-    _answer(question, model, save, plot, json_)
+    _answer(question, subject, costs, save, plot, json_)
 
 
 def _free(folder: Path | None) -> int | None:
@@ -108,80 +103,95 @@ def _free(folder: Path | None) -> int | None:
     return shutil.disk_usage(folder).free
 
 
-def _answer(question: Question, model: str, save: Path | None, plot: Path | None, json_: bool) -> None:
+def _answer(
+    question: Question, subject: Subject, costs: Costs, save: Path | None, plot: Path | None, json_: bool
+) -> None:
     refusal: BudgetError | None = None
-    options: list[tuple[Change, Plan]] = []
+    options: list[tuple[Change, Answer]] = []
     try:
-        found: Plan | None = question.plan()
+        found: Answer | None = question.plan()
     except BudgetError as error:
         refusal = error
         options = list(changes_that_fit(question, error))
         found = options[0][1] if options else None
-    if found is not None and refusal is None:
-        if save is not None:
-            found.save(save)
-        if plot is not None:
-            found.plot(plot)
+    if found is not None and refusal is None and (save is not None or plot is not None):
+        _write(found, save, plot)
+    changes = [change for change, _ in options]
+    document = _document(question, subject, costs, found, refusal, changes)
     if json_:
-        show.as_json(_document(question, model, found, refusal, [change for change, _ in options]))
+        show.as_json(document)
     else:
-        _print(question, model, found, refusal, [change for change, _ in options])
+        _print(question, subject, document, found, refusal)
     if refusal is not None:
         raise typer.Exit(2)
 
 
-def written_nbytes(found: Plan) -> int:
-    """Bytes written to the disk in one step."""
-    return sum(n for (_, target), n in found.simulation.bytes_moved.items() if target is Tier.DISK)
+def _write(found: Answer, save: Path | None, plot: Path | None) -> None:
+    if len(found.plans) > 1:
+        raise InputError(
+            f"--save and --plot are for one plan; this model has {len(found.plans)} chains of blocks, each with its own"
+        )
+    if save is not None:
+        found.plans[0].save(save)
+    if plot is not None:
+        found.plans[0].plot(plot)
 
 
 def _document(
-    question: Question, model: str, found: Plan | None, refusal: BudgetError | None, changes: list[Change]
+    question: Question,
+    subject: Subject,
+    costs: Costs,
+    found: Answer | None,
+    refusal: BudgetError | None,
+    changes: list[Change],
 ) -> dict[str, Any]:
     """The answer as JSON; where it does not fit, ``answer`` is that for the first of ``changes``."""
-    config = question.config
-    document: dict[str, Any] = {
-        "model": {
-            "name": model, "layers": config.layers, "width": config.width, "heads": config.heads,
-            "vocabulary": config.vocabulary, "parameters": config.parameters,
-            "dtype": str(config.dtype).removeprefix("torch."),
-        },
-        "batch": question.batch, "sequence": question.sequence,
+    return {
+        "model": {"name": subject.name, **costs.facts(question.batch)},
+        "batch": question.batch, "sequence": subject.sequence,
         "optimizer": question.optimizer, "update": question.update,
         "fits": refusal is None, "reason": None if refusal is None else str(refusal), "changes": changes,
-        "answer": None,
+        "answer": None if found is None else _figures(question, subject, found, changes),
     }  # fmt: skip
-    if found is not None:
-        written = written_nbytes(found)
-        tokens = question.batch * question.sequence
-        if refusal is not None and "--batch" in changes[0]:
-            tokens = int(changes[0]["--batch"]) * question.sequence
-        document["answer"] = {
-            "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
-            "waiting_seconds": found.simulation.stall_seconds, "tokens_per_second": tokens / found.seconds,
-            "tiers": {
-                tier.name.lower(): {
-                    "peak_nbytes": found.simulation.peak_nbytes[tier], "allowed_nbytes": found.budget.nbytes(tier),
-                }
-                for tier in Tier
-            },
-            "disk_written_nbytes_per_step": written,
-            "disk_written_nbytes_per_day": round(written * _DAY / found.seconds),
-        }  # fmt: skip
-    return document
+
+
+def _figures(question: Question, subject: Subject, found: Answer, changes: list[Change]) -> dict[str, Any]:
+    allowed = found.plans[0].budget
+    samples = int(changes[0].get("--batch", question.batch)) if changes else question.batch
+    device = sum(plan.budget.nbytes(Tier.DEVICE) or 0 for plan in found.plans)
+    device -= found.plans[0].profile.outside_nbytes * (len(found.plans) - 1)
+    return {
+        "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
+        "waiting_seconds": found.waiting_seconds,
+        f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
+        "tiers": {
+            tier.name.lower(): {
+                "peak_nbytes": found.peak_nbytes(tier),
+                "allowed_nbytes": device if tier is Tier.DEVICE else allowed.nbytes(tier),
+            }
+            for tier in Tier
+        },
+        "disk_written_nbytes_per_step": found.written_nbytes,
+        "disk_written_nbytes_per_day": round(found.written_nbytes * _DAY / found.seconds),
+    }  # fmt: skip
 
 
 def _print(
-    question: Question, model: str, found: Plan | None, refusal: BudgetError | None, changes: list[Change]
+    question: Question,
+    subject: Subject,
+    document: dict[str, Any],
+    found: Answer | None,
+    refusal: BudgetError | None,
 ) -> None:
-    config = question.config
+    facts = document["model"]
+    width = f" of width {facts['width']}" if "width" in facts else ""
     show.line(
-        f"{model}: {config.layers} blocks of width {config.width}, {config.parameters / 1e9:.3g} billion parameters, "
-        f"{question.batch} x {question.sequence} tokens, {question.optimizer}, update {question.update}"
+        f"{subject.name}: {facts['layers']} blocks{width}, {_count(facts['parameters'])} parameters, "
+        f"{subject.step(question.batch)}, {question.optimizer}, update {question.update}"
     )
     if refusal is not None:
         show.line(f"Does not fit: {refusal}.", "red")
-        texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in changes]
+        texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in document["changes"]]
         if not texts:
             show.line(
                 "No change of --update, --batch, --budget, --gpu, --ram or --disk was found that makes it fit; "
@@ -193,27 +203,34 @@ def _print(
             show.line(f"So does: {text}")
     if found is None:
         return
-    answer = _document(question, model, found, refusal, changes)["answer"]
-    device = question.device
     title = "With that change (one planner tried, not the fastest)" if refusal is not None else "It fits"
-    rows = [
-        (name(tier, device), show.share(found.simulation.peak_nbytes[tier], found.budget.nbytes(tier)))
-        for tier in Tier
-        if tier is Tier.DEVICE or found.simulation.peak_nbytes[tier]
-    ]
-    written = answer["disk_written_nbytes_per_step"]
-    rows += [
-        ("a step", f"{format_seconds(found.seconds)}, {format_seconds(found.simulation.stall_seconds)} of it waiting"),
-        ("tokens", f"{show.number(answer['tokens_per_second'])} a second"),
-        (
-            "written to disk",
-            f"{format_nbytes(written)} a step, {format_nbytes(answer['disk_written_nbytes_per_day'])} a day",
-        ),
-        ("assumed", _assumed(question)),
-    ]
-    show.table(title, rows)
+    show.table(title, _rows(question, subject, document["answer"]))
     if refusal is None:
         show.line(str(found))
+
+
+def _rows(question: Question, subject: Subject, answer: dict[str, Any]) -> list[tuple[str, str]]:
+    tiers = ((tier, answer["tiers"][tier.name.lower()]) for tier in Tier)
+    seconds, waiting = format_seconds(answer["seconds_per_step"]), format_seconds(answer["waiting_seconds"])
+    written, a_day = answer["disk_written_nbytes_per_step"], answer["disk_written_nbytes_per_day"]
+    return [
+        *(
+            (name(tier, question.device), show.share(found["peak_nbytes"], found["allowed_nbytes"]))
+            for tier, found in tiers
+            if tier is Tier.DEVICE or found["peak_nbytes"]
+        ),
+        ("a step", f"{seconds}, {waiting} of it waiting"),
+        (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second"),
+        ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day"),
+        ("assumed", _assumed(question)),
+    ]
+
+
+def _count(numbers: int) -> str:
+    for factor, unit in ((10**9, "billion"), (10**6, "million")):
+        if numbers >= factor:
+            return f"{numbers / factor:.3g} {unit}"
+    return f"{numbers:,}"
 
 
 def _assumed(question: Question) -> str:

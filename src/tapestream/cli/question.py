@@ -1,14 +1,13 @@
 """Whether a training step fits a machine, and if not, the least change with which it does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from tapestream.cli.answer import Answer, divided
 from tapestream.costs import Budget, Link, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.ir.actions import Tier
-from tapestream.models import GPTConfig
-from tapestream.models.estimate import estimate
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
@@ -17,19 +16,20 @@ Change: TypeAlias = dict[str, str]
 """Options and the values that they would have to have."""
 
 _QUICK = "revolve"  # where only the yes or no counts, one planner is enough
+_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
 
+    ``costs``: what a step of so many samples costs, per chain of blocks, given what `tapestream.models.estimate` takes.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where everything that
     lives there fits into it, the disk otherwise.
     """
 
-    config: GPTConfig
+    costs: Callable[..., tuple[Profile, ...]]
     batch: int
-    sequence: int
     optimizer: str
     update: str
     device: str
@@ -43,12 +43,10 @@ class Question:
     disk_write: float
     flops: float
 
-    def profile(self) -> Profile:
-        """What the step costs."""
-        return estimate(
-            self.config,
-            batch=self.batch,
-            sequence=self.sequence,
+    def profiles(self) -> tuple[Profile, ...]:
+        """What the step costs, chain by chain."""
+        return self.costs(
+            self.batch,
             flops_per_second=self.flops,
             optimizer=self.optimizer,
             update=self.update,
@@ -70,46 +68,59 @@ class Question:
             self.flops,
         )  # fmt: skip
 
-    def chosen_home(self, profile: Profile) -> Tier:
+    def chosen_home(self, profiles: tuple[Profile, ...]) -> Tier:
         """Where blocks live that do not stay on the device."""
         if self.home is not None:
             return self.home
-        fits = self.ram is None or self.home_nbytes(profile) <= self.ram
+        fits = self.ram is None or self.home_nbytes(profiles) <= self.ram
         return Tier.HOST if self.device != "cpu" and fits else Tier.DISK
 
-    def home_nbytes(self, profile: Profile) -> int:
+    def home_nbytes(self, profiles: tuple[Profile, ...]) -> int:
         """Bytes of everything that could live at home: parameters, optimizer state, and gradients kept for the step."""
         gradients = self.update == "step"
         return sum(
-            b.parameters_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes for b in profile.blocks
+            b.parameters_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes
+            for profile in profiles
+            for b in profile.blocks
         )
 
-    def plan(self, planner: str = "auto") -> Plan:
-        """The plan. Raises BudgetError where nothing fits."""
+    def plan(self, planner: str = "auto") -> Answer:
+        """The plans. Raises BudgetError where nothing fits."""
         if self.gpu is not None and self.budget > self.gpu:
             raise BudgetError(
                 f"a budget of {format_nbytes(self.budget)} was asked for on a device of {format_nbytes(self.gpu)}; "
                 f"allow {format_nbytes(self.gpu)} at most"
             )
-        profile = self.profile()
-        home, lives = self.chosen_home(profile), self.home_nbytes(profile)
+        profiles = self.profiles()
+        home, lives = self.chosen_home(profiles), self.home_nbytes(profiles)
         room = {Tier.HOST: self.ram, Tier.DISK: self.disk}.get(home)
         if room is not None and lives > room + self.budget:  # the planners would find out too, but slowly
             raise BudgetError(
                 f"parameters and optimizer state take {format_nbytes(lives)}, the device and {home.name.lower()} have "
                 f"{format_nbytes(room + self.budget)}; give more there"
             )
-        return make_plan(
-            profile,
-            Budget(self.budget, host=self.ram, disk=self.disk),
-            self.machine(),
-            planner=planner,
-            update=self.update,  # type: ignore[arg-type]  # make_plan checks it
-            home=home,
-        )
+
+        def planned(profile: Profile, allowed: int) -> Plan:
+            return make_plan(
+                profile,
+                Budget(allowed, host=self.ram, disk=self.disk),
+                self.machine(),
+                planner=planner,
+                update=self.update,  # type: ignore[arg-type]  # make_plan checks it
+                home=home,
+            )
+
+        answer = divided(profiles, self.budget, planned)
+        for tier, room in ((Tier.HOST, self.ram), (Tier.DISK, self.disk)):
+            if room is not None and answer.peak_nbytes(tier) > room:  # each chain by itself fits
+                raise BudgetError(
+                    f"{len(profiles)} chains of blocks together take {format_nbytes(answer.peak_nbytes(tier))} of "
+                    f"{tier.name.lower()}, where there are {format_nbytes(room)}; give more there"
+                )
+        return answer
 
 
-def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Plan]]:
+def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Answer]]:
     """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest)."""
     for change, asked in _candidates(question, refusal):
         try:
@@ -136,24 +147,26 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
     """A larger budget (and device, where it is too small), with the update as asked, else with the other."""
     other = "backward" if question.update == "step" else "step"
     for update in (question.update, other):
-        # What planners say they need is rounded up; a split of the budget may take a little more.
-        for share in (100, 105, 115):
-            text = _text(least * share // 100)
-            nbytes = _mebibytes(text)
-            larger, change = replace(question, budget=nbytes, update=update), {"--budget": text}
-            if question.gpu is not None and nbytes > question.gpu:
-                larger, change = replace(larger, gpu=nbytes), {**change, "--gpu": text}
+        nbytes = least
+        for _ in range(_TRIES):
+            text = _text(nbytes)
+            larger, change = replace(question, budget=_mebibytes(text), update=update), {"--budget": text}
+            if question.gpu is not None and larger.budget > question.gpu:
+                larger, change = replace(larger, gpu=larger.budget), {**change, "--gpu": text}
             if update != question.update:
                 change["--update"] = update
-            if _fits(larger):
+            missing = _refusal(larger)
+            if missing is None:
                 yield change, larger
                 return
+            # The least that was found is another planner's, and rounded; a split of it may take a little more.
+            nbytes = max(missing.least_nbytes or 0, nbytes * 105 // 100)
 
 
 def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
     """Where RAM or the disk is what is missing: as much as the step takes there."""
     # RAM without end would move everything there, so the home stays as it is.
-    fixed = replace(question, home=question.chosen_home(question.profile()))
+    fixed = replace(question, home=question.chosen_home(question.profiles()))
     if question.ram is not None:
         text = _needed(replace(fixed, ram=None), Tier.HOST)
         if text is not None and _mebibytes(text) > question.ram:
@@ -167,16 +180,16 @@ def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
 def _needed(question: Question, tier: Tier) -> str | None:
     """What a plan takes in ``tier``, None where there is none."""
     try:
-        return _text(question.plan(_QUICK).simulation.peak_nbytes[tier])
+        return _text(question.plan(_QUICK).peak_nbytes(tier))
     except BudgetError:
         return None
 
 
 def _smaller_batch(question: Question) -> int | None:
-    """The largest smaller batch that fits, None where not even one sequence does."""
+    """The largest smaller batch that fits, None where not even one sample does."""
     low, high = 0, question.batch  # low fits (0 always), high does not
     while high - low > 1:
-        # One sequence first: where that is too much, nothing else need be tried.
+        # One sample first: where that is too much, nothing else need be tried.
         middle = 1 if low == 0 else (low + high) // 2
         if _fits(replace(question, batch=middle)):
             low = middle
@@ -188,11 +201,15 @@ def _smaller_batch(question: Question) -> int | None:
 
 
 def _fits(question: Question) -> bool:
+    return _refusal(question) is None
+
+
+def _refusal(question: Question) -> BudgetError | None:
     try:
         question.plan(_QUICK)
-    except BudgetError:
-        return False
-    return True
+    except BudgetError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _text(nbytes: int) -> str:

@@ -18,12 +18,14 @@ Advance = Callable[[str, int, int, str], None]
 
 def failure(message: str) -> None:
     """One red line on standard error."""
-    Console(stderr=True).print(f"[red]{escape(' '.join(message.split()))}[/red]", soft_wrap=True, highlight=False)
+    Console(stderr=True, emoji=False).print(
+        f"[red]{escape(' '.join(message.split()))}[/red]", soft_wrap=True, highlight=False
+    )
 
 
 def line(text: str, style: str | None = None) -> None:
     """A line on standard output."""
-    Console().print(escape(text), style=style, soft_wrap=True, highlight=False)
+    Console(emoji=False).print(escape(text), style=style, soft_wrap=True, highlight=False)
 
 
 def as_json(document: Mapping[str, Any]) -> None:
@@ -38,13 +40,13 @@ def table(title: str, rows: Iterable[Iterable[str]], columns: Iterable[str] = ("
         made.add_column(name, no_wrap=number == 0)
     for row in rows:
         made.add_row(*(escape(cell) for cell in row))
-    Console().print(made)
+    Console(emoji=False).print(made)
 
 
 @contextmanager
 def progress(total: str = "") -> Iterator[Advance]:
     """A bar on standard error; where that is no terminal, one line whenever something is complete."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[remark]}"), console=console, disable=not console.is_terminal,

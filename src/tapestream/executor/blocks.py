@@ -12,6 +12,7 @@ from tapestream.executor.engines.protocol import CopyEngine
 from tapestream.executor.gradients import Found, GradientBook, Sums
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 
@@ -32,17 +33,19 @@ class BlockStore:
 
     Outside a run a parameter's ``.data`` shows its home: a view of the region where PARAMETERS live (device, host, or
     a shared
-    mapping of the file). ``uses``: the block of each of the model's blocks of code, ``modules``, None for none.
+    mapping of the file). ``uses``: the block of each of the model's blocks of code, ``modules``,
+    None for none. ``home``: the tier where values live, or one for each kind; as an attribute, that of parameters.
     """
 
     def __init__(
-        self, pool: Pool, engine: CopyEngine, modules: Sequence[nn.Module], uses: Sequence[int | None], home: Tier,
-        device: torch.device,
+        self, pool: Pool, engine: CopyEngine, modules: Sequence[nn.Module], uses: Sequence[int | None],
+        home: Tier | HomeTiers, device: torch.device,
     ) -> None:  # fmt: skip
         self.pool, self.engine, self.modules, self.uses = pool, engine, modules, uses
-        self.home, self.device = home, device
+        homes = home_tiers(home)
+        self.homes, self.home, self.device = homes, homes[Kind.PARAMETERS], device
         self.blocks: list[ParameterBlock] = []
-        self.copies = BlockCopies(pool, engine, self.blocks, home, device)
+        self.copies = BlockCopies(pool, engine, self.blocks, homes, device)
         self.gradients = GradientBook(self.copies)
         self.updater: Updater | None = None
         self._ahead: list[int] = []  # blocks that `look_ahead` has started to bring, in that order
@@ -66,7 +69,7 @@ class BlockStore:
         # State that no update has written yet has no bytes at home; other sources vanish when another live call
         # settles.
         there = target is Tier.DEVICE and value in self.copies.resident  # another live call has brought it
-        if not there and (source is self.home or self.copies.has(value, source)):
+        if not there and (source is self.copies.home_of(value) or self.copies.has(value, source)):
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:
@@ -75,7 +78,7 @@ class BlockStore:
 
     def free(self, value: Value, tier: Tier) -> None:
         """Drop a copy; bytes at home stay reserved, and gradients there stay visible until the user drops them."""
-        if tier is self.home or (tier is Tier.DEVICE and value in self.copies.resident):
+        if tier is self.copies.home_of(value) or (tier is Tier.DEVICE and value in self.copies.resident):
             return
         if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
             self.copies.show(value, self.home)
@@ -167,10 +170,10 @@ class BlockStore:
         for value in sorted(before - resident, key=_order):
             copies.resident -= {value}
             if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
-                copies.move(value, Tier.DEVICE, self.home)
+                copies.move(value, Tier.DEVICE, copies.home_of(value))
         for value in sorted(resident - before, key=_order):
-            if copies.has(value, self.home) and value.kind is not Kind.GRADIENT:
-                copies.move(value, self.home, Tier.DEVICE)
+            if copies.has(value, copies.home_of(value)) and value.kind is not Kind.GRADIENT:
+                copies.move(value, copies.home_of(value), Tier.DEVICE)
             copies.resident |= {value}
         copies.dirty -= resident
         self.pool.trim()
@@ -245,7 +248,6 @@ class BlockStore:
         """Give up what `look_ahead` has started to bring and nobody was lent, where no other call uses the store."""
         self._ahead.clear()
         self.copies.settle()
-        self.pool.trim()
 
     def give_back(self, block: int) -> None:
         """End a `lend` that has brought the block."""
@@ -317,7 +319,7 @@ class BlockStore:
     def _fetch_state(self, block: int) -> None:
         state = Value(Kind.OPTIMIZER_STATE, block)
         if self.blocks[block].state_slots and not self.copies.has(state, Tier.DEVICE):
-            self.copies.copy_now(state, self.home, Tier.DEVICE)
+            self.copies.copy_now(state, self.copies.home_of(state), Tier.DEVICE)
 
 
 def _order(value: Value) -> tuple[int, str]:

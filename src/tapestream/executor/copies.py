@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from tapestream.errors import StorageError
+from tapestream.errors import InputError, StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.homes import HomeTiers
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
@@ -21,9 +22,10 @@ class BlockCopies:
     """
 
     def __init__(
-        self, pool: Pool, engine: CopyEngine, blocks: Sequence[ParameterBlock], home: Tier, device: torch.device
+        self, pool: Pool, engine: CopyEngine, blocks: Sequence[ParameterBlock], home: HomeTiers, device: torch.device
     ) -> None:
-        self.pool, self.engine, self.blocks, self.home, self.device = pool, engine, blocks, home, device
+        self.pool, self.engine, self.blocks, self.device = pool, engine, blocks, device
+        self._homes = home
         self.direct = engine.name not in ("cuda", "fake_streams")
         self.resident: frozenset[Value] = frozenset()
         self.staying: frozenset[Value] = frozenset()
@@ -37,20 +39,25 @@ class BlockCopies:
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a new block's parameters home and show them there."""
         value = Value(Kind.PARAMETERS, block.index)
-        first = self.home if self.home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
+        home = self.home_of(value)
+        first = home if home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
         with torch.no_grad():
             staging = self.region(value, first)
             for view, parameter in zip(block.views(staging.memory), block.parameters, strict=True):
                 view.copy_(parameter)
-        if first is not self.home:
-            self.copy_now(value, first, self.home)
+        if first is not home:
+            self.copy_now(value, first, home)
             self.release(value, first)
             self.pool.trim()
-        self.show(value, self.home)
+        self.show(value, home)
+
+    def home_of(self, value: Value) -> Tier:
+        """Where a value lives that is not resident."""
+        return self._homes[value.kind]
 
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
-        return Tier.DEVICE if value in self.resident else self.home
+        return Tier.DEVICE if value in self.resident else self.home_of(value)
 
     def region(self, value: Value, tier: Tier) -> Region:
         """The value's copy in ``tier``, made (with undefined content) if there is none."""
@@ -102,7 +109,7 @@ class BlockCopies:
         self.engine.wait(ticket)
         if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
             self.show(value, Tier.DEVICE)
-        if tier is self.home:
+        if tier is self.home_of(value):
             self.dirty.discard(value)
             self.resident -= {value}
 
@@ -115,7 +122,7 @@ class BlockCopies:
                 self.engine.wait(self.engine.copy(self.region(value, here), self.region(value, there)))
         if through is not None:
             self.release(value, through)
-        if target is self.home:
+        if target is self.home_of(value):
             self.dirty.discard(value)
 
     def bytes_at(self, value: Value, tier: Tier) -> torch.Tensor:
@@ -141,6 +148,12 @@ class BlockCopies:
         for i, (parameter, address) in enumerate(zip(block.parameters, shown, strict=False)):
             if parameter.data_ptr() != address:
                 view = block.views(self.bytes_at(value, self.tier_of(value)))[i]
+                if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
+                    raise InputError(
+                        f"a streamed parameter's data was replaced by {parameter.dtype} of shape "
+                        f"{list(parameter.shape)}, it was {view.dtype} of {list(view.shape)}; convert the model before "
+                        "stream(), or call tapestream.unstream(model) first"
+                    )
                 view.copy_(parameter.data)
                 parameter.data = view
 
@@ -163,13 +176,13 @@ class BlockCopies:
         self.dirty -= self.resident
         self._lived |= self.resident
         for value, tier in list(self.regions):
-            if tier is self.home or (tier is Tier.DEVICE and value in self.resident):
+            if tier is self.home_of(value) or (tier is Tier.DEVICE and value in self.resident):
                 continue
             try:
                 if tier is Tier.DEVICE and value in self.dirty:
-                    self.copy_now(value, Tier.DEVICE, self.home)
+                    self.copy_now(value, Tier.DEVICE, self.home_of(value))
                 if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
-                    self.show(value, self.home)
+                    self.show(value, self.home_of(value))
             except StorageError as error:
                 failed = failed or error  # the copy on the device stays: it is the only one
                 continue

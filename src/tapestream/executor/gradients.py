@@ -52,8 +52,8 @@ class GradientBook:
         value = Value(Kind.GRADIENT, block)
         arrived = self._arrived.pop(block, [])
         if arrived:
-            self.copies.wait(value, self.copies.home)
-            views = self.copies.blocks[block].views(self.copies.bytes_at(value, self.copies.home))
+            self.copies.wait(value, self.copies.home_of(value))
+            views = self.copies.blocks[block].views(self.copies.bytes_at(value, self.copies.home_of(value)))
             for i in arrived:
                 sums[id(parameters[i])] = (parameters[i], views[i].to(self.copies.device, copy=True))
 
@@ -62,13 +62,13 @@ class GradientBook:
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
         fresh = self.hooked(block)
         if not self._shown(block) and block not in self._earlier:
-            copies.renew(value, copies.home)  # users may hold what .grad showed before they set it to None
+            copies.renew(value, copies.home_of(value))  # users may hold what .grad showed before they set it to None
         elif self.together:
             self._put_aside(value)
         earlier = {} if self.together else {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
         at_home = self._all_at_home(block, earlier)
-        if at_home:
-            copies.copy_now(value, copies.home, Tier.DEVICE)  # not through the mapping: its pages would stay in memory
+        if at_home:  # not through the mapping: its pages would stay in memory
+            copies.copy_now(value, copies.home_of(value), Tier.DEVICE)
         region = copies.region(value, Tier.DEVICE)
         copies.engine.compute_begins([region])
         arrived: list[int] = []
@@ -99,7 +99,7 @@ class GradientBook:
         """All that a schedule does for a block's gradient, at once."""
         value = Value(Kind.GRADIENT, block)
         self.lay_out(block)
-        self.copies.copy_now(value, Tier.DEVICE, self.copies.home)
+        self.copies.copy_now(value, Tier.DEVICE, self.copies.home_of(value))
         self.copies.release(value, Tier.DEVICE)
 
     def hooked(self, block: int) -> Found:
@@ -121,7 +121,7 @@ class GradientBook:
         """Let ``.grad`` be the gradients that came home."""
         for block, arrived in self._arrived.items():
             value, this = Value(Kind.GRADIENT, block), self.copies.blocks[block]
-            views = this.views(self.copies.bytes_at(value, self.copies.home))
+            views = this.views(self.copies.bytes_at(value, self.copies.home_of(value)))
             if self.together:
                 self._add_to_earlier(value, {i: _through_hooks(this.parameters[i], views[i]) for i in arrived})
                 continue
@@ -143,7 +143,7 @@ class GradientBook:
     def _put_aside(self, value: Value) -> None:
         """This backward's sum gets a home of its own beside the bytes that ``.grad`` shows."""
         if value.index not in self._earlier:
-            self._earlier[value.index] = self.copies.regions.pop((value, self.copies.home), None)
+            self._earlier[value.index] = self.copies.regions.pop((value, self.copies.home_of(value)), None)
 
     def _add_to_earlier(self, value: Value, sums: Found) -> None:
         copies, parameters = self.copies, self.copies.blocks[value.index].parameters
@@ -153,8 +153,8 @@ class GradientBook:
             held = views[i].copy_(total) if views and parameters[i].grad is None else total
             _add(parameters[i], held)
         if earlier is not None:
-            copies.release(value, copies.home)
-            copies.regions[value, copies.home] = earlier
+            copies.release(value, copies.home_of(value))
+            copies.regions[value, copies.home_of(value)] = earlier
 
     def _shown(self, block: int) -> bool:
         """Whether any ``.grad`` shows the gradients at home."""
@@ -168,9 +168,9 @@ class GradientBook:
     def _own(self, block: int) -> frozenset[int]:
         """Addresses of the block's gradients at home."""
         value = Value(Kind.GRADIENT, block)
-        if not self.copies.has(value, self.copies.home):
+        if not self.copies.has(value, self.copies.home_of(value)):
             return frozenset()
-        memory = self.copies.bytes_at(value, self.copies.home)
+        memory = self.copies.bytes_at(value, self.copies.home_of(value))
         return frozenset(view.data_ptr() for view in self.copies.blocks[block].views(memory))
 
 

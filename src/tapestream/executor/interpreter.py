@@ -3,6 +3,8 @@
 Front-ends drive it by autograd: a Chain runs a whole phase at once, a streamed module one stage per block call.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,6 +81,7 @@ class Interpreter:
         self.cotangents: dict[int, Gradients] = {}
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._actions: Iterator[Action] = iter(schedule)
+        self._ahead: deque[Action] = deque()  # looked at already
         self._pending: Action | None = next(self._actions, None)
         self._entered: PhaseKind | None = None
         self._inside = 0  # stages of a pending Forward that have been done
@@ -180,7 +183,23 @@ class Interpreter:
             self._step()
 
     def _next(self) -> None:
-        self._pending = next(self._actions, None)
+        self._pending = self._ahead.popleft() if self._ahead else next(self._actions, None)
+
+    def _output_needed(self, k: int) -> bool:
+        """Whether anything comes between the Record of stage ``k``, the pending action, and its Backward but copies
+        and frees."""
+        for number in itertools.count():
+            if number == len(self._ahead):
+                action = next(self._actions, None)
+                if action is None:
+                    return True
+                self._ahead.append(action)
+            match self._ahead[number]:
+                case Backward(stage):
+                    return stage != k
+                case Forward() | Record() | Keep() | Restore() | Phase():
+                    return True
+        raise AssertionError("unreachable")
 
     # -- obeying ------------------------------------------------------------------------------------------------
 
@@ -229,8 +248,9 @@ class Interpreter:
     def _record(self, k: int) -> None:
         state = self._live(k)
         self._compute_begins(k)
-        self.live, self.tapes[k] = self.runner.record(k, state)
-        self.live_index = k + 1
+        needed = self._output_needed(k)
+        out, self.tapes[k] = self.runner.record(k, state, output_needed=needed)
+        self.live, self.live_index = out if needed else None, k + 1
         self._compute_ended(k)
 
     def _record_tail(self, k: int) -> None:

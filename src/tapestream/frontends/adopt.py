@@ -1,4 +1,4 @@
-"""Getting a model ready to be streamed: which parameters move together, and making meta modules real piece by piece."""
+"""Getting a model ready to be streamed: which parameters move together, and which cannot be moved."""
 
 from collections.abc import Sequence
 
@@ -32,8 +32,7 @@ def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[lis
                     f"{outside[id(parameter)] or 'the model itself'}, outside the blocks; "
                     "this is not supported yet: untie it, or name other blocks with blocks=[...]"
                 )
-            if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                _check_dense(name, position, parameter)
+            _check_ordinary(name, position, parameter)
             earlier = first.setdefault(id(parameter), position)
             _join(leader, earlier, position)
     members: dict[int, list[int]] = {}
@@ -50,87 +49,46 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[nn.Parameter, ...]:
     return tuple({id(p): p for module in modules for p in module.parameters()}.values())
 
 
-def make_outside_real(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Give everything outside the blocks its bytes on ``device``, initialised if it was on meta."""
-    inside = {id(m) for block in blocks for m in block.modules()}
-    outside = [m for m in model.modules() if id(m) not in inside]
-    from_meta = [m for m in outside if _own_meta(m)]
-    ties = _ties(from_meta)
-    for module in outside:
-        if _own_meta(module):
-            module.to_empty(device=device, recurse=False)
-        else:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
-    _tie_again(ties)
-    if from_meta:
-        _initialize(model, from_meta)
-
-
-def make_real(block: nn.Module, device: torch.device) -> None:
-    """Give a block made on meta its bytes on ``device`` and initialise it; nothing happens to any other block."""
-    from_meta = [m for m in block.modules() if _own_meta(m)]
-    if not from_meta:
-        return
-    ties = _ties(from_meta)
-    block.to_empty(device=device)
-    _tie_again(ties)
-    _initialize(block, from_meta)
-
-
-def buffers_to(block: nn.Module, device: torch.device) -> None:
-    """Buffers of a block stay on the device."""
-    for module in block.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _initialize(owner: nn.Module, modules: Sequence[nn.Module]) -> None:
-    initialize = getattr(owner, "initialize", None)
-    if callable(initialize):
-        initialize()
-        return
-    for module in modules:
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            raise InputError(
-                f"{type(module).__name__} was made on the meta device and cannot be initialised: give "
-                f"{type(owner).__name__} an "
-                "initialize() method, or make the model on a real device"
-            )
-        reset()
-
-
-Ties = list[list[tuple[nn.Module, str]]]
-
-
-def _ties(modules: Sequence[nn.Module]) -> Ties:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie_again(ties: Ties) -> None:
-    for (module, name), *others in ties:
-        for other, other_name in others:
-            other._parameters[other_name] = module._parameters[name]
-
-
-def _own_meta(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
-
-
-def _check_dense(name: str, position: int, parameter: torch.Tensor) -> None:
-    if parameter.layout is not torch.strided or type(parameter.data) is not torch.Tensor:
+def _check_ordinary(name: str, position: int, parameter: torch.Tensor) -> None:
+    """Streaming moves a parameter's bytes: there must be nothing else to it."""
+    where = f"parameter {name!r} of block {position} is a {type(parameter).__name__}"
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+        kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
         raise InputError(
-            f"parameter {name!r} of block {position} is a {type(parameter.data).__name__} of layout "
-            f"{parameter.layout}; only ordinary dense "
-            "tensors can be streamed"
+            f"{where} ({kind.__module__}.{kind.__qualname__}), which holds more than its own dense bytes, as quantised "
+            "weights do (bitsandbytes, torchao); these cannot be streamed: load the model without quantisation, in "
+            "bfloat16 say, or name other blocks with blocks=[...]"
         )
+    if parameter.layout is not torch.strided:
+        raise InputError(f"{where} of layout {parameter.layout}; only dense tensors can be streamed: use to_dense()")
+    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+        raise InputError(f"{where} whose elements share bytes (it was expanded); make it contiguous() first")
+
+
+def check_own_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise InputError where a block's parameter shares bytes with another tensor of the model.
+
+    Brought home, the two would part: what is written to one would not be seen by the other any more.
+    """
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.numel() and tensor.layout is torch.strided:
+            reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            first = tensor.data_ptr()
+            spans.append((str(tensor.device), first, first + reach * tensor.itemsize, name, id(tensor) in inside))
+    spans.sort()
+    last: dict[bool, tuple[str, int, int, str, bool]] = {}  # of those inside and outside, the one that ends last
+    for span in spans:
+        device, first, end, name, mine = span
+        for one in last.values():
+            if (mine or one[4]) and one[0] == device and first < one[2]:
+                raise InputError(
+                    f"{one[3]!r} and {name!r} are different tensors over the same bytes, which streaming would part; "
+                    "make them one Parameter (a.weight = b.weight) of two blocks, or clone() one of them"
+                )
+        if mine not in last or last[mine][0] != device or last[mine][2] < end:
+            last[mine] = span
 
 
 def _find(leader: list[int], position: int) -> int:

@@ -5,7 +5,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from tapestream.costs import Budget
+
 _SHARE = 0.95
+_HOST_SHARE = 0.8
 
 
 def free_nbytes(device: torch.device) -> int:
@@ -35,3 +38,8 @@ def host_nbytes() -> int:
         if allowed.isdigit() and taken.isdigit():
             available = min(available, max(0, int(allowed) - int(taken)))
     return available
+
+
+def host_limit(budget: Budget) -> int:
+    """Bytes of RAM that block values and buffers on their way may take: given, or 80% of what is available."""
+    return int(host_nbytes() * _HOST_SHARE) if budget.host_nbytes is None else budget.host_nbytes

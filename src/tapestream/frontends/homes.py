@@ -11,15 +11,16 @@ from tapestream.costs import Budget, Machine
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.executor.engines.protocol import EngineStatistics
-from tapestream.frontends.adopt import buffers_to, make_outside_real, make_real, parameter_groups, parameters_of
-from tapestream.frontends.available import host_nbytes
+from tapestream.frontends.adopt import check_own_bytes, parameter_groups, parameters_of
+from tapestream.frontends.available import host_limit
+from tapestream.frontends.real import Maker
+from tapestream.frontends.weights import Source, Weights
 from tapestream.ir.actions import Tier
+from tapestream.ir.homes import HomeTiers
 from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.pool import Pool
-
-_HOST_SHARE = 0.8
 
 
 class Homes:
@@ -37,35 +38,38 @@ class Homes:
         *,
         device: torch.device,
         budget: Budget,
-        home: Tier,
+        home: HomeTiers,
         folder: str | os.PathLike[str] | None,
         engine: str,
+        weights: Source | None,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self._path = folder
         self._counted: EngineStatistics | None = None
         with ExitStack() as undo:
             groups, uses = parameter_groups(model, blocks)
+            check_own_bytes(model, blocks)
+            maker = Maker(model, blocks, None if weights is None else Weights(weights, model))
             self.engine = make_engine(engine, device)
             undo.callback(self.engine.close)
             self._folder = None if folder is None else DiskFolder(folder)
             if self._folder is not None:
                 undo.callback(self._folder.close)
-            self.pool = Pool(device, folder=self._folder, limits=_limits(budget), pin=device.type == "cuda")
+            limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
+            self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
             undo.callback(self.pool.close)
-            make_outside_real(model, blocks, device)
+            maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             undo.callback(self._disown)
             for number, members in enumerate(groups):
                 modules = [blocks[position] for position in members]
                 for module in modules:
-                    make_real(module, torch.device("cpu"))
-                    buffers_to(module, device)
+                    maker.block(module, device)
                 self.store.adopt(ParameterBlock(number, parameters_of(modules)))
                 progress("moving blocks home", number + 1, len(groups))
             for position, use in enumerate(uses):
                 if use is None:
-                    buffers_to(blocks[position], device)
+                    maker.block(blocks[position], device)
             self._undo = undo.pop_all()
 
     @property
@@ -77,7 +81,9 @@ class Homes:
         """Speeds of the links that blocks pass."""
         if self.store.home is Tier.DEVICE:
             return Machine()
-        return measure_machine(device=self.store.device, folder=self._path if self.store.home is Tier.DISK else None)
+        return measure_machine(
+            device=self.store.device, folder=self._path if Tier.DISK in self.store.homes.values() else None
+        )
 
     def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
         """Bytes moved per lane and seconds waited since the last call of this."""
@@ -95,8 +101,3 @@ class Homes:
     def _disown(self) -> None:
         for block in self.store.blocks:
             self.store.disown(block.index)
-
-
-def _limits(budget: Budget) -> dict[Tier, int | None]:
-    host = int(host_nbytes() * _HOST_SHARE) if budget.host_nbytes is None else budget.host_nbytes
-    return {Tier.DEVICE: None, Tier.HOST: host, Tier.DISK: budget.disk_nbytes}

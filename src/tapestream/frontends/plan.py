@@ -46,24 +46,38 @@ def plan(
 class Report:
     """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
 
-    ``peak_nbytes``: most bytes that parameter blocks held per tier (the tape is in the plan's simulation).
-    ``bytes_moved`` by (source, target) and ``wait_seconds`` are sums since the last call of `report`; ``plan`` is the
-    plan of the last call.
+    ``plans``: of the last call, one for each chain of blocks. ``peak_nbytes``: most bytes that parameter blocks held
+    per tier (the tape is in the plans' simulations). ``bytes_moved`` by (source, target) and ``wait_seconds`` are sums
+    since the last call of `report`.
     """
 
-    plan: Plan
+    plans: tuple[Plan, ...]
     peak_nbytes: dict[Tier, int]
     bytes_moved: dict[tuple[Tier, Tier], int]
     wait_seconds: float
 
+    @property
+    def plan(self) -> Plan:
+        """That of the first chain."""
+        return self.plans[0]
+
     def __str__(self) -> str:
+        tier = self.plan.tier_name
+        held = ", ".join(f"{format_nbytes(n)} {tier(where)}" for where, n in self.peak_nbytes.items() if n)
         moved = ", ".join(
-            f"{format_nbytes(nbytes)} {source.name} to {target.name}"
-            for (source, target), nbytes in self.bytes_moved.items()
+            f"{format_nbytes(n)} {tier(source)} to {tier(target)}"
+            for (source, target), n in self.bytes_moved.items()
+            if n
         )
-        held = ", ".join(f"{format_nbytes(n)} {tier.name}" for tier, n in self.peak_nbytes.items() if n)
-        waited = f"waited {format_seconds(self.wait_seconds)}"
-        return f"{self.plan}\n  measured  blocks held {held or 'nothing'}; moved {moved or 'nothing'}; {waited}"
+        return "\n".join(
+            (
+                *map(str, self.plans),
+                "measured since the last report",
+                f"  blocks       {held or '0 B'} at the peak, without tape",
+                f"  moved        {moved or 'nothing'}",
+                f"  waited       {format_seconds(self.wait_seconds)} for copies",
+            )
+        )
 
 
 def report(model: nn.Module) -> Report:
@@ -72,7 +86,7 @@ def report(model: nn.Module) -> Report:
     if handle.last is None:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
     moved, waited = handle.homes.statistics_since()
-    return Report(handle.last.plans[0], {tier: handle.pool.peak_nbytes(tier) for tier in Tier}, moved, waited)
+    return Report(handle.last.plans, {tier: handle.pool.peak_nbytes(tier) for tier in Tier}, moved, waited)
 
 
 def verify(model: nn.Module, batch: Any) -> None:

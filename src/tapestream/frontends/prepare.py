@@ -188,7 +188,7 @@ def _at_step(plan: Plan) -> frozenset[Value]:
 
 def _plan(handle: "Streamed", profile: Profile, nbytes: int, resident: frozenset[Value] | None = None) -> Plan:
     budget = Budget(nbytes, host=handle.budget.host_nbytes, disk=handle.budget.disk_nbytes)
-    home = handle.store.home
+    home = handle.store.homes
     return make_plan(
         profile, budget, handle.machine(),
         planner=handle.planner, update=handle.update, home=home, resident=resident, **handle.knobs,

@@ -10,12 +10,12 @@ from torch import nn
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.frontends.blocks import BlockNames, find_blocks
+from tapestream.frontends.home import Home, tiers_for
 from tapestream.frontends.lazy_logits import compute_lazily, find_head
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.streamed import Site, Streamed
 from tapestream.frontends.swap import Swaps, swap_back
 from tapestream.frontends.weights import Source
-from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 
 _HANDLE = "_tapestream_handle"
@@ -27,7 +27,7 @@ def stream(
     *,
     device: torch.device | str | None = None,
     budget: Budget | str | int | None = None,
-    home: str = "auto",
+    home: str | Home = "auto",
     folder: str | os.PathLike[str] | None = None,
     planner: str = "auto",
     blocks: BlockNames | None = None,
@@ -46,8 +46,8 @@ def stream(
 
     ``budget``: bytes of DEVICE for parameters, gradients, optimizer state, tape and what runs outside the blocks
     (None: what is free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
-    that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, or ``"auto"``: disk if a
-    folder is given, else host on a GPU. ``blocks``: the modules to stream, or their classes or names (None: the
+    that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a
+    `Home` with one of these for each kind. ``blocks``: the modules to stream, or their classes or names (None: the
     repeated children of the largest ModuleLists and Sequentials). What was made on the ``meta`` device is made real
     one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
     names must match, dtypes are the model's) or else by its ``initialize()``, ``_init_weights()`` or
@@ -71,7 +71,8 @@ def stream(
     found = find_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
     handle = Streamed(
-        model, found, device=where, budget=Budget.of(budget), home=_home(home, folder, where, engine), folder=folder,
+        model, found, device=where, budget=Budget.of(budget),
+        home=tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine), folder=folder,
         planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights,
         progress=progress,
     )  # fmt: skip
@@ -146,21 +147,3 @@ def _check_device(device: torch.device) -> None:
         raise InputError(f"device={str(device)!r} was asked for; tapestream runs on 'cpu' and 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU; use device='cpu'")
-
-
-def _home(home: str, folder: object, device: torch.device, engine: str) -> Tier:
-    if home == "auto":
-        if folder is not None:
-            return Tier.DISK
-        return Tier.HOST if device.type == "cuda" else Tier.DEVICE
-    tiers = {"device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
-    if home not in tiers:
-        raise InputError(f"home={home!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
-    if home == "host" and device.type == "cpu" and engine != "fake_streams":
-        raise InputError(
-            "home='host' was asked for with device='cpu', where the device's memory is the host's; use "
-            "home='disk' with folder=..., or home='auto'"
-        )
-    if home == "disk" and folder is None:
-        raise InputError("home='disk' was asked for without a folder; add folder='path/on/a/fast/disk'")
-    return tiers[home]

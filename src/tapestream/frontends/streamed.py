@@ -27,6 +27,7 @@ from tapestream.frontends.observe import Observation, Observed
 from tapestream.frontends.prepare import Prepared, Update, prepare, prepare_beside
 from tapestream.frontends.weights import Source
 from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
@@ -59,7 +60,7 @@ class Streamed:
         *,
         device: torch.device,
         budget: Budget,
-        home: Tier,
+        home: HomeTiers,
         folder: str | os.PathLike[str] | None,
         planner: str,
         knobs: dict[str, Any],
@@ -185,6 +186,7 @@ class Streamed:
 
     def prepare_for(self, args: tuple[Any, ...]) -> Prepared:
         """The plans for a call with these arguments, without running it."""
+        self._forward_only.end()
         base = type(self.model).__mro__[1]
         with torch.enable_grad():
             found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
@@ -212,7 +214,8 @@ class Streamed:
         if found is None:
             observed = self._observe(original, args, kwargs)
             if not observed.segments:
-                return self._check_that_blocks_are_called(original, args, kwargs)
+                self._check_that_blocks_are_called(original, args, kwargs)
+                return None
             found = prepare(self, observed)
             self._prepared.add(kind, shapes, found)
         return found
@@ -294,6 +297,7 @@ class Streamed:
         """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated
         once."""
         with self._live.working():
+            self._forward_only.end()
             self.store.settle()
             self.store.updated.clear()
             prepared = self.last

@@ -1,9 +1,10 @@
 """`estimate`: what training a GPT costs, from its shape alone; nothing is allocated and nothing is run."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tapestream.costs import BlockCost, Profile, StageCost
 from tapestream.errors import InputError
@@ -53,7 +54,7 @@ def estimate(
         raise InputError("estimate: flops_per_second and update_bytes_per_second must be positive")
     tokens, width, size = batch * sequence, config.width, config.dtype.itemsize
     with torch.device("meta"):
-        layer = _block_cost(Block(config, 0), optimizer, update_bytes_per_second)
+        layer = block_cost(list(Block(config, 0).parameters()), optimizer, update_bytes_per_second)
         outside = _outside_nbytes(config, optimizer)
     stage = _stage(config, tokens, sequence, flops_per_second)
     if update != "backward":  # gradients come one by one and are laid out in one run of bytes afterwards
@@ -68,36 +69,38 @@ def estimate(
     )
 
 
-def state_nbytes(shape: torch.Size, dtype: torch.dtype, optimizer: str) -> Iterator[tuple[torch.Size, torch.dtype]]:
-    """(shape, dtype) of everything that the optimizer keeps for one parameter, a master included."""
-    masters = 1 if dtype.itemsize == 2 else 0
-    return iter([(shape, torch.float32 if masters else dtype)] * (optimizer_state_factor(optimizer) + masters))
-
-
-def _block_cost(block: Block, optimizer: str, update_bytes_per_second: float) -> BlockCost:
-    parameters = list(block.parameters())
+def block_cost(parameters: Sequence[Tensor], optimizer: str, update_bytes_per_second: float) -> BlockCost:
+    """Bytes and seconds of parameters that move together, as `tapestream.stream` lays them out."""
+    trained = [p for p in parameters if p.requires_grad]
     nbytes = Layout.of((p.shape, p.dtype) for p in parameters).nbytes
-    state = [pair for p in parameters for pair in state_nbytes(p.shape, p.dtype, optimizer)]
-    kept = Layout.of(state).nbytes if state else 0
+    state = [pair for p in trained for pair in _state(p, optimizer)]
+    gradient, kept = nbytes if trained else 0, Layout.of(state).nbytes if state else 0
     return BlockCost(
         nbytes,
-        gradient_nbytes=nbytes,
+        gradient_nbytes=gradient,
         optimizer_state_nbytes=kept,
-        update_seconds=(3 * nbytes + 2 * kept) / update_bytes_per_second,
-        update_extra_nbytes=2 * max(p.nbytes for p in parameters),  # the rule's own temporaries
+        update_seconds=(2 * nbytes + gradient + 2 * kept) / update_bytes_per_second if trained else 0.0,
+        update_extra_nbytes=2 * max((p.nbytes for p in trained), default=0),  # the rule's own temporaries
     )
+
+
+def kept_nbytes(parameter: Tensor, optimizer: str) -> int:
+    """Bytes that the optimizer keeps for one parameter outside the blocks, a master included."""
+    pairs = _state(parameter, optimizer) if parameter.requires_grad else []
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)
+
+
+def _state(parameter: Tensor, optimizer: str) -> list[tuple[torch.Size, torch.dtype]]:
+    masters = 1 if parameter.dtype.itemsize == 2 else 0
+    dtype = torch.float32 if masters else parameter.dtype
+    return [(parameter.shape, dtype)] * (optimizer_state_factor(optimizer) + masters)
 
 
 def _outside_nbytes(config: GPTConfig, optimizer: str) -> int:
     """Parameters outside the blocks with their gradients and optimizer state."""
     shell = GPT(replace(config, layers=1))
     inside = {id(p) for p in shell.blocks.parameters()}
-    found = 0
-    for p in shell.parameters():
-        if id(p) not in inside:
-            kept = sum(shape.numel() * dtype.itemsize for shape, dtype in state_nbytes(p.shape, p.dtype, optimizer))
-            found += 2 * p.nbytes + kept
-    return found
+    return sum(2 * p.nbytes + kept_nbytes(p, optimizer) for p in shell.parameters() if id(p) not in inside)
 
 
 def _stage(config: GPTConfig, tokens: int, sequence: int, flops_per_second: float) -> StageCost:

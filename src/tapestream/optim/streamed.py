@@ -126,6 +126,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __deepcopy__(self, _: object) -> Any:
+        raise InputError(
+            "the optimizer of a streamed model cannot be copied: its state lies with the model's blocks. Copy or save "
+            "state_dict(), or make another with tapestream.optimizer()"
+        )
+
+    __reduce_ex__ = __deepcopy__
+
     def __repr__(self) -> str:
         first = self.param_groups[0]
         how = "fused" if first.get("fused") else "foreach" if first.get("foreach") else "for-loop"

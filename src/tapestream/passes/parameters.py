@@ -22,6 +22,7 @@ from tapestream.ir import (
     distinct_nodes,
     series,
 )
+from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode, traffic, uses_of_blocks
 from tapestream.passes.stays import Occupancy
@@ -35,16 +36,17 @@ def stream_parameters(
     budget: Budget | None,
     machine: Machine | None,
     *,
-    home: Tier,
+    home: Tier | HomeTiers,
     update: UpdateMode,
     resident: frozenset[Value] = frozenset(),
     accumulate: bool = False,
 ) -> Schedule:
     """Add the copies of parameter blocks, just in time and one after the other, to a schedule of computation alone.
 
-    ``home``: the tier where values live that are not in ``resident``; those in it stay on the device. ``update``:
-    ``"step"`` sends gradients home and appends a step phase that updates each block once, ``"backward"`` updates
-    a block right after its last backward, None leaves gradients (of blocks that have them) at home.
+    ``home``: the tier where values live that are not in ``resident``, or one for each kind; those in it stay on
+    the device. ``update``: ``"step"`` sends gradients home and appends a step phase that updates each block once,
+    ``"backward"`` updates a block right after its last backward, None leaves gradients (of blocks that have them) at
+    home.
     ``accumulate``: gradients of earlier micro-batches exist already, are added to, and nothing is updated. Two
     hops where ``machine`` has no direct link.
 
@@ -56,13 +58,14 @@ def stream_parameters(
     if not sizes:
         return schedule
     update = None if accumulate else update
-    if home is Tier.DEVICE:
+    homes = home_tiers(home)
+    if homes[Kind.PARAMETERS] is Tier.DEVICE:
         resident = frozenset(sizes)
-    where = tuple(lying(sizes, home, resident, accumulate))
+    where = tuple(lying(sizes, homes, resident, accumulate))
     if update != "backward" and all(value in resident for value, times in traffic(profile, update).items() if times):
         nodes = [schedule.root, *_step_phase(schedule, profile, update)]
         return replace(schedule, root=series(*nodes), resident=where)
-    streaming = Streaming.of(schedule, profile, machine, home=home, update=update, accumulate=accumulate)
+    streaming = Streaming.of(schedule, profile, machine, home=homes, update=update, accumulate=accumulate)
     stays = streaming.stays(resident)
     _check_room(streaming.computation, Occupancy(streaming.base, stays).nbytes.tolist(), budget)
     return streaming.issued(stays, None)

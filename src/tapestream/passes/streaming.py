@@ -1,10 +1,11 @@
 """A computation whose parameter blocks come and go: the stays that follow from what is resident."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
+from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.issue import issue
 from tapestream.passes.memory import Footprint, block_values, footprint
 from tapestream.passes.residency import UpdateMode
@@ -27,7 +28,7 @@ class Streaming:
     schedule: Schedule
     profile: Profile
     machine: Machine | None
-    route: tuple[Tier, ...]
+    routes: Mapping[Kind, tuple[Tier, ...]]
     update: UpdateMode
     accumulate: bool
     computation: list[Action]
@@ -42,7 +43,7 @@ class Streaming:
         profile: Profile,
         machine: Machine | None,
         *,
-        home: Tier,
+        home: Tier | HomeTiers,
         update: UpdateMode,
         accumulate: bool = False,
     ) -> "Streaming":
@@ -51,8 +52,8 @@ class Streaming:
         computation = _with_updates([*_split(schedule, profile)], profile, update)
         base, runs = footprint(computation, profile), _runs(computation, profile)
         sizes = dict(block_values(profile))
-        route = _route(machine, home)
-        return cls(schedule, profile, machine, route, update, accumulate, computation, base, runs, sizes)
+        routes = {kind: _route(machine, tier) for kind, tier in home_tiers(home).items()}
+        return cls(schedule, profile, machine, routes, update, accumulate, computation, base, runs, sizes)
 
     def stays(self, resident: frozenset[Value]) -> list[Stay]:
         """When each value is on the device."""
@@ -63,17 +64,18 @@ class Streaming:
 
         ``across``: parameters may arrive for the step phase before it begins.
         """
+        homes = {kind: route[0] for kind, route in self.routes.items()}
         there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
         return Schedule.of(
             issue(self.computation, stays, self.profile, self.base, self.machine, budget=budget, across=across),
             self.schedule.stages,
-            resident=tuple(lying(self.sizes, self.route[0], there, self.accumulate)),
+            resident=tuple(lying(self.sizes, homes, there, self.accumulate)),
             planner=self.schedule.planner,
         )
 
     def stays_of(self, value: Value, *, resident: bool) -> Iterator[Stay]:
         """The stays of one value."""
-        nbytes, back, end = self.sizes[value], self.route[::-1], len(self.computation) - 1
+        route, nbytes, end = self.routes[value.kind], self.sizes[value], len(self.computation) - 1
         if value.kind is Kind.GRADIENT:
             yield from self._gradient_stays(value, resident)
         elif resident:
@@ -81,13 +83,13 @@ class Streaming:
         else:
             for run in self.runs.get(value, ()):
                 if run.updates:
-                    yield Stay(value, nbytes, run.start, run.stop, self.route, leave=back)
+                    yield Stay(value, nbytes, run.start, run.stop, route, leave=route[::-1])
                 else:
-                    yield Stay(value, nbytes, run.start, run.stop, self.route, free=(Tier.DEVICE,))
+                    yield Stay(value, nbytes, run.start, run.stop, route, free=(Tier.DEVICE,))
 
     def _gradient_stays(self, value: Value, resident: bool) -> Iterator[Stay]:
         """From the block's first backward to its last, and again for a step phase; see `stream_parameters`."""
-        nbytes, back, end = self.sizes[value], self.route[::-1], len(self.computation) - 1
+        route, nbytes, end = self.routes[value.kind], self.sizes[value], len(self.computation) - 1
         runs = self.runs.get(value)
         if self.accumulate and resident:
             yield Stay(value, nbytes, 0, end)
@@ -98,14 +100,14 @@ class Streaming:
         if self.update is None and resident:
             yield Stay(value, nbytes, first, end)
         elif self.update is None:
-            yield Stay(value, nbytes, first, last, self.route if self.accumulate else (), leave=back)
+            yield Stay(value, nbytes, first, last, route if self.accumulate else (), leave=route[::-1])
         elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
         elif resident:  # users see it as .grad until the step has ended
             yield Stay(value, nbytes, first, end, free=(Tier.DEVICE,))
         else:
-            yield Stay(value, nbytes, first, runs[-2].stop, leave=back)
-            yield Stay(value, nbytes, last, last, self.route, free=(Tier.DEVICE, self.route[0]))
+            yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
+            yield Stay(value, nbytes, last, last, route, free=(Tier.DEVICE, route[0]))
 
 
 def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_Run]]:
@@ -165,12 +167,12 @@ def _with_updates(computation: list[Action], profile: Profile, update: UpdateMod
 
 
 def lying(
-    sizes: dict[Value, int], home: Tier, resident: frozenset[Value], accumulate: bool
+    sizes: dict[Value, int], homes: HomeTiers, resident: frozenset[Value], accumulate: bool
 ) -> Iterator[tuple[Value, Tier]]:
     """Where each value lies when the step starts and when it ends."""
     for value in sizes:
         if accumulate or value.kind is not Kind.GRADIENT:
-            yield value, Tier.DEVICE if value in resident else home
+            yield value, Tier.DEVICE if value in resident else homes[value.kind]
 
 
 def _route(machine: Machine | None, home: Tier) -> tuple[Tier, ...]:

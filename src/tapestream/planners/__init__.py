@@ -19,13 +19,16 @@ from tapestream.planners import (
     disk_revolve,
     double,
     h_revolve,
+    least_peak,
     mixed,
+    offload,
     online,
     periodic,
     periodic_disk_revolve,
     revolve,
     rotor,
     store_all,
+    superneurons,
 )
 
 __all__ = ["Planner", "planners"]
@@ -97,4 +100,7 @@ planners: Mapping[str, Planner] = _Registry(
     double=double.plan,
     async_multistage=async_multistage.plan,
     online=online.plan,
+    least_peak=least_peak.plan,
+    superneurons=superneurons.plan,
+    offload=offload.plan,
 )

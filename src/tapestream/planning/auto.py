@@ -5,7 +5,8 @@ from functools import partial
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
-from tapestream.ir import Schedule, Tier, Value
+from tapestream.ir import Kind, Schedule, Tier, Value
+from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import planners
@@ -27,7 +28,7 @@ def make_plan(
     *,
     planner: str = "auto",
     update: UpdateMode = None,
-    home: Tier | None = None,
+    home: Tier | HomeTiers | None = None,
     resident: frozenset[Value] | None = None,
     accumulate: bool = False,
     **knobs: object,
@@ -48,8 +49,8 @@ def make_plan(
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
-    home = _fastest_home(machine) if home is None else home
-    terms = Terms(profile, Budget.of(budget), machine, home, update, resident, accumulate)
+    homes = home_tiers(_fastest_home(machine) if home is None else home)
+    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate)
     search = _Search(terms)
     for name in names:
         search.consider(name, partial(_tape, name, profile.without_blocks(), machine, knobs))
@@ -113,7 +114,7 @@ class _Search:
         if not any(True for _ in block_values(terms.profile)):
             schedule = tape(terms.budget)
             return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
-        if terms.home is Tier.DEVICE:
+        if terms.home[Kind.PARAMETERS] is Tier.DEVICE:
             return best_resident(tape, terms)
         return best_split(tape, terms, self.best[0] if self.best else float("inf"))
 
@@ -147,7 +148,7 @@ class _Search:
         ways = ["use a smaller batch", "cut that stage in two"]
         if self.terms.resident:
             ways.append("keep fewer values resident")
-        if self.terms.home is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
+        if self.terms.home[Kind.PARAMETERS] is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
             ways.append("let parameters live on the host or in a folder (home=, folder=)")
         return ", ".join(ways[:-1]) + " or " + ways[-1]
 
@@ -155,7 +156,7 @@ class _Search:
 def _summary(found: Found, terms: Terms) -> str:
     text = f"{found.simulation.forwards} forwards, peak {format_nbytes(found.simulation.peak_nbytes[Tier.DEVICE])}"
     values = dict(block_values(terms.profile))
-    if not values or terms.home is Tier.DEVICE:
+    if not values or terms.home[Kind.PARAMETERS] is Tier.DEVICE:
         return text
     kept = sum(values.get(value, 0) for value in found.resident)
     return f"{text}, {format_nbytes(kept)} of {format_nbytes(sum(values.values()))} in blocks resident"

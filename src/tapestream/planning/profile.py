@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.costs import Carried, Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.planning.trials import try_without_graph
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
@@ -22,7 +23,10 @@ from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _SHORT_SECONDS = 5e-3
+_LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
 T = TypeVar("T")
+Looks: TypeAlias = tuple[tuple[str, ...], tuple[object, ...]]
+"""A stage's graph: the names of its nodes, and what is saved for each tensor saved: shape, strides, dtype."""
 Alike: TypeAlias = dict[object, tuple[StageCost, Traits]]
 """Kinds of stages profiled so far in one call, with what each costs."""
 
@@ -100,12 +104,14 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
         output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
         cost, tape = _measure_record(runner, state, output_nbytes, watch)
         backward_seconds, backward_extra = _measure_backward(runner, tape, out, watch)
+        if seconds >= _LONG_SECONDS and not traits.calls_autograd:
+            runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
         if seconds < _SHORT_SECONDS:
             with watch.paused():
                 seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
             if not escapes:
-                _try_without_graph(runner, state, out)
+                try_without_graph(runner, state, out)
         else:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw another time
             runner.traits = [replace(runner.traits[0], draws_host=True)]
     finally:
@@ -128,7 +134,7 @@ def _as_known(alike: Alike, kind: object, traits: Traits) -> tuple[StageCost, Tr
         return None
     cost, model = alike[kind]
     host = traits.draws_host or model.draws_host
-    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host)
+    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host, saved=model.saved)
 
 
 def _kind_of(state: State, out: State, traits: Traits) -> object:
@@ -139,32 +145,9 @@ def _kind_of(state: State, out: State, traits: Traits) -> object:
     return state.signature(), out.signature(), shared, found, tuple((t.shape, t.dtype) for t in traits.leaves)
 
 
-def _try_without_graph(runner: Runner, state: State, out: State) -> None:
-    """Let forwards run under ``no_grad``, about twice as fast for small stages, where that gives the bits and
-    strides of ``out``."""
-    known = runner.traits[0]
-    # Whether a floating output carries a gradient may depend on chance or data, so differ between the runs seen here;
-    # claiming too much is harmless, too little is not.
-    seen = (*zip(out.tensors, out.requires, strict=True), *zip(out.tensors, known.requires or (), strict=False))
-    if known.calls_autograd or any((t.is_floating_point() or t.is_complex()) and not requires for t, requires in seen):
-        return
-    runner.traits = [replace(known, plain_forward=True)]
-    try:
-        plain = runner.forward(0, state)
-    except RuntimeError:  # the stage differentiates something of its own
-        runner.traits = [known]
-        return
-    same = plain.same_structure(out) and all(
-        a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
-        for a, b in zip(plain.tensors, out.tensors, strict=True)
-    )
-    if not same:
-        runner.traits = [known]
-
-
 def _discover(
     stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
-) -> tuple[Traits, bool, object, State | None]:
+) -> tuple[Traits, bool, Looks, State | None]:
     """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, what
     that graph looks like, and its output (None where that lies in the copies that the run got of its inputs)."""
     host = HostGenerators.capture()

@@ -11,6 +11,7 @@ from math import ceil
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.ir import Forward, Schedule, Tier, Value
+from tapestream.ir.homes import HomeTiers
 from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
@@ -32,7 +33,7 @@ class Terms:
     profile: Profile
     budget: Budget
     machine: Machine | None
-    home: Tier
+    home: HomeTiers
     update: UpdateMode
     resident: frozenset[Value] | None
     accumulate: bool

@@ -18,6 +18,7 @@ from tapestream.runner.graph import next_sequence_number, reached_leaves, user_o
 from tapestream.runner.guards import Guard, Watch, check_versions, escaped
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
+from tapestream.runner.unneeded import LeftOut, end_left_out
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -94,12 +95,25 @@ class Runner:
                 out, _ = take_apart(tree)
         return out
 
-    def record(self, k: int, state: State) -> tuple[State, Tape]:
-        """Run stage ``k`` and keep its saved tensors in a Tape."""
+    def record(self, k: int, state: State, *, output_needed: bool = True) -> tuple[State, Tape]:
+        """Run stage ``k`` and keep its saved tensors in a Tape.
+
+        Unless its output is needed, a recompute may leave out what follows the last saved tensor; the state then has no
+        tensors.
+        """
+        saved = self.traits[k].saved
+        if saved is not None and not output_needed and k in self.seen:
+            try:
+                return self._record(k, state, saved)
+            except Exception:  # the user's code may stumble over numbers that are none, too
+                self.traits = [*self.traits]
+                self.traits[k] = replace(self.traits[k], saved=None)
+        return self._record(k, state, None)
+
+    def _record(self, k: int, state: State, saved: int | None) -> tuple[State, Tape]:
         with self._surroundings(k):
             since = next_sequence_number()
-            hooks = None if self.hooks is None else self.hooks(k)
-            with contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks):
+            with self._recording(k, saved) as left_out:
                 guarded, inputs = self.guarded(k, state)
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, state, guarded)
@@ -110,7 +124,20 @@ class Runner:
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
         self._check_known(owners, (self.traits[k],), lambda stranger: self.stages[k].name)
-        return out, Tape(k, inputs, _edges(live), reached, owners)
+        edges = _edges(live)
+        if isinstance(left_out, LeftOut):
+            out = replace(out, tensors=())
+            del tree, live
+            left_out.check_dropped()
+        return out, Tape(k, inputs, edges, reached, owners)
+
+    def _recording(self, k: int, saved: int | None) -> contextlib.AbstractContextManager[object]:
+        hooks = None if self.hooks is None else self.hooks(k)
+        if saved is not None:
+            # Detached: a saved output would hold the node that saves it.
+            pack, unpack = hooks or (torch.Tensor.detach, lambda tensor: tensor)
+            return end_left_out(saved, pack, unpack, self.device)
+        return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
 
     def record_tail(self, k: int, states: list[State]) -> tuple[State, Tape]:
         """Run stage ``k`` and all after it, each for the only time, as one graph: plain PyTorch with guards.

@@ -23,8 +23,9 @@ class Traits:
     live until it ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under
     autocast it casts one weight for several uses; ``casts``: ids of leaves of which it uses nothing but casts;
     ``uncast``: ids of leaves that it uses as they are. ``requires``: which output tensors carry a gradient.
-    ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
-    gone with it.
+    ``saved``: how many tensors it saves for its backward, where what follows the last of them may be left out of a
+    recompute. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made
+    inside and gone with it.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -39,6 +40,7 @@ class Traits:
     makes_leaves: bool = False
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
+    saved: int | None = None
 
 
 class Stage:

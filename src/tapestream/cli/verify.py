@@ -1,0 +1,153 @@
+"""``tapestream verify``: are gradients within a budget those of plain PyTorch, bit for bit?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import tapestream as ts
+from tapestream.cli import show
+from tapestream.cli.answer import Answer
+from tapestream.cli.costs import costs_of
+from tapestream.cli.machine import name
+from tapestream.cli.options import (
+    Blocks,
+    Budget,
+    Device,
+    Dtype,
+    Folder,
+    Heads,
+    Home,
+    HostBudget,
+    Json,
+    Layers,
+    Samples,
+    Steps,
+    Target,
+    Tokens,
+    Vocabulary,
+    Width,
+    chosen_device,
+    reported,
+)
+from tapestream.cli.subject import Subject, Wish, subject_of
+from tapestream.errors import GradientError, InputError
+from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.stream import handle_of
+from tapestream.planning.auto import make_plan
+from tapestream.units import format_nbytes
+
+
+@reported
+def verify(
+    target: Target = "gpt",
+    layers: Layers = None,
+    width: Width = None,
+    heads: Heads = None,
+    seq: Tokens = None,
+    batch: Samples = None,
+    vocabulary: Vocabulary = None,
+    dtype: Dtype = "fp32",
+    blocks: Blocks = None,
+    budget: Budget = None,
+    host_budget: HostBudget = None,
+    home: Home = "auto",
+    folder: Folder = None,
+    device: Device = "auto",
+    steps: Steps = 3,
+    json_: Json = False,
+) -> None:
+    """Compare steps within a budget with the same in plain PyTorch, bit for bit. Exit status 1: some bit differs."""
+    subject = subject_of(target, Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ())))
+    chosen = chosen_device(device)
+    _check_room(subject, chosen)
+    torch.manual_seed(0)
+    model: nn.Module = _ByPosition(subject.make(), tuple(subject.arguments(1)[1]))
+    model = ts.stream(
+        model, device=chosen, budget=ts.Budget(budget, host=host_budget), home=home, folder=folder,
+        blocks=subject.blocks or None,
+    )  # fmt: skip
+    with show.progress() as advance:
+        found = []
+        for number in range(steps):
+            found.append(_step(model, subject, number, chosen))
+            advance("comparing", number + 1, steps, "")
+    ts.unstream(model)
+    _say(subject, found, chosen, json_)
+    if any(row["differs"] for row in found):
+        raise typer.Exit(1)
+
+
+class _ByPosition(nn.Module):
+    """The model with its last arguments named: `tapestream.verify` calls by position."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *values: Any) -> Any:
+        """What the model returns."""
+        split = len(values) - len(self.names)
+        return self.model(*values[:split], **dict(zip(self.names, values[split:], strict=True)))
+
+
+def _check_room(subject: Subject, device: str) -> None:
+    """Refuse a model whose plain step, with two copies of all gradients beside it, does not fit what is free."""
+    profiles = costs_of(subject, device).profiles(subject.batch, flops_per_second=1.0, optimizer="sgd", update="step")
+    gradients = sum(block.gradient_nbytes for profile in profiles for block in profile.blocks)
+    again = profiles[0].outside_nbytes * (len(profiles) - 1)
+    stored = sum(make_plan(profile, planner="store_all").peak_nbytes for profile in profiles) - again
+    free = free_nbytes(torch.device(device))
+    if stored + 2 * gradients > free:
+        raise InputError(
+            f"{subject.name} takes about {format_nbytes(stored + 2 * gradients)} for plain PyTorch's step of "
+            f"{subject.step(subject.batch)} and two copies of its gradients, and {format_nbytes(free)} are free; "
+            "verify fewer layers of it, or a smaller --batch or --seq"
+        )
+
+
+def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[str, Any]:
+    torch.manual_seed(number)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), subject.arguments(subject.batch))
+    differs = None
+    try:
+        ts.verify(model, (*args, *kwargs.values()))
+    except GradientError as error:
+        differs = str(error)
+    last = handle_of(model).last
+    assert last is not None
+    plans = Answer(last.plans)
+    found = [plan.simulation for plan in last.plans]
+    return {
+        "step": number + 1, "differs": differs, "planner": plans.planner,
+        "blocks": sum(len(plan.profile) for plan in last.plans), "forwards": sum(one.forwards for one in found),
+        "planned_peak_nbytes": plans.peak_nbytes(ts.Tier.DEVICE),
+        "planned_moved_nbytes": sum(sum(one.bytes_moved.values()) for one in found),
+    }  # fmt: skip
+
+
+def _say(subject: Subject, found: Sequence[dict[str, Any]], device: str, json_: bool) -> None:
+    equal = not any(row["differs"] for row in found)
+    if json_:
+        show.as_json({"model": subject.name, "equal": equal, "steps": list(found)})
+        return
+    rows = [
+        (
+            str(row["step"]),
+            f"{row['planner']}, {row['forwards']} forwards of {row['blocks']} blocks",
+            format_nbytes(row["planned_peak_nbytes"]),
+            format_nbytes(row["planned_moved_nbytes"]),
+            "differs" if row["differs"] else "every bit equal",
+        )
+        for row in found
+    ]
+    columns = ("step", "plan", f"planned peak in {name(ts.Tier.DEVICE, device)}", "moved by plan", "loss and gradients")
+    show.table(f"{subject.name}, {subject.step(subject.batch)}", rows, columns)
+    for row in found:
+        if row["differs"]:
+            show.failure(row["differs"])
+            return
+    show.line(f"Equal to plain PyTorch in {len(found)} steps: the loss and the gradient of every parameter.")

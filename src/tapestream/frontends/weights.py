@@ -1,0 +1,154 @@
+"""`Weights`: saved weights, read tensor by tensor from safetensors files straight to where a model has them."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from tapestream.errors import InputError, StorageError
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A safetensors file, several, or a folder of them as ``save_pretrained`` writes it."""
+
+_SHOWN = 8  # names of each kind in an error
+
+
+class Weights:
+    """The tensors of ``source``, matched by name with the parameters and persistent buffers of ``model``.
+
+    Tied parameters need one of their names. Nothing is read but headers. Raises InputError that lists all names and
+    shapes which do not match, StorageError for a file that cannot be read.
+    """
+
+    def __init__(self, source: Source, model: nn.Module) -> None:
+        self._file_of: dict[str, Path] = {}
+        self._names: dict[tuple[int, str], list[str]] = {}  # by a module's id and its tensor's name there
+        kinds: dict[str, str] = {}
+        for path in files_of(source):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name in kinds:
+                        raise InputError(
+                            f"{name!r} is in two files of weights, {self._file_of[name]} and {path}; name one of them"
+                        )
+                    self._file_of[name] = path
+                    header = file.get_slice(name)
+                    kinds[name] = _described(header.get_shape(), header.get_dtype().startswith(("F", "BF")))
+        self._match(model, kinds)
+
+    def holds(self, module: nn.Module, name: str) -> bool:
+        """Whether the files have this tensor of this module."""
+        return (id(module), name) in self._names
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Read everything that the files have of these modules' own tensors into them, as the dtype they have there."""
+        wanted: dict[Path, dict[str, torch.Tensor]] = {}
+        filled: set[int] = set()
+        for module in modules:
+            for name, tensor in _saved(module):
+                if id(tensor) not in filled:
+                    filled.add(id(tensor))
+                    key = self._names[id(module), name][0]
+                    wanted.setdefault(self._file_of[key], {})[key] = tensor
+        with torch.no_grad():
+            for path, tensors in wanted.items():
+                with _opened(path) as file:
+                    for key, tensor in tensors.items():
+                        tensor.copy_(file.get_tensor(key))
+
+    def _match(self, model: nn.Module, kinds: dict[str, str]) -> None:
+        """``kinds``: shapes, and whether they are floating-point, of what the files have."""
+        names: dict[int, list[str]] = {}  # of each tensor, be it tied or shared
+        wanted: dict[int, str] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in _saved(module):
+                wanted[id(tensor)] = _described(tensor.shape, tensor.is_floating_point())
+                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+        there = {key: [name for name in full if name in kinds] for key, full in names.items()}
+        known = {name for full in names.values() for name in full}
+        problems = {
+            "missing from the files": [" = ".join(names[key]) for key, full in there.items() if not full],
+            "not in the model": sorted(kinds.keys() - known),
+            "of another shape or kind": [
+                f"{name} ({kinds[name]} for {wanted[key]})"
+                for key, full in there.items()
+                for name in full
+                if kinds[name] != wanted[key]
+            ],
+        }
+        if any(problems.values()):
+            raise InputError(
+                f"the weights do not fit this {type(model).__name__}: "
+                + "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in problems.items() if found)
+                + "; make the model from the configuration that the weights were saved with (Hugging Face models that "
+                "rename weights as they load need files of save_pretrained(folder, save_original_format=False))"
+            )
+        self._names = {(id(m), name): there[id(tensor)] for m in model.modules() for name, tensor in _saved(m)}
+
+
+def files_of(source: Source) -> list[Path]:
+    """The safetensors files that ``source`` names: those of a folder by its index, if it has one.
+
+    Raises InputError where there are none.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return [path for one in source for path in files_of(one)]
+    path = Path(source)
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise InputError(f"weights={str(path)!r} is not a .safetensors file; no other kind is read")
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"weights={str(path)!r} was asked for; there is no such file or folder")
+    whole = sorted(path.glob("*.safetensors"))
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1 and path / "model.safetensors" not in whole:
+        return _shards(indices[0])
+    if not whole or len(indices) > 1:
+        raise InputError(
+            f"weights={str(path)!r} is a folder with {len(whole)} .safetensors files and {len(indices)} indices; "
+            "save with save_pretrained(), or name the files"
+        )
+    return [path / "model.safetensors"] if indices else whole
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{index} is not an index of safetensors files ({error!r}); save the weights again") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
+            raise InputError(f"{index} names {name!r}, which is not a file beside it; copy the missing file there")
+    return [index.parent / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"could not read weights from {path}: {error}; save or copy the file again") from error
+
+
+def _described(shape: Sequence[int], floating: bool) -> str:
+    return f"{'floating-point' if floating else 'other'} {list(shape)}"
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own tensors that its ``state_dict()`` has."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

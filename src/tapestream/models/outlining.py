@@ -1,0 +1,235 @@
+"""`outline`: what one training step of any model takes, found on fake tensors: nothing is allocated or computed."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from tapestream.costs import StageCost
+from tapestream.errors import InputError, TapestreamError
+from tapestream.frontends.adopt import parameter_groups, parameters_of
+from tapestream.frontends.arguments import BlockRun, Link
+from tapestream.frontends.blocks import find_blocks
+from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
+from tapestream.models.outline import Outline, Segment
+from tapestream.planning.profile import collector_off
+from tapestream.runner.ambient import as_recompute
+from tapestream.runner.guards import Guard
+from tapestream.runner.private import may_change, tensors_in
+from tapestream.runner.stage import Stage
+from tapestream.runner.state import take_apart
+from tapestream.storage.meter import MemoryMeter
+
+
+def outline(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+    blocks: Sequence[nn.Module | type | str] | None = None,
+) -> Outline:
+    """The Outline of ``model(*args, **kwargs)`` and its backward. Tensors may lie on meta: only their shapes count.
+
+    Every block runs on fake tensors; those whose graphs save tensors of the same shapes are measured once. A scalar
+    that the model returns is taken as the loss, otherwise the sum of all that it returns. ``device="cuda"``: attention
+    as fused as GPUs have it. The model's tensors are afterwards as before.
+    Raises InputError for a model without blocks, and for one that cannot run without the values of its tensors.
+    """
+    found = find_blocks(model, blocks)
+    groups, uses = parameter_groups(model, found)
+    with fake_tensors(device) as meter, fake_inside(model):
+        observed = _Outlining(model, meter, found, uses)
+        with _watched(found, observed.observe), collector_off(), torch.enable_grad():
+            try:
+                turn_nbytes = observed.run(*faked((args, kwargs or {})))
+            except TapestreamError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"{type(model).__name__} could not be run without the values of its tensors "
+                    f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); check the example batch, or "
+                    "plan it as it is, in Python: tapestream.plan(model, batch)"
+                ) from error
+    inside = {id(p) for block in found for p in block.parameters()}
+    return Outline(
+        tuple(observed.segments),
+        tuple(parameters_of([found[position] for position in group]) for group in groups),
+        tuple(p for p in model.parameters() if id(p) not in inside),
+        sum(b.nbytes for b in model.buffers()),
+        observed.before_nbytes,
+        turn_nbytes,
+        # Of the products of head and loss, two in the backward for each in the forward.
+        3 * (observed.forward_flops - observed.inside_flops),
+    )
+
+
+@contextlib.contextmanager
+def _watched(blocks: Sequence[nn.Module], observe: Callable[..., Any]) -> Iterator[None]:
+    """Calls of ``blocks`` go to ``observe``, as in `tapestream.stream`."""
+    classes = [type(block) for block in blocks]
+    for position, (block, base) in enumerate(zip(blocks, classes, strict=True)):
+        block.__class__ = type(base.__name__, (base,), {"__call__": _calling(observe, position, base)})
+    try:
+        yield
+    finally:
+        for block, base in zip(blocks, classes, strict=True):
+            block.__class__ = base
+
+
+def _calling(observe: Callable[..., Any], position: int, base: type) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return observe(position, lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
+
+    return call
+
+
+class _Outlining:
+    """One run of the model; the counterpart of `tapestream.frontends.observe.Observation` on fake tensors."""
+
+    def __init__(
+        self, model: nn.Module, meter: FakeMeter, blocks: Sequence[nn.Module], uses: Sequence[int | None]
+    ) -> None:
+        self.model, self.meter, self.blocks, self.uses = model, meter, blocks, uses
+        self.segments: list[Segment] = []
+        self.before_nbytes = self.inside_flops = self.forward_flops = 0
+        self._alike: dict[object, StageCost] = {}
+        self._link = Link()
+        self._root = torch.empty(0, requires_grad=True)
+        self._outside = contextlib.ExitStack()
+        self._section = MemoryMeter()
+        self._held: tuple[torch.Tensor, ...] = ()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Call the model once and differentiate what follows its last block; the bytes that this takes."""
+        self._measure_outside()
+        result = self.model(*args, **kwargs)
+        self.forward_flops = self.meter.flops
+        if not self.segments:
+            raise InputError(f"the forward of {type(self.model).__name__} called none of its blocks")
+        roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        roots = [t for t in roots if t.dim() == 0] or roots
+        leaves = [t for t in self._link.tensors if t.requires_grad]
+        made: tuple[torch.Tensor | None, ...] = ()
+        if roots and leaves:
+            made = torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
+        self._outside.close()
+        loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)  # as for a real profile: the user's own loss
+        return max(0, self._section.rise_nbytes - sum(storages(t for t in made if t is not None).values())) + loss
+
+    def _measure_outside(self, *held: torch.Tensor) -> None:
+        """Measure until the next block; ``held``: its input, which the caller drops without making room by that."""
+        self._held = held
+        self._section = self._outside.enter_context(self.meter.measured())
+
+    def observe(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One block's call."""
+        self._outside.close()
+        self._held = ()
+        bare = Stage(position, self.blocks[position])
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
+        run.keep_arguments(clone=True)
+        before = storages(run.tensors)
+        self.before_nbytes += max(0, self._section.end_nbytes - (0 if run.linked else sum(before.values())))
+        if not run.linked:
+            self.segments.append(Segment(sum(before.values())))
+        flops = self.meter.flops
+        state, tensors = take_apart(run.tensors)
+        with as_recompute():
+            cost, out = self._cost(position, run, tensors)
+        self.inside_flops += int(cost.forward_seconds)
+        self.meter.flops = flops + int(cost.forward_seconds)  # other runs were for measuring
+        segment = self.segments[-1]
+        segment.stages.append(cost)
+        segment.uses.append(self.uses[position])
+        segment.follow(before, storages(out.tensors))
+        self.before_nbytes += _taken_over(run, args, kwargs)
+        outputs = tuple(self._guarded(bare.name, t, r) for t, r in zip(out.tensors, out.requires, strict=True))
+        result, self._link = run.finish(out, outputs)
+        self._measure_outside(*state.tensors)
+        return result
+
+    def _guarded(self, name: str, tensor: torch.Tensor, requires: bool) -> torch.Tensor:
+        if not requires:
+            return tensor.detach()
+        guarded: torch.Tensor = Guard.apply(self._root, tensor, name)  # type: ignore[no-untyped-call]
+        return guarded
+
+    def _cost(self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]) -> tuple[StageCost, Any]:
+        """What a block's call costs, and its output."""
+        name, held = run.name, storages(tensors)
+        inputs = tuple(self._guarded(name, t.detach(), t.requires_grad) for t in tensors)
+        shapes: list[object] = []
+        flops = self.meter.flops
+        with self.meter.measured() as section, saved_tensors_hooks(lambda t: shapes.append((t.shape, t.dtype)), _lost):
+            out, _ = take_apart(run(inputs))
+            del _
+        forward_flops = self.meter.flops - flops
+        nbytes = sum(n for key, n in storages(out.tensors).items() if key not in held)
+        parameters = [p for p in self.blocks[position].parameters() if p.requires_grad]
+        kind = (tuple(shapes), forward_flops, nbytes, section.peak_nbytes, out.requires, len(parameters))
+        if kind not in self._alike:
+            self._alike[kind] = replace(
+                self._measured(run, tensors, nbytes, parameters),
+                forward_seconds=forward_flops,
+                forward_extra_nbytes=max(0, section.peak_nbytes - nbytes),
+            )
+        return self._alike[kind], out
+
+    def _measured(
+        self, run: BlockRun, tensors: Sequence[torch.Tensor], nbytes: int, parameters: Sequence[torch.Tensor]
+    ) -> StageCost:
+        """A recorded run and its backward."""
+        held: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held.update(storages((tensor,)))
+            return tensor.detach()
+
+        inputs = tuple(self._guarded(run.name, t.detach(), t.requires_grad) for t in tensors)
+        with self.meter.measured() as recorded, saved_tensors_hooks(pack, lambda t: t):
+            out, live = take_apart(run(inputs))
+        before, after = storages(inputs), storages(out.tensors)
+        roots = [t for t in live if t.requires_grad]
+        leaves = [*(t for t in inputs if t.requires_grad), *parameters]
+        cotangents = [torch.ones_like(t) for t in roots]
+        flops = self.meter.flops
+        made: tuple[torch.Tensor | None, ...] = ()
+        with self.meter.measured() as section:
+            if roots and leaves:
+                made = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+        return StageCost(
+            0.0,
+            self.meter.flops - flops,
+            nbytes,
+            max(0, recorded.end_nbytes - nbytes),
+            reads_input=any(key in before for key in held),
+            reads_output=any(key in after and key not in before for key in held),
+            backward_extra_nbytes=max(
+                0, section.peak_nbytes - sum(storages(t for t in made if t is not None).values())
+            ),
+            cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
+            record_extra_nbytes=max(0, recorded.peak_nbytes - recorded.end_nbytes),
+        )
+
+
+def _lost(_: Any) -> Any:
+    raise InputError("a block differentiates something of its own; plan it in Python: tapestream.plan(model, batch)")
+
+
+def _taken_over(run: BlockRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Let objects among the arguments (key-value caches) have what the block did to them; bytes that they gained."""
+    changing = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if may_change(leaf)]
+    before = storages(tensors_in(changing))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fake tensors have no address to be counted by
+        run.take_over()
+    return max(0, sum(storages(tensors_in(changing)).values()) - sum(before.values()))

@@ -1,0 +1,53 @@
+"""docs/my-model-does-not-fit.md: its links lead somewhere, its Python uses names that exist, its commands are known."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+
+import tapestream as ts
+from tapestream.cli.app import make_app
+
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = (DOCS / "my-model-does-not-fit.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def test_links() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", GUIDE)
+    assert len(targets) == 3
+    assert [target for target in targets if not (DOCS / target).is_file()] == []
+    titles = {re.sub(r"\W+", "-", title.lower()) for title in re.findall(r"^## (.*)$", GUIDE, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", GUIDE)) <= titles
+
+
+def of_ours(code: str) -> Iterator[tuple[str, set[str | None]]]:
+    """Calls of ``ts.name``: the name, and the keywords given."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "ts":
+            yield node.func.attr, {keyword.arg for keyword in node.keywords}
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_python(code: str) -> None:
+    calls = list(of_ours(code))
+    assert calls
+    for name, keywords in calls:
+        known = set(inspect.signature(getattr(ts, name)).parameters)
+        if name == "optimizer":
+            known |= set(inspect.signature(torch.optim.AdamW).parameters)
+        assert keywords <= known
+
+
+def test_commands() -> None:
+    commands = get_command(make_app()).commands  # type: ignore[attr-defined]
+    shown = re.findall(r"^\$ tapestream (\w+)(.*)$", GUIDE, re.MULTILINE)
+    assert shown
+    for name, arguments in shown:
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known

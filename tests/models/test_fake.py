@@ -1,0 +1,78 @@
+"""`models.fake`: the meter of fake tensors says of a program what the real meter says of it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tapestream.models.fake import fake_tensors, faked, storages
+from tapestream.storage.meter import MemoryMeter, track_memory
+
+
+def product() -> object:
+    left = torch.ones(64, 64)
+    between = left @ left
+    del left
+    return between @ between
+
+
+def differentiated() -> object:
+    x = torch.ones(32, 64, requires_grad=True)
+    return torch.autograd.grad((torch.exp(x) * 2).sum(), x)
+
+
+def freeing_first() -> object:
+    held = [torch.ones(1024) for _ in range(8)]
+    held.clear()
+    return torch.ones(2048)
+
+
+def views() -> object:
+    x = torch.ones(1024)
+    return x.view(32, 32), x[5:], x.add_(1)
+
+
+@pytest.mark.parametrize("program", [product, differentiated, freeing_first, views])
+def test_bytes_of_a_program(program: Callable[[], object]) -> None:
+    program()
+    with track_memory() as real:
+        kept = program()
+    with fake_tensors("cpu") as meter, meter.measured() as found:
+        kept = program()
+    assert kept is not None
+    # Kernels have some bytes of their own, for a number that they multiply by, say.
+    assert _numbers(found) == pytest.approx(_numbers(real), abs=16)
+
+
+def _numbers(meter: MemoryMeter) -> tuple[int, int, int]:
+    return meter.peak_nbytes, meter.rise_nbytes, meter.end_nbytes
+
+
+def test_operations_are_counted() -> None:
+    x = torch.ones(8, 4, 16, 32)
+    with fake_tensors("cpu") as meter:
+        a, q = faked((torch.ones(3, 5), x))
+        a @ a.T
+        assert meter.flops == 2 * 3 * 5 * 3
+        F.scaled_dot_product_attention(q, q, q)
+        full = meter.flops - 90
+        assert full == 2 * 2 * 8 * 4 * 16 * 16 * 32
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert meter.flops == 90 + full + full // 2
+
+
+def test_what_was_there_before_counts_nothing() -> None:
+    with fake_tensors("cpu") as meter:
+        x = torch.ones(1000)
+        with meter.measured() as found:
+            x.mul_(2)
+            del x
+    assert found.end_nbytes == -4000
+    assert found.peak_nbytes == 0
+
+
+def test_storages_are_told_apart_without_addresses() -> None:
+    with fake_tensors("cpu"):
+        x, y = torch.ones(10), torch.ones(20)
+        assert sorted(storages([x, y, x.view(2, 5)]).values()) == [40, 80]

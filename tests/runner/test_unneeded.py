@@ -1,0 +1,154 @@
+"""The end of a recompute is left out where nobody can tell, and only there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tapestream.frontends.chain import Chain
+from tapestream.planning import profile
+from tapestream.runner.runner import Runner
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products that reach a kernel."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.products += product and not any(a.is_meta for a in args if isinstance(a, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+class Double(torch.autograd.Function):
+    """Keeps a number of its own instead of a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = 2 if bool((x.detach() * 0 == 0).all()) else 0
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return ctx.factor * g
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    factor = x.detach().square().mean()  # made after the last saved tensor, kept by a closure
+    if x.requires_grad:
+        x.register_hook(lambda g: g * factor)
+    return x
+
+
+def branching(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.detach().sum().item() > 0 else x - 1
+
+
+def checkpointed(x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+
+class Stage(nn.Module):
+    """Two products, the second of which ends the stage but for ``end``."""
+
+    def __init__(self, end: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.end = nn.Linear(16, 32), nn.Linear(32, 16), end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.down(torch.tanh(self.up(x))))
+
+
+ENDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda x: x,
+    "views and sums": lambda x: (x.reshape(-1, 2, 8).transpose(0, 1) + 1).flatten(1)[:, :16],
+    "in place": lambda x: x.add_(1).mul_(3),
+    "another saved tensor": torch.sin,
+    "hook": hooked,
+    "branch": branching,
+    "function": Double.apply,  # type: ignore[dict-item]
+    "checkpoint": checkpointed,
+}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short stages too."""
+    monkeypatch.setattr(profile, "_LONG_SECONDS", 0.0)
+
+
+def gradients(run: Callable[[torch.Tensor], torch.Tensor], stages: nn.ModuleList) -> list[torch.Tensor]:
+    x = torch.linspace(-1, 1, 64).reshape(4, 16).requires_grad_()
+    y = run(x)
+    return list(torch.autograd.grad(y.square().sum(), [x, *stages.parameters()]))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("end", ENDS)
+def test_gradients_are_those_of_plain_pytorch(end: str) -> None:
+    torch.manual_seed(1)
+    kind = ENDS[end]
+    stages = nn.ModuleList([Stage(ENDS["nothing"]), *(Stage(kind) for _ in range(4)), nn.Flatten(0, -1)])
+    if end == "views and sums":
+        stages = nn.ModuleList([Stage(kind), nn.Unflatten(1, (2, 8)), nn.Flatten(0, 1)])
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    chain = Chain(list(stages), budget="64KiB", planner="revolve", slots=1)
+    expected = gradients(plain, stages)
+    for _ in range(2):
+        for one, other in zip(expected, gradients(chain, stages), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("always")
+def test_the_last_product_of_a_recompute_is_not_made() -> None:
+    stages = nn.ModuleList(Stage(ENDS["nothing"]) for _ in range(5))
+    chain = Chain(list(stages), budget="64KiB", planner="revolve", slots=1)
+    gradients(chain, stages)
+    with Counting() as counting:
+        gradients(chain, stages)
+    assert chain.plan is not None
+    forwards = chain.plan.simulation.forwards
+    backward_products = 4 * len(stages)
+    # Every stage is recorded once, and all but the last one's record is a recompute just before its backward.
+    assert counting.products == 2 * forwards - (len(stages) - 1) + backward_products
+
+
+@pytest.mark.usefixtures("always")
+def test_a_stage_that_saves_more_than_before_is_run_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody(Stage):
+        more = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return torch.sin(y) if self.more else y + 0
+
+    stages = nn.ModuleList(Moody(ENDS["nothing"]) for _ in range(4))
+    chain = Chain(list(stages), budget="64KiB", planner="revolve", slots=1)
+    gradients(chain, stages)
+    for stage in stages:
+        stage.more = True
+    left_out: list[int | None] = []
+    record = Runner._record
+    monkeypatch.setattr(
+        Runner, "_record", lambda self, k, state, saved: left_out.append(saved) or record(self, k, state, saved)
+    )
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    found = gradients(chain, stages)
+    assert any(saved is not None for saved in left_out)
+    for one, other in zip(gradients(plain, stages), found, strict=True):
+        assert torch.equal(one, other)
