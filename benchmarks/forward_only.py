@@ -25,7 +25,7 @@ from benchmarks.common import (
 )
 from benchmarks.from_disk import link_seconds
 from benchmarks.networks import Case, Network, gpt
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 
 TITLE = "Calls without gradients, parameters at home on a slower tier"
 

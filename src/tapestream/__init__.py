@@ -10,11 +10,11 @@ from tapestream.errors import (
     TapestreamError,
 )
 from tapestream.frontends.chain import Chain
-from tapestream.frontends.home import Home
 from tapestream.frontends.loss import linear_cross_entropy
-from tapestream.frontends.optimizer import optimizer
+from tapestream.frontends.module.home import Home
+from tapestream.frontends.module.optimizer import optimizer
+from tapestream.frontends.module.stream import stream, unstream
 from tapestream.frontends.plan import plan, report, verify
-from tapestream.frontends.stream import stream, unstream
 from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
 from tapestream.planning.measure import measure_machine

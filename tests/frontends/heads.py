@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tapestream.frontends.lazy_logits import LazyLogits, compute_lazily
+from tapestream.frontends.module.lazy_logits import LazyLogits, compute_lazily
 
 WIDTH, VOCABULARY, SHAPE, CHUNKS = 24, 130, (3, 7), 4
 Operation = Callable[[Tensor], Tensor]

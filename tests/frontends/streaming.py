@@ -120,7 +120,7 @@ def least_for(model: nn.Module, case: Model, device: str = "cpu") -> int:
         loss_at(model, case, device)
     except BudgetError as error:
         assert error.least_nbytes is not None  # noqa: PT017
-        ts.frontends.stream.handle_of(model).budget = ts.Budget(error.least_nbytes)
+        ts.frontends.module.stream.handle_of(model).budget = ts.Budget(error.least_nbytes)
         seed(3)
         loss_at(model, case, device)
         return error.least_nbytes

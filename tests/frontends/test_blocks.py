@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tapestream.errors import InputError
-from tapestream.frontends.blocks import find_blocks
+from tapestream.frontends.module.blocks import find_blocks
 
 
 def layer(width: int = 8) -> nn.Module:

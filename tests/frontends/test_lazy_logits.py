@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tapestream as ts
-from tapestream.frontends.lazy_logits import LazyLogits, compute_lazily
+from tapestream.frontends.module.lazy_logits import LazyLogits, compute_lazily
 
 
 def next_word(labels: Tensor) -> Tensor:

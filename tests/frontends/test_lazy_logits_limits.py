@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tapestream.errors import GradientError
-from tapestream.frontends.lazy_logits import LazyLogits
+from tapestream.frontends.module.lazy_logits import LazyLogits
 
 
 def test_fewer_rows_than_labels_are_refused_as_by_logits() -> None:

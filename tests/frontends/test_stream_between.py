@@ -13,7 +13,7 @@ from streaming import budget_at, everything, loss_at, options_of, streamed
 from torch import nn
 
 from tapestream.errors import InputError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.storage.meter import track_memory
 
 # ------------------------------------------------------------------------------------- between forward and backward

@@ -12,7 +12,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError, InputError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 
 CASE = Model(lambda: Chained(dense(), nn.Linear(WIDTH, WIDTH)), numbers(3, WIDTH))
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError
-from tapestream.frontends.prepare import outside_nbytes
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.prepare import outside_nbytes
+from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
 from tapestream.storage.meter import track_memory
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError, InputError
-from tapestream.frontends.lazy_logits import LazyLogits, find_head
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.lazy_logits import LazyLogits, find_head
+from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
 
 VOCABULARY, CHUNKS, KNOBS = 300, 3, {"lr": 0.01, "weight_decay": 0.1}

@@ -13,8 +13,8 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import InputError
-from tapestream.frontends.call import StreamCall
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.call import StreamCall
+from tapestream.frontends.module.stream import handle_of
 
 HOME = {"device": "cpu", "home": "device"}
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import StorageError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.storage.disk import Extent
 
 CASE = Model(lambda: Chained(dense(), nn.Linear(WIDTH, WIDTH)), numbers(3, WIDTH))

@@ -12,7 +12,7 @@ from streaming import LEVELS, assert_exact, budget_at, everything, gradients_of,
 from torch import nn
 
 import tapestream as ts
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
 
 CASE = Model(lambda: Chained(dense(), nn.Linear(WIDTH, WIDTH)), numbers(3, WIDTH))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import tapestream as ts
 from tapestream.costs import Profile
 from tapestream.errors import InputError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.estimate import estimate
 from tapestream.models.outline import Outline

@@ -239,7 +239,7 @@ def test_another_optimizer_takes_over(eager: tuple[nn.Module, Any]) -> None:
     model, _ = eager
     loss_at(model, CASE).backward()
     model.before.zero_grad()
-    ts.frontends.stream.handle_of(model).budget = ts.Budget("1 MiB")
+    ts.frontends.module.stream.handle_of(model).budget = ts.Budget("1 MiB")
     optimizer = adamw(model)
     assert all(p.grad is None for block in model.blocks for p in block.parameters())
     before = everything(model)

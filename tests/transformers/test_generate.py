@@ -13,7 +13,7 @@ from streaming import DIRECT, everything, gradients_of, state_of
 from zoo import BATCH, FAMILIES, loss_of, sound, words
 
 import tapestream as ts
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -19,8 +19,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from zoo import LLAMA, Batch, Family, bloom, gemma3, gpt2, llama, loss_of, mixtral, opt, pair_of_texts, t5, text
 
 import tapestream as ts
-from tapestream.frontends.lazy_logits import LazyLogits
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.lazy_logits import LazyLogits
+from tapestream.frontends.module.stream import handle_of
 
 CHUNKS = 3
 Loss = Callable[[Any, Batch], torch.Tensor]

@@ -14,7 +14,7 @@ from zoo import FAMILIES, loss_of
 
 import tapestream as ts
 from tapestream.errors import TapestreamError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 
 BERT = FAMILIES["bert"]
 Pair = tuple[tuple[Any, Any], tuple[Any, Any]]

@@ -10,7 +10,7 @@ from compare import Setting, assert_exact, streamed
 from zoo import FAMILIES, loss_of
 
 from tapestream import Tier, report
-from tapestream.frontends.blocks import find_blocks
+from tapestream.frontends.module.blocks import find_blocks
 
 FAILS: dict[str, tuple[str, Callable[[Setting], bool]]] = {}
 """What cannot be streamed yet: why, and under which settings; strike a line off when it can."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tapestream as ts
 from tapestream.errors import InputError
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.models import GPT, Batches, GPTConfig, load_bytes, standard_library_bytes
 from tapestream.storage.meter import MemoryMeter, track_memory
 

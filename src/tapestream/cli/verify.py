@@ -36,7 +36,7 @@ from tapestream.cli.options import (
 from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import GradientError, InputError
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.planning.auto import make_plan
 from tapestream.units import format_nbytes
 

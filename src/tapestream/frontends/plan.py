@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends.stream import handle_of, is_streamed, stream, unstream
+from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed

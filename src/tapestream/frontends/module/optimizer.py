@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapestream.frontends.stream import handle_of
+from tapestream.frontends.module.stream import handle_of
 from tapestream.optim.streamed import StreamedOptimizer
 
 

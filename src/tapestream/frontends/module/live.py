@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.gradients import Sums
-from tapestream.frontends.prepare import Prepared
+from tapestream.frontends.module.prepare import Prepared
 
 if TYPE_CHECKING:
-    from tapestream.frontends.call import StreamCall
+    from tapestream.frontends.module.call import StreamCall
 
 
 @dataclass(slots=True, eq=False)

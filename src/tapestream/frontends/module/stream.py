@@ -9,13 +9,13 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
-from tapestream.frontends.blocks import BlockNames, find_blocks
-from tapestream.frontends.home import Home, tiers_for
-from tapestream.frontends.lazy_logits import compute_lazily, find_head
 from tapestream.frontends.loss import Chunks, check_chunks
-from tapestream.frontends.streamed import Site, Streamed
-from tapestream.frontends.swap import Swaps, swap_back
-from tapestream.frontends.weights import Source
+from tapestream.frontends.module.blocks import BlockNames, find_blocks
+from tapestream.frontends.module.home import Home, tiers_for
+from tapestream.frontends.module.lazy_logits import compute_lazily, find_head
+from tapestream.frontends.module.streamed import Site, Streamed
+from tapestream.frontends.module.swap import Swaps, swap_back
+from tapestream.frontends.module.weights import Source
 from tapestream.planning.plan import Plan
 
 _HANDLE = "_tapestream_handle"

@@ -18,14 +18,14 @@ from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.call import StreamCall, UnplannedBlock
-from tapestream.frontends.forward_only import ForwardOnly
-from tapestream.frontends.homes import Homes
-from tapestream.frontends.live import Live, SegmentView
-from tapestream.frontends.node import apply_block
-from tapestream.frontends.observe import Observation, Observed
-from tapestream.frontends.prepare import Prepared, Update, prepare, prepare_beside
-from tapestream.frontends.weights import Source
+from tapestream.frontends.module.call import StreamCall, UnplannedBlock
+from tapestream.frontends.module.forward_only import ForwardOnly
+from tapestream.frontends.module.homes import Homes
+from tapestream.frontends.module.live import Live, SegmentView
+from tapestream.frontends.module.node import apply_block
+from tapestream.frontends.module.observe import Observation, Observed
+from tapestream.frontends.module.prepare import Prepared, Update, prepare, prepare_beside
+from tapestream.frontends.module.weights import Source
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer

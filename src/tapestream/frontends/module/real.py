@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError
-from tapestream.frontends.weights import Weights
+from tapestream.frontends.module.weights import Weights
 
 
 class Maker:

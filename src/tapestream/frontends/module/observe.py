@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
-from tapestream.frontends.arguments import BlockRun, Link
 from tapestream.frontends.check import check_deterministic
-from tapestream.frontends.hooks import hooks_unchanged
-from tapestream.frontends.left_out import LeftOut
+from tapestream.frontends.module.arguments import BlockRun, Link
+from tapestream.frontends.module.hooks import hooks_unchanged
+from tapestream.frontends.module.left_out import LeftOut
 from tapestream.planning.profile import Alike, Travellers, collector_off, profile_stage, unchanged_generators
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from tapestream.frontends.arguments import BlockRun, Link
+from tapestream.frontends.module.arguments import BlockRun, Link
 
 if TYPE_CHECKING:
-    from tapestream.frontends.observe import Segment
+    from tapestream.frontends.module.observe import Segment
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

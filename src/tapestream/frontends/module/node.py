@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tapestream.frontends.arguments import BlockRun, Link
-from tapestream.frontends.call import StreamCall
+from tapestream.frontends.module.arguments import BlockRun, Link
+from tapestream.frontends.module.call import StreamCall
 from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.state import State
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tapestream.executor.blocks import BlockStore
-from tapestream.frontends.prepare import outside_nbytes
+from tapestream.frontends.module.prepare import outside_nbytes
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.planning.profile import collector_off
 from tapestream.runner.ambient import Autocast
@@ -18,7 +18,7 @@ from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
 
 if TYPE_CHECKING:
-    from tapestream.frontends.streamed import Streamed
+    from tapestream.frontends.module.streamed import Streamed
 
 # Sizes up to this many times those measured are served by a measurement; attention's bytes grow with their square.
 _SERVES_UP_TO = 1.25

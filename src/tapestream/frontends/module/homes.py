@@ -11,10 +11,10 @@ from tapestream.costs import Budget, Machine
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.executor.engines.protocol import EngineStatistics
-from tapestream.frontends.adopt import check_own_bytes, parameter_groups, parameters_of
 from tapestream.frontends.available import host_limit
-from tapestream.frontends.real import Maker
-from tapestream.frontends.weights import Source, Weights
+from tapestream.frontends.module.adopt import check_own_bytes, parameter_groups, parameters_of
+from tapestream.frontends.module.real import Maker
+from tapestream.frontends.module.weights import Source, Weights
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.planning.measure import measure_machine

@@ -9,9 +9,9 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
-from tapestream.frontends.arguments import BlockRun, Link
-from tapestream.frontends.live import Live, SegmentView
-from tapestream.frontends.prepare import Prepared
+from tapestream.frontends.module.arguments import BlockRun, Link
+from tapestream.frontends.module.live import Live, SegmentView
+from tapestream.frontends.module.prepare import Prepared
 from tapestream.ir.actions import Tier
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits

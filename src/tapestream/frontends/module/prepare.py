@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from tapestream.costs import BlockCost, Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
-from tapestream.frontends.observe import Observed, Segment
+from tapestream.frontends.module.observe import Observed, Segment
 from tapestream.ir.actions import Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
@@ -17,7 +17,7 @@ from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
-    from tapestream.frontends.streamed import Streamed
+    from tapestream.frontends.module.streamed import Streamed
 
 # What a CPU reads or writes per second while an optimizer updates a block: only the order matters for plans.
 _UPDATE_BYTES_PER_SECOND = 5e9

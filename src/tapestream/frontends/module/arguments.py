@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
-from tapestream.frontends.hooks import Captured, capturing, hooked
+from tapestream.frontends.module.hooks import Captured, capturing, hooked
 from tapestream.runner.ambient import recomputing
 from tapestream.runner.private import Before, may_change, take_over, tensors_in
 from tapestream.runner.state import State, take_apart

@@ -1,0 +1,1 @@
+"""`stream`: modules whose parameters, gradients, optimizer state and tape stay within a budget."""
