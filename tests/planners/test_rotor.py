@@ -23,7 +23,7 @@ def stored(profile):
     return simulate(planners["store_all"](profile), profile)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(profile=chains(most=5, carried=False), share=st.floats(0.2, 1.0))
 def test_equal_to_exhaustive_search(profile, share):
     budget = max(1, round(stored(profile).peak_nbytes[Tier.DEVICE] * share))

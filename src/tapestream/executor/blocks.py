@@ -49,7 +49,7 @@ class BlockStore:
         self.gradients = GradientBook(self.copies)
         self.updater: Updater | None = None
         self._ahead: list[int] = []  # blocks that `look_ahead` has started to bring, in that order
-        self._one_hop = home is Tier.HOST or self.copies.direct
+        self._one_hop = self.home is Tier.HOST or self.copies.direct
         self.updated: set[int] = set()  # blocks whose update has run since this was last cleared
         self._state_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
 
