@@ -110,7 +110,11 @@ def peak_nbytes(run: Run, device: str) -> int:
 
 
 def streamed_peak_nbytes(model: nn.Module, step: Run, device: str) -> int:
-    """Bytes at the peak of one step of a streamed model: what it holds between steps, and what the step adds."""
+    """Bytes at the peak of one step of a streamed model: what it holds between steps, and what the step adds.
+
+    Runs ``step`` twice: what it frees is seen only if the step that made it was measured too.
+    """
+    peak_nbytes(step, device)
     return held_nbytes(model) + peak_nbytes(step, device)
 
 

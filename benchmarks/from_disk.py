@@ -83,7 +83,8 @@ def measure(case: Case, share: float, update: Update, home: str, chosen: Setting
         ours()
         theirs()
         report = ts.report(network)
-        peak = streamed_peak_nbytes(network, ours, case.device)
+        peak = streamed_peak_nbytes(network, ours, case.device)  # two steps
+        theirs()
         theirs()
         equal = same_bits(list(plain.parameters()), list(network.parameters()))
         ts.unstream(network)

@@ -47,8 +47,7 @@ class Terms:
     def across(self) -> bool:
         """Whether values may be on the device where one phase ends and the next begins without living there."""
         free = self.resident is None and not self.accumulate
-        # Not "step" yet: its step phases were measured to take up to one block more than simulated.
-        return free and not self.apart and self.update == "backward"
+        return free and not self.apart and self.update is not None
 
 
 @dataclass(frozen=True, slots=True)
