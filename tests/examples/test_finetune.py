@@ -122,6 +122,6 @@ def test_layers_without_adapters_are_never_written(tmp_path: Path) -> None:
     schedule = ts.report(model).plan.schedule
     read = {action.value.index for action in schedule if isinstance(action, Prefetch)}
     written = {action.value.index for action in schedule if isinstance(action, Offload)}
-    assert written == {2}
+    assert written <= {2}  # or it stays on the device
     assert {0, 1} & read
     ts.unstream(model)

@@ -265,4 +265,4 @@ def test_threads_end(pool):
         deadline = time.monotonic() + 5
         while threading.active_count() > before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # others may have ended meanwhile
