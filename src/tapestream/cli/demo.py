@@ -170,7 +170,7 @@ def _close(job: Job, story: Story, out: Path) -> None:
     if not story.end:
         return
     records, end = story.records, story.end
-    steady = records[2:] or records  # the first makes the plan, the second is metered
+    steady = records[3:] or records  # the first makes the plan, the next two are metered
     seconds = sum(record.seconds for record in steady) / len(steady)
     waiting = sum(record.waiting_seconds for record in steady) / len(steady)
     moved = steady[-1].moved_nbytes
@@ -181,7 +181,7 @@ def _close(job: Job, story: Story, out: Path) -> None:
         [
             ("budget", format_nbytes(budget)),
             ("peak, simulated", show.share(end["simulated_peak"], budget)),
-            ("peak, measured (step 2)", show.share(end["measured"]["peak"], budget)),
+            ("peak, measured (step 3)", show.share(end["measured"]["peak"], budget)),
             ("plain PyTorch needs", f"{format_nbytes(plain)} (computed), {plain / budget:.1f} times the budget"),
             ("a step", f"{format_seconds(seconds)}, {waiting / seconds:.1%} of it waiting for the disk"),
             ("moved a step", ", ".join(lanes)),

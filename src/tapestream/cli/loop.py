@@ -131,18 +131,20 @@ class Measured:
 
 
 def run(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, measured: Measured, at: int = 1
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, measured: Measured, at: int = 2
 ) -> Iterator[Record]:
-    """Train; yields after each step. Step number ``at`` is metered into ``measured``."""
+    """Train; yields after each step. Step number ``at`` is metered into ``measured``; the one before it too, since what
+    a step frees is seen only if the step that made it was metered."""
     for step, (tokens, targets) in zip(range(job.steps), Batches(text, job.batch, job.sequence), strict=False):
         tokens, targets = tokens.to(job.device), targets.to(job.device)
         set_rate(optimizer, job.rate_at(step))
         start = time.perf_counter()
-        if step == at:
+        if step in (at - 1, at):
             measured.held = held_nbytes(model)
             with track_memory(job.device) as meter:
                 loss = _one(model, optimizer, tokens, targets, measured)
-            _keep(meter, measured)
+            if step == min(at, job.steps - 1):
+                _keep(meter, measured)
         else:
             loss = _one(model, optimizer, tokens, targets, None)
         seconds = time.perf_counter() - start
