@@ -276,3 +276,9 @@ def test_another_structure_than_profiled_is_refused() -> None:
     wanted = 0
     with pytest.raises(InputError, match=r"(?s)stage 1 \(changing\) returned another structure .*must return the same"):
         net(leaf(3, 6))
+
+
+def test_a_planner_that_moves_states_is_refused() -> None:
+    chain = Chain([torch.nn.Linear(8, 8) for _ in range(12)], planner="offload", tail=2, ahead=1)
+    with pytest.raises(InputError, match="'offload' moves states to a slower tier, and a Chain has none yet"):
+        chain(torch.randn(4, 8))

@@ -123,6 +123,11 @@ class Chain(nn.Module):
             plan = fit_given_plan(self._given, profile, self._room(device))
         else:
             plan = make_plan(profile, self._room(device), None, planner=self.planner, **self._knobs)
+        if any(plan.simulation.bytes_moved.values()):
+            raise InputError(
+                f"planner {plan.planner!r} moves states to a slower tier, and a Chain has none yet; use one that "
+                "recomputes instead, 'rotor' or 'auto' say"
+            )
         return self._plans.add(initial, self._mode(), device, plan, traits, last, live=self._live_nbytes)
 
     def _mode(self) -> Mode:
