@@ -1,13 +1,14 @@
 """Where every block is at home on the device and the plan recomputes nothing, blocks run as in plain PyTorch."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exact import assert_same
 from pairs import CASE, Pair, batch, both, sgd
-from streamable import Chained, Model, dense
+from streamable import WIDTH, Chained, Model, dense
 from streaming import gradients_of, streamed
 from torch import nn
 
@@ -118,9 +119,22 @@ class Flipping(Chained):
     flip = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
         for block in reversed(self.blocks) if self.flip else self.blocks:
             x = block(x)
         return x
+
+
+class Statistics(nn.Module):
+    """Keeps a running mean by a kernel that tells no version counter, as BatchNorm does, and has no other buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, training=True)
 
 
 def test_blocks_in_another_order_are_planned_anew() -> None:
@@ -133,6 +147,28 @@ def test_blocks_in_another_order_are_planned_anew() -> None:
                 one.flip = flip
                 one(x).sum().backward()
             assert_same(gradients_of(plain), gradients_of(model))
+
+
+@pytest.mark.parametrize("home", ["device", "disk"])
+@pytest.mark.parametrize("kept_by", ["a block", "the stem", "a BatchNorm stem"])
+def test_buffers_are_not_written_twice_by_a_call_begun_again(kept_by: str, home: str, tmp_path: Path) -> None:
+    """Where the order of blocks changes, the call is refused if what has run of it would count twice."""
+
+    def build() -> nn.Module:
+        stem = {"a block": nn.Identity(), "the stem": Statistics(), "a BatchNorm stem": nn.BatchNorm1d(WIDTH)}[kept_by]
+        blocks = dense()
+        return Flipping([nn.Sequential(b, Statistics()) if kept_by == "a block" else b for b in blocks], stem)
+
+    folder = {} if home == "device" else {"folder": tmp_path}
+    with streamed(Model(build, CASE.batch), "1GiB", device="cpu", home=home, **folder) as model:
+        model(batch()).sum().backward()
+        expected = [b.clone() for b in model.buffers()]
+        model.flip = True
+        with pytest.raises(InputError, match="was called where the profiled call of this model had none, and the call"):
+            model(batch())
+        assert any(not torch.equal(a, b) for a, b in zip(model.buffers(), expected, strict=True)), "nothing ran"
+        model.flip = False
+        model(batch()).sum().backward()
 
 
 def test_changes_of_mode_are_noticed(ours: nn.Module) -> None:

@@ -19,7 +19,11 @@ from tapestream.runner.state import State, take_apart, tensors_in
 
 
 class UnplannedBlock(Exception):
-    """A block was called that the plan does not have at that point."""
+    """Block ``position`` was called where the plan has none. ``written``: what has run of the call wrote buffers."""
+
+    def __init__(self, position: int, written: bool) -> None:
+        super().__init__(position)
+        self.position, self.written = position, written
 
 
 class StreamCall:
@@ -85,14 +89,9 @@ class StreamCall:
             if self.prepared.segments[segment].positions[k] == position:
                 self.done = number + 1
                 return segment, k
-        raise UnplannedBlock(position)
-
-    def has_written(self) -> bool:
-        """Whether blocks that have run in this call wrote buffers: they cannot run again."""
-        return any(
-            interpreter is not None and any(planned.traits[k].buffers for k in interpreter.runner.seen)
-            for planned, interpreter in zip(self.prepared.segments, self.interpreters, strict=True)
-        )
+        run = self.prepared.order[: self.done]
+        blocks_wrote = any(self.prepared.segments[segment].traits[k].buffers for segment, k in run)
+        raise UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside)
 
     def run_plain(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

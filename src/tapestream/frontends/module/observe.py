@@ -47,14 +47,15 @@ class Observed:
     """What one observed call gave.
 
     ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs
-    after the last block's
-    forward and before its backward (head, loss).
+    after the last block's forward and before its backward (head, loss). ``writes_outside``: whether what runs outside
+    blocks wrote buffers.
     """
 
     segments: list[Segment]
     before_nbytes: int
     turn_nbytes: int
     turn_seconds: float
+    writes_outside: bool
 
 
 class Observation:
@@ -103,9 +104,10 @@ class Observation:
                     self._observe_the_rest()
                 finally:
                     self._stop_measuring()
+            written = bool(snapshot.changed())
         finally:
             snapshot.put_back()
-        return Observed(self.segments, self._before_nbytes, turn_nbytes, turn_seconds)
+        return Observed(self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written)
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
         """Casts made here must not be found by the call itself: a weight's parts would be added in another order."""

@@ -32,7 +32,8 @@ class Prepared:
     """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
     stages that its plan runs a single time. ``resident``, ``at_step``: what is on the device between two steps, and
     when the step phase begins. ``held_nbytes``: most device bytes that such a call holds beside
-    ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them."""
+    ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
+    ``writes_outside``: whether what runs outside blocks writes buffers."""
 
     segments: tuple[Segment, ...]
     plans: tuple[Plan, ...]
@@ -43,6 +44,7 @@ class Prepared:
     update: Update
     shared_nbytes: int
     held_nbytes: int
+    writes_outside: bool
 
 
 def prepare(handle: "Streamed", observed: Observed) -> Prepared:
@@ -61,7 +63,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         plans = _plans(handle, profiles, allowed, outside)
     except BudgetError as error:
         raise _advised(handle, error, outside, observed.turn_nbytes) from None
-    return _prepared(handle, segments, plans, outside - observed.before_nbytes)
+    return _prepared(handle, segments, plans, outside - observed.before_nbytes, observed.writes_outside)
 
 
 def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepared]) -> Prepared:
@@ -86,7 +88,7 @@ def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepar
             f"{len(live)} call(s) of this model whose backward has not run yet, and this call, parameters included, "
             f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, or allow more"
         ) from None
-    return _prepared(handle, prepared.segments, plans, outside_nbytes(handle))
+    return _prepared(handle, prepared.segments, plans, outside_nbytes(handle), prepared.writes_outside)
 
 
 def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
@@ -119,7 +121,9 @@ def _plans(
     ]
 
 
-def _prepared(handle: "Streamed", segments: Sequence[Segment], plans: Sequence[Plan], outside: int) -> Prepared:
+def _prepared(
+    handle: "Streamed", segments: Sequence[Segment], plans: Sequence[Plan], outside: int, writes_outside: bool
+) -> Prepared:
     """``outside``: bytes outside the blocks that all calls share."""
     resident = frozenset().union(*(_resident(plan, handle.update, _at_start(plan)) for plan in plans))
     at_step = frozenset().union(*(_resident(plan, handle.update, _at_step(plan)) for plan in plans))
@@ -130,8 +134,9 @@ def _prepared(handle: "Streamed", segments: Sequence[Segment], plans: Sequence[P
     before = plans[0].profile.outside_nbytes - outside
     shared = outside + sum(staying)
     return Prepared(
-        tuple(segments), tuple(plans), order, once, resident, at_step, handle.update, shared, before + inside
-    )
+        tuple(segments), tuple(plans), order, once, resident, at_step, handle.update, shared, before + inside,
+        writes_outside,
+    )  # fmt: skip
 
 
 def _check_disjoint(handle: "Streamed", segments: Sequence[Segment]) -> None:

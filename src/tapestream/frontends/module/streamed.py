@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
@@ -18,6 +17,7 @@ from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.module.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
 from tapestream.frontends.module.homes import Homes
@@ -32,8 +32,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import unchanged_generators
-from tapestream.runner.ambient import HostGenerators, TorchGenerators
-from tapestream.runner.private import copies_of, may_change
+from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
@@ -109,16 +108,18 @@ class Streamed:
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._live.check_none("a second forward began", self.last)
-        before = TorchGenerators.capture(self.device), HostGenerators.capture()
+        beginning = Beginning.take(self.model, self.device)
         try:
-            return self._run(original, args, kwargs, again=True)
-        except UnplannedBlock:
-            self.replan()  # the profiled call had dropped all layers of a container
-            before[0].restore(self.device)
-            before[1].restore()
-        return self._run(original, args, kwargs, again=False)
+            return self._run(original, args, kwargs)
+        except UnplannedBlock as unplanned:  # the profiled call dropped all layers of a container, or had another order
+            beginning.restore(unplanned, args, kwargs)
+            self.replan()
+        try:
+            return self._run(original, args, kwargs)
+        except UnplannedBlock as unplanned:
+            raise cannot_begin_again(unplanned) from None
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool) -> Any:
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._prepare(original, args, kwargs)
         if found is None:
             return original(*args, **kwargs)
@@ -130,16 +131,6 @@ class Streamed:
         self.last = prepared
         try:
             return original(*args, **kwargs)
-        except UnplannedBlock as found:
-            written = call.has_written() or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-            call.abort()
-            if written or not again:
-                raise InputError(
-                    f"block {found} was called where the profiled call of this model had none, and the call cannot "
-                    "begin again: keep the order of blocks the same from call to call, or name other blocks with "
-                    "blocks=[...]"
-                ) from None
-            raise
         except BaseException:
             call.abort()
             raise

@@ -1,0 +1,54 @@
+"""`Beginning`: a call whose plan is for other blocks begins again, where what has run of it left no trace."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import InputError
+from tapestream.frontends.module.call import UnplannedBlock
+from tapestream.runner.ambient import HostGenerators, TorchGenerators
+from tapestream.runner.private import may_change
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What there was when a call began. ``buffers``: each with its version."""
+
+    model: nn.Module
+    device: torch.device
+    generators: tuple[TorchGenerators, HostGenerators]
+    buffers: tuple[tuple[torch.Tensor | None, int], ...]
+
+    @classmethod
+    def take(cls, model: nn.Module, device: torch.device) -> "Beginning":
+        """As things are now."""
+        return cls(model, device, (TorchGenerators.capture(device), HostGenerators.capture()), _versions(model))
+
+    def restore(self, unplanned: UnplannedBlock, args: Any, kwargs: Any) -> None:
+        """Generators are again as they were.
+
+        Raises InputError where what has run would count twice: it wrote buffers (as versions tell, or, for kernels
+        that do not tell them, as the profiled call did), or may have written into an object among the arguments.
+        """
+        same = all(a is b and v == w for (a, v), (b, w) in zip(self.buffers, _versions(self.model), strict=True))
+        if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            raise cannot_begin_again(unplanned) from None
+        torch_generators, host = self.generators
+        torch_generators.restore(self.device)
+        host.restore()
+
+
+def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
+    """The error that says so."""
+    return InputError(
+        f"block {unplanned.position} was called where the profiled call of this model had none, and the call cannot "
+        "begin again: keep the order of blocks the same from call to call, or name other blocks with blocks=[...]"
+    )
+
+
+def _versions(model: nn.Module) -> tuple[tuple[torch.Tensor | None, int], ...]:
+    held = [buffer for module in model.modules() for buffer in module._buffers.values()]
+    return tuple((buffer, 0 if buffer is None else buffer._version) for buffer in held)
