@@ -22,7 +22,9 @@ from tapestream.errors import InputError, StorageError
 from tapestream.storage.transfer import ALIGNMENT, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
 
-_LOCK = "lock"
+LOCK = "lock"
+"""The file in a run's folder that is locked while it lives, and then names its process."""
+
 _PREFIX = "tapestream-"
 
 
@@ -39,6 +41,8 @@ class DiskFolder:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_locked(parent)
+            for left in dead_folders(parent):
+                shutil.rmtree(left, ignore_errors=True)
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent)).resolve()
             lock = _lock(self.path)
         except StorageError:
@@ -177,7 +181,7 @@ def _no_room(action: str, path: Path, reason: str) -> StorageError:
     folder = next(above for above in path.absolute().parents if above.exists())
     return StorageError(
         f"could not {action}: {path}: {reason}; {_free_nbytes(folder)} bytes are free on this disk; make room "
-        f"(folders named {_PREFIX}* of ended runs may be deleted) or choose another folder"
+        f"(`tapestream clean` finds what killed runs have left) or choose another folder"
     )
 
 
@@ -186,10 +190,31 @@ def _free_nbytes(path: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
+def dead_folders(parent: Path) -> list[Path]:
+    """Folders below ``parent`` of runs that were killed: nobody holds their locks, so nobody will remove them."""
+    return sorted(path for path in parent.glob(f"{_PREFIX}*") if is_dead(path))
+
+
+def is_dead(path: Path) -> bool:
+    """Whether ``path`` is a folder that a run has locked, and that run is gone."""
+    try:
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        named = os.fstat(file).st_size > 0  # else its run has made it just now and is about to take it
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return named and not path.is_symlink()
+
+
 def _refuse_locked(path: Path) -> None:
     """Raise StorageError if ``path`` is the folder of a live run (its lock is held), which will remove it."""
     try:
-        file = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
@@ -205,7 +230,7 @@ def _refuse_locked(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(file, json.dumps({"pid": os.getpid()}).encode())

@@ -4,6 +4,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -167,6 +168,8 @@ class Pool:
             self._pinned.add(tensor.data_ptr())
             return
         self._pin = False
+        with suppress(RuntimeError):  # CUDA would tell of this once more, at the next kernel, as if that had failed
+            torch.zeros(1, device=self._device)
         warnings.warn(
             f"the system refused to page-lock {format_nbytes(tensor.nbytes)} (CUDA error {code}); going on with "
             "pageable memory, so copies are slower; raise `ulimit -l` or lower the host budget"

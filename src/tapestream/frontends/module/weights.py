@@ -3,15 +3,13 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tapestream.errors import InputError, StorageError
+from tapestream.storage.tensor_files import read_tensors
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A safetensors file, several, or a folder of them as ``save_pretrained`` writes it."""
@@ -22,8 +20,8 @@ _SHOWN = 8  # names of each kind in an error
 class Weights:
     """The tensors of ``source``, matched by name with the parameters and persistent buffers of ``model``.
 
-    Tied parameters need one of their names. Nothing is read but headers. Raises InputError that lists all names and
-    shapes which do not match, StorageError for a file that cannot be read.
+    Tied parameters need one of their names. Nothing but headers is read at first. Raises InputError that lists all
+    names and shapes which do not match, StorageError for a file that cannot be read.
     """
 
     def __init__(self, source: Source, model: nn.Module) -> None:
@@ -31,15 +29,13 @@ class Weights:
         self._names: dict[tuple[int, str], list[str]] = {}  # by a module's id and its tensor's name there
         kinds: dict[str, str] = {}
         for path in files_of(source):
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name in kinds:
-                        raise InputError(
-                            f"{name!r} is in two files of weights, {self._file_of[name]} and {path}; name one of them"
-                        )
-                    self._file_of[name] = path
-                    header = file.get_slice(name)
-                    kinds[name] = _described(header.get_shape(), header.get_dtype().startswith(("F", "BF")))
+            for name, tensor in _read(path).items():
+                if name in kinds:
+                    raise InputError(
+                        f"{name!r} is in two files of weights, {self._file_of[name]} and {path}; name one of them"
+                    )
+                self._file_of[name] = path
+                kinds[name] = _described(tensor)
         self._match(model, kinds)
 
     def holds(self, module: nn.Module, name: str) -> bool:
@@ -58,9 +54,9 @@ class Weights:
                     wanted.setdefault(self._file_of[key], {})[key] = tensor
         with torch.no_grad():
             for path, tensors in wanted.items():
-                with _opened(path) as file:
-                    for key, tensor in tensors.items():
-                        tensor.copy_(file.get_tensor(key))
+                found = _read(path)
+                for key, tensor in tensors.items():
+                    tensor.copy_(found[key])
 
     def _match(self, model: nn.Module, kinds: dict[str, str]) -> None:
         """``kinds``: shapes, and whether they are floating-point, of what the files have."""
@@ -68,7 +64,7 @@ class Weights:
         wanted: dict[int, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, tensor in _saved(module):
-                wanted[id(tensor)] = _described(tensor.shape, tensor.is_floating_point())
+                wanted[id(tensor)] = _described(tensor)
                 names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
         there = {key: [name for name in full if name in kinds] for key, full in names.items()}
         known = {name for full in names.values() for name in full}
@@ -129,17 +125,15 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"could not read weights from {path}: {error}; save or copy the file again") from error
+        return read_tensors(path)
+    except StorageError as error:
+        raise StorageError(f"{error}; copy or save it again") from error
 
 
-def _described(shape: Sequence[int], floating: bool) -> str:
-    return f"{'floating-point' if floating else 'other'} {list(shape)}"
+def _described(tensor: torch.Tensor) -> str:
+    return f"{'floating-point' if tensor.is_floating_point() else 'other'} {list(tensor.shape)}"
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,43 @@
+"""``tapestream clean``: what killed runs have left on the disk."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tapestream.cli import show
+from tapestream.cli.options import Json, reported
+from tapestream.errors import InputError
+from tapestream.frontends.saving.folder import Saves
+from tapestream.storage.disk import dead_folders
+from tapestream.units import format_nbytes
+
+Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
+Where = Annotated[
+    Path, typer.Argument(help="A folder that was given as --folder, or to ts.save().", show_default=False)
+]
+
+
+@reported
+def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
+    """List, or remove, home files and unfinished saves of runs that are gone. Nothing else is touched."""
+    if not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is no folder; name one that was given as --folder, or to ts.save()")
+    found = {path: _nbytes(path) for path in (*dead_folders(folder), *Saves(folder).unfinished())}
+    if remove:
+        for path in found:
+            shutil.rmtree(path)
+    if json_:
+        show.as_json({"removed": remove, "found": {str(path): nbytes for path, nbytes in found.items()}})
+        return
+    if not found:
+        show.line(f"Nothing in {folder} is left of runs that are gone.")
+        return
+    show.table("left by runs that are gone", [(str(p), format_nbytes(n)) for p, n in found.items()], ("folder", "size"))
+    total = format_nbytes(sum(found.values()))
+    show.line(f"Removed: {total}." if remove else f"{total} in all; --remove removes them.")
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,135 @@
+"""`Saves`: a folder of numbered saves, each complete or not there at all."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tapestream.errors import InputError, StorageError
+from tapestream.storage.disk import LOCK, is_dead
+from tapestream.units import format_nbytes
+
+MANIFEST = "manifest.json"
+_NUMBER = re.compile(r"\d{6,}")
+_UNFINISHED = ".saving-"
+
+
+class Saves:
+    """``path`` holds saves as folders ``000001``, ``000002``...; nothing else in it is ever touched."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def complete(self) -> list[Path]:
+        """Saves from the oldest to the latest."""
+        found = self.path.iterdir() if self.path.is_dir() else iter(())
+        whole = [p for p in found if _NUMBER.fullmatch(p.name) and (p / MANIFEST).is_file()]
+        return sorted(whole, key=lambda p: int(p.name))
+
+    def latest(self) -> Path:
+        """The last save in ``path``, or ``path`` if it is one itself. Raises InputError when there is none."""
+        if (self.path / MANIFEST).is_file():
+            return self.path
+        found = self.complete()
+        if not found:
+            there = "no such folder" if not self.path.exists() else "no complete save in it"
+            raise InputError(
+                f"{str(self.path)!r} was to be loaded: there is {there}; name the folder given to ts.save()"
+            )
+        return found[-1]
+
+    def unfinished(self) -> list[Path]:
+        """What runs that were killed while saving have left; the next save removes it."""
+        return sorted(path for path in self.path.glob(f"{_UNFINISHED}*") if is_dead(path))
+
+    @contextmanager
+    def new(self, nbytes: int, *, keep: int) -> Iterator[Path]:
+        """A folder to write the next save in, which becomes one when the block ends without an exception.
+
+        Then all but the last ``keep`` saves are removed. Raises StorageError when ``nbytes`` do not fit on the disk.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in self.unfinished():
+                shutil.rmtree(left, ignore_errors=True)
+            self._check_room(nbytes)
+            work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
+        except OSError as error:
+            raise _failed(self.path, error) from error
+        with _locked(work):
+            try:
+                yield work
+                self.made = self._finish(work)
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
+        for old in self.complete()[:-keep]:
+            self._remove(old)
+
+    def _finish(self, work: Path) -> Path:
+        try:
+            (work / LOCK).unlink()
+            _to_disk(work)
+            while True:
+                made = self.path / f"{self._next():06d}"
+                try:
+                    work.rename(made)
+                    break
+                except OSError:  # another process has just finished one of this number
+                    if not made.exists():
+                        raise
+            _to_disk(self.path)
+            return made
+        except OSError as error:
+            raise _failed(self.path, error) from error
+
+    def _next(self) -> int:
+        numbers = [int(p.name) for p in self.path.iterdir() if _NUMBER.fullmatch(p.name)]
+        return max(numbers, default=0) + 1
+
+    def _remove(self, old: Path) -> None:
+        """Out of sight first, so that what is half removed is no save."""
+        gone = self.path / f"{_UNFINISHED}{old.name}-{os.getpid()}"
+        with suppress(OSError):
+            old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _check_room(self, nbytes: int) -> None:
+        free = shutil.disk_usage(self.path).free
+        if nbytes > free:
+            raise StorageError(
+                f"a save of {format_nbytes(nbytes)} ({nbytes} bytes) does not fit in {self.path}: {free} bytes are "
+                f"free on this disk, {nbytes - free} are missing; make room, or choose another folder"
+            )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock."""
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(file, json.dumps({"pid": os.getpid()}).encode())
+        yield
+    finally:
+        os.close(file)
+
+
+def _to_disk(folder: Path) -> None:
+    """What the folder lists is on the disk when this returns."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _failed(path: Path, error: OSError) -> StorageError:
+    if isinstance(error, StorageError):
+        return error
+    return StorageError(f"could not save in {path}: {error.strerror or error}; what was saved before is intact")

@@ -1,0 +1,154 @@
+"""safetensors files written and read tensor by tensor, with checksums; neither takes memory of the file's size.
+
+The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header, the bytes.
+The library of that name makes all bytes at once to write them, and maps files so that they count as memory taken.
+"""
+
+import json
+import mmap
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapestream.errors import InputError, StorageError
+
+_CHUNK_NBYTES = 8 << 20
+_SMALL_NBYTES = 4096
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], written: Callable[[int], None]) -> dict[str, int]:
+    """Write a new file; returns the checksum of each tensor. ``written`` is told bytes as they go.
+
+    Takes no memory beyond one tensor, and that only if it does not lie in row-major order. The file is on the disk
+    when this returns. Raises InputError for a dtype that the format lacks, StorageError when the disk fails.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise InputError(
+                f"{name!r} has dtype {tensor.dtype}, which safetensors files cannot hold; convert it first"
+            )
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, t in tensors.items():
+        header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+        end += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    sums: dict[str, int] = {}
+    with _new_file(path) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            crc32 = _described(tensor)
+            for piece in _pieces(tensor):
+                crc32 = zlib.crc32(piece, crc32)
+                _write_all(file, piece)
+                written(len(piece))
+            sums[name] = crc32
+    return sums
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file; it is on the disk when this returns. Raises StorageError when the disk fails."""
+    with _new_file(path) as file:
+        _write_all(file, text.encode())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The CRC-32 of its dtype, shape and bytes."""
+    crc32 = _described(tensor)
+    for piece in _pieces(tensor):
+        crc32 = zlib.crc32(piece, crc32)
+    return crc32
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file: views of its bytes in the page cache, which must not be written to; small ones are copies.
+
+    Takes no memory, and none of what limits on a process count. Raises StorageError, which names the file, where it is
+    missing, cut short or something else.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"it ends after {size} bytes")
+            header = json.loads(file.read(length))
+            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        header.pop("__metadata__", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a tensor does not know that it cannot be written to
+            memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        return {name: _view(memory, 8 + length, entry) for name, entry in header.items()}
+    except FileNotFoundError as error:
+        raise StorageError(f"{path} is missing") from error
+    except OSError as error:
+        raise StorageError(f"{path} could not be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise StorageError(f"{path} is not a whole safetensors file ({error})") from error
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a new private file, whose bytes are on the disk afterwards.
+
+    Raises StorageError when that fails.
+    """
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            yield file
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"could not write {path}: {error.strerror or error}; what was saved before is intact"
+        ) from error
+
+
+def _write_all(file: int, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def _described(tensor: torch.Tensor) -> int:
+    return zlib.crc32(f"{_NAMES[tensor.dtype]}{list(tensor.shape)}".encode())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, a few MiB at a time; a tensor that lies otherwise is copied first."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0).byte()
+    for start in range(0, flat.numel(), _CHUNK_NBYTES):
+        yield flat[start : start + _CHUNK_NBYTES].cpu().numpy().data
+
+
+def _view(memory: torch.Tensor, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+    first, last = (start + offset for offset in entry["data_offsets"])
+    if not start <= first <= last <= memory.numel():
+        raise ValueError(f"it ends after {memory.numel()} bytes, {last} are needed")
+    if any(size < 0 for size in entry["shape"]):
+        raise ValueError(f"a tensor of shape {entry['shape']}")
+    dtype = _DTYPES[entry["dtype"]]
+    piece = memory[first:last]
+    # What is small is often kept as it is given (Adam's step), and a deep copy of a view is one of the whole file;
+    # another writer's file may have a header of odd length.
+    if len(piece) <= _SMALL_NBYTES or first % dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(dtype).view(entry["shape"])

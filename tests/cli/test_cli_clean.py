@@ -1,0 +1,66 @@
+"""``tapestream clean`` removes what killed runs have left, and nothing else."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tapestream.cli.app import make_app
+from tapestream.storage import DiskFolder
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tapestream.frontends.saving.folder import Saves
+from tapestream.storage import DiskFolder
+home = DiskFolder(sys.argv[1])
+home.allocate(1 << 20)
+with Saves(sys.argv[1]).new(0, keep=1) as work:
+    (work / "half").write_bytes(b"x" * 10_000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """A folder with the home and the unfinished save of a killed process, a live home, and files of somebody else."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "tapestream-notes").mkdir()
+    (tmp_path / "tapestream-notes" / "mine").write_text("mine")
+    return tmp_path
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(make_app(), ["clean", *words])
+    return result.exit_code, result.output
+
+
+def test_what_killed_runs_have_left_is_listed_then_removed(left: Path) -> None:
+    code, text = run(str(left), "--json")
+    found = json.loads(text)["found"]
+    assert code == 0
+    assert len(found) == 2
+    assert sum(found.values()) >= (1 << 20) + 10_000
+    assert all(Path(path).exists() for path in found)
+    code, text = run(str(left), "--remove")
+    assert code == 0
+    assert "Removed: 1.0" in text
+    assert sorted(p.name for p in left.iterdir()) == ["tapestream-notes"]
+    live = DiskFolder(left)
+    code, text = run(str(left), "--remove")
+    assert code == 0
+    assert "Nothing in" in text
+    assert live.path.exists()
+    live.close()
+    assert (left / "tapestream-notes" / "mine").read_text() == "mine"
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    code, text = run(str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "is no folder; name one" in text
