@@ -1,5 +1,6 @@
 """Streamed training on a real device gives the bits of plain PyTorch there, within the memory that it was given."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,10 @@ def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) 
     try:
         with pytest.raises(torch.OutOfMemoryError):
             plain()
+        gc.collect()  # the error holds the frames, and these the model
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()  # workspaces of libraries
         with torch.device("meta"):
             hollow = GPT(config)
         folder = {"folder": tmp_path} if home == "disk" else {}
@@ -162,7 +165,7 @@ def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) 
             optimizer.step()
             optimizer.zero_grad()
         assert float(loss.detach()) == expected
-        assert torch.cuda.max_memory_allocated() <= 1.05 * budget
+        assert torch.cuda.max_memory_allocated() - before <= 1.05 * budget
         ts.unstream(model)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -252,17 +252,19 @@ def test_threads_count_the_time_that_callers_wait(pool, monkeypatch):
 
 
 def test_threads_end(pool):
-    before = threading.active_count()
+    """By identity: threads of other tests may end meanwhile."""
+    before = set(threading.enumerate())
     host, disk = pool.allocate(Tier.HOST, 64), pool.allocate(Tier.DISK, 64)
     for closes in (True, False):
         engine = make_engine("threads", CPU)
         engine.wait(engine.copy(host, disk))
-        assert threading.active_count() == before + 1
+        made = set(threading.enumerate()) - before
+        assert len(made) == 1
         if closes:
             engine.close()
         del engine
         gc.collect()
         deadline = time.monotonic() + 5
-        while threading.active_count() > before and time.monotonic() < deadline:
+        while made & set(threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert threading.active_count() <= before  # others may have ended meanwhile
+        assert not made & set(threading.enumerate())
