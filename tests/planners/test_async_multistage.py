@@ -55,6 +55,21 @@ def test_no_stalls_with_the_interval_derived_and_some_with_half_of_it(write, rea
         assert halved.stall_seconds > 0.05 * halved.compute_seconds
 
 
+@pytest.mark.parametrize("n", [20, 60, 200])
+@pytest.mark.parametrize(("write", "read"), [(0.25, 0.25), (1, 1), (3, 3), (7.5, 7.5), (30, 30), (20, 2), (2, 20)])
+def test_hardly_slower_than_revolve_of_as_many_slots_or_offload_alone_in_as_many_bytes(n, write, read):
+    links, profile = machine((write,), (read,)), Profile.uniform(n, backward_seconds=2.0, saved_nbytes=4)
+    for slots in (1, 3, 10):
+        judged = simulate(plan(profile, None, links, slots=slots), profile, links)
+        revolve = simulate(planners["revolve"](profile, slots=slots), profile)
+        assert judged.makespan_seconds <= 1.05 * revolve.makespan_seconds
+        try:
+            offload = planners["offload"](profile, judged.peak_nbytes[Tier.DEVICE], links)
+        except BudgetError:
+            continue
+        assert judged.makespan_seconds <= 1.05 * simulate(offload, profile, links).makespan_seconds
+
+
 def test_copies_start_early_and_are_waited_for_late():
     profile = Profile.uniform(60)
     actions = list(plan(profile, slots=2, interval=10))
@@ -128,7 +143,7 @@ def test_bad_input():
     with pytest.raises(InputError, match=r"DISK is reached by way of HOST, .* use tier='host' or planner 'h_revolve'"):
         plan(profile, None, through, tier="disk")
     with pytest.raises(InputError, match="use planner 'rotor'"):
-        plan(Profile((StageCost(1.0, 1.0, 1, 1),), 1), None, links)
+        plan(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1), None, links)
     with pytest.raises(BudgetError, match="a HOST budget of 1 B"):
         plan(Profile.uniform(90), Budget(host=1), links, slots=2, interval=4)
 

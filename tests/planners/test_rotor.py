@@ -23,8 +23,12 @@ def stored(profile):
     return simulate(planners["store_all"](profile), profile)
 
 
-@settings(max_examples=60, deadline=None)
-@given(profile=chains(most=5, carried=False), share=st.floats(0.2, 1.0))
+# The search grows eightfold with each stage, so one chain in six may have five.
+MOSTLY_SHORT = st.integers(0, 5).flatmap(lambda k: chains(most=4 if k else 5, carried=False))
+
+
+@settings(max_examples=120, deadline=None)
+@given(profile=MOSTLY_SHORT, share=st.floats(0.2, 1.0))
 def test_equal_to_exhaustive_search(profile, share):
     budget = max(1, round(stored(profile).peak_nbytes[Tier.DEVICE] * share))
     truth = least_seconds(profile, budget)

@@ -10,7 +10,7 @@ from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCos
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Kind, Tier, Value
 from tapestream.planners import planners
-from tapestream.planning.auto import CANDIDATES, make_plan
+from tapestream.planning.auto import CANDIDATES, candidates, make_plan
 from tapestream.simulate import simulate
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -58,7 +58,7 @@ def test_without_blocks_it_is_the_fastest_candidate(profile: Profile, more: int)
         except BudgetError:
             continue
         assert plan.seconds <= other.makespan_seconds
-    assert {name for name, _, _ in plan.alternatives} == set(CANDIDATES)
+    assert [name for name, _, _ in plan.alternatives] == [*CANDIDATES, "least_peak"]
     assert make_plan(profile, Budget(least(profile, None) + more + 10)).seconds <= plan.seconds
 
 
@@ -106,6 +106,45 @@ def test_more_budget_is_never_slower(machine: Machine, update: str | None) -> No
     # The splits tried depend on the budget, so a little more of it may meet a slightly worse grid.
     assert all(later <= 1.05 * earlier for earlier, later in pairwise(seconds))
     assert seconds[-1] < seconds[0]
+
+
+@settings(deadline=None, max_examples=8)
+@given(profiles(blocks=False), st.booleans(), st.integers(0, 60))
+def test_with_a_slower_tier_everything_that_applies_is_tried(profile: Profile, equal: bool, more: int) -> None:
+    machine = MACHINES[0]
+    if equal:
+        profile = Profile(UniformStages(profile.stages[0], 9), profile.stages[0].output_nbytes)
+    budget = Budget(least(profile, machine) + more)
+    plan = make_plan(profile, budget, machine)
+    for name in planners:
+        try:
+            other = simulate(planners[name](profile, budget, machine), profile, machine, budget)
+        except (BudgetError, InputError):
+            continue
+        assert plan.seconds <= other.makespan_seconds, name
+    assert {"joint", "offload", "superneurons"} <= {name for name, _, _ in plan.alternatives}
+
+
+def test_what_cannot_win_is_not_tried() -> None:
+    chain = Profile(tuple(StageCost(1.0 + k % 2, 1.0, 4, 40) for k in range(30)), 4)
+    loop, long = Profile.uniform(40), Profile.uniform(10**6)
+    near = MACHINES[0]
+    assert candidates(chain) == candidates(chain, Machine()) == (*CANDIDATES, "least_peak")
+    assert candidates(long) == CANDIDATES
+    assert {"offload", "superneurons", "joint"} <= set(candidates(chain, near))
+    assert {"h_revolve", "double", "async_multistage", "mixed"} <= set(candidates(loop, near))
+    assert not {"h_revolve", "offload", "joint"} & set(candidates(long, near))
+    stages = tuple(StageCost(1.0, 1.0, 4, 40, block=0) for _ in range(30))
+    assert candidates(Profile(stages, 4, (BlockCost(9),)), near) == CANDIDATES
+    stored = make_plan(chain, None, near)
+    assert all("not tried: nothing is recomputed" in text for _, _, text in stored.alternatives[1:])
+
+
+def test_the_plan_says_how_far_it_is_from_the_fastest_that_can_be() -> None:
+    chain = Profile(tuple(StageCost(1.0 + k % 2, 1.0, 4, 40) for k in range(30)), 4)
+    text = str(make_plan(chain, 500, MACHINES[0]))
+    assert "the next best, " in text
+    assert "above the fastest that can be" in text
 
 
 def test_named_values_stay_and_the_others_come_from_home() -> None:

@@ -19,6 +19,7 @@ from tapestream.planners import (
     disk_revolve,
     double,
     h_revolve,
+    joint,
     least_peak,
     mixed,
     offload,
@@ -30,8 +31,9 @@ from tapestream.planners import (
     store_all,
     superneurons,
 )
+from tapestream.planners._bound import least_seconds
 
-__all__ = ["Planner", "planners"]
+__all__ = ["Planner", "least_seconds", "planners"]
 
 Planner: TypeAlias = Callable[..., Schedule]
 """``planner(profile, budget=None, machine=None, **knobs)``; unknown knobs raise InputError."""
@@ -103,4 +105,5 @@ planners: Mapping[str, Planner] = _Registry(
     least_peak=least_peak.plan,
     superneurons=superneurons.plan,
     offload=offload.plan,
+    joint=joint.plan,
 )

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Node, Schedule, Tier
+from tapestream.planners._fit import plain
 from tapestream.planners._tiers import DEVICE, fastest_below, first_within, tier_of
-from tapestream.simulate import simulate
+from tapestream.simulate import Simulation, simulate
 
 
 class Candidate(NamedTuple):
@@ -39,7 +40,7 @@ def fastest_fit(
         if least is not None and candidate.nbytes >= least:
             continue
         schedule = Schedule(candidate.root, len(profile), planner=name)
-        judged = simulate(schedule, profile.without_blocks(), machine)
+        judged = simulate(schedule, plain(profile), machine)
         over = [tier for tier, peak in judged.peak_nbytes.items() if _exceeds(peak, budget.nbytes(tier))]
         if not over and (best is None or judged.makespan_seconds < best[0]):
             best = judged.makespan_seconds, schedule
@@ -48,6 +49,12 @@ def fastest_fit(
             if over == [DEVICE]:
                 least = min(least or judged.peak_nbytes[DEVICE], judged.peak_nbytes[DEVICE])
     return best[1] if best is not None else first_within(name, refused, budget)
+
+
+def is_within(judged: Simulation, budget: Budget) -> bool:
+    """Whether every tier's peak is allowed."""
+    limits = ((peak, budget.nbytes(tier)) for tier, peak in judged.peak_nbytes.items())
+    return all(limit is None or peak <= limit for peak, limit in limits)
 
 
 def _in_turn(candidates: Iterable[Candidate], limit: int | None) -> Iterator[Candidate]:

@@ -105,17 +105,23 @@ class Fastest(_Tables):
         self._scale = scale
         self._seconds = np.full((*self._shape(), scale.capacity + 1), np.inf)
         self._steps = np.arange(scale.capacity + 1)
+        rows = np.empty((len(chain.units), scale.capacity + 1))
         for problem in self._problems():
-            self._seconds[problem] = self._options(*problem).min(axis=0)
+            self._options(*problem, rows).min(axis=0, out=self._seconds[problem])
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole chain with all memory."""
-        return float(self._seconds[0, 0, -1, -1])
+        return self.seconds_with(self._scale.capacity)
+
+    def seconds_with(self, memory: int) -> float:
+        """Seconds of the whole chain with so many steps."""
+        return float(self._seconds[0, 0, -1, memory])
 
     def choose(self, held: int, a: int, b: int, memory: int) -> Choice:
         """The option of least seconds."""
-        cut = int(self._options(held, a, b)[:, memory].argmin())
+        rows = np.empty((b - a + 1, self._scale.capacity + 1))
+        cut = int(self._options(held, a, b, rows)[:, memory].argmin())
         unit = self.chain.units[a]
         if a == b and unit.inner:
             taken = self._done[b]
@@ -123,10 +129,11 @@ class Fastest(_Tables):
             taken = (0 if held else unit.input_nbytes) if cut else unit.tape_nbytes(held)
         return Choice(cut, memory - self._scale.up(taken))
 
-    def _options(self, held: int, a: int, b: int) -> Floats:
-        """Seconds of each option (rows: record, then cuts 1 .. b-a) for each memory (columns)."""
+    def _options(self, held: int, a: int, b: int, rows: Floats) -> Floats:
+        """Seconds of each option (rows: record, then cuts 1 .. b-a) for each memory (columns), in ``rows``."""
         unit, last, up = self.chain.units[a], self._scale.capacity, self._scale.up
-        options = np.full((b - a + 1, last + 1), np.inf)
+        options = rows[: b - a + 1]
+        options[0] = np.inf
         if a == b and unit.inner:
             beside = up(self._done[b])
             options[0, beside:] = self.inside(unit.inner)._seconds[held, 0, -1, : max(0, last + 1 - beside)]
@@ -136,16 +143,18 @@ class Fastest(_Tables):
         low = max(tape, up(unit.recording_nbytes(held, waiting, self._done[a])))
         if low <= last:
             rest = self._seconds[int(unit.reads_output), a + 1, b] if a < b else np.zeros(last + 1)
-            options[0, low:] = rest[low - tape : last + 1 - tape] + unit.seconds
+            np.add(rest[low - tape : last + 1 - tape], unit.seconds, out=options[0, low:])
+        if a == b:
+            return options
         kept = 0 if held else unit.input_nbytes
-        first = up(kept)
-        if a < b and first <= last:
-            cuts = options[1:, first:]
-            right = self._seconds[0, a + 1 : b + 1, b, : last + 1 - first]
-            np.add(right, self._seconds[held, a, a:b, first:], out=cuts)
-            cuts += self._ahead[a][: b - a, None]
-            need = -(-(self._peaks[a][: b - a] + (waiting + kept)) * self._scale.steps // self._scale.nbytes)
-            np.copyto(cuts, np.inf, where=self._steps[first:] < need[:, None])
+        first = min(up(kept), last + 1)
+        need = -(-(self._peaks[a][: b - a] + (waiting + kept)) * self._scale.steps // self._scale.nbytes)
+        options[1:, :first] = np.inf
+        cuts = options[1:, first:]
+        np.add(self._seconds[0, a + 1 : b + 1, b, : last + 1 - first], self._seconds[held, a, a:b, first:], out=cuts)
+        cuts += self._ahead[a][: b - a, None]
+        few = max(0, min(int(need[-1]), last + 1) - first)  # columns in which the way ahead may not fit: it only grows
+        np.copyto(cuts[:, :few], np.inf, where=self._steps[first : first + few] < need[:, None])
         return options
 
 

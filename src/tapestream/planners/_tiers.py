@@ -18,13 +18,13 @@ Candidate = TypeVar("Candidate")
 
 def equal_stages(name: str, profile: Profile, instead: str = "rotor") -> StageCost:
     """The cost of every stage; state 0 may be smaller than the others (the caller's). InputError: they differ."""
-    stages = profile.stages
-    if not isinstance(stages, UniformStages) or profile.carried or profile.initial_nbytes > stages.cost.output_nbytes:
+    stages, cost = profile.stages, profile.stages[0]
+    same = isinstance(stages, UniformStages) or all(other == cost for other in stages)
+    if not same or profile.carried or profile.initial_nbytes > cost.output_nbytes:
         raise InputError(
-            f"{name} is for equal stages (a Profile of UniformStages without carried storages, state 0 no larger than "
-            f"the others), and these {len(profile)} are not; use planner {instead!r}, which takes any chain"
+            f"{name} is for equal stages (of the same seconds and bytes, without carried storages, state 0 no larger "
+            f"than the others), and these {len(profile)} are not; use planner {instead!r}, which takes any chain"
         )
-    cost = stages.cost
     for what in ("forward_seconds", "backward_seconds", "recorded_seconds"):
         finite(name, what, getattr(cost, what))
     return cost

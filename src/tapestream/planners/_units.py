@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import gcd
 
 from tapestream.costs import Profile, StageCost
+from tapestream.planners._fit import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Run:
             for k in range(first, last + 1):
                 states[k] += shared.nbytes
         cotangents = tuple(profile.cotangent_nbytes(k) for k in range(n + 1))
-        stages = profile.without_blocks().stages
+        stages = plain(profile).stages
         return cls(tuple(states), cotangents, stages), always
 
     def __len__(self) -> int:
@@ -166,10 +167,10 @@ def arrange(run: Run, turn_nbytes: int, width: int, inner_width: int) -> Units:
     The last of them is cut into smaller and smaller units towards the turn, since what is recorded there is never
     recomputed. What is inside a run is cut in the same way into at most ``inner_width`` units.
     """
-    points = _points(run.states, width)
+    points = even_points(run.states, width)
     while points[-1] - points[-2] > 1:
         start = points[-2]
-        points[-1:] = [start + point for point in _points(run.states[start:], inner_width)[1:]]
+        points[-1:] = [start + point for point in even_points(run.states[start:], inner_width)[1:]]
     reads = run.reads_output()
     units = _units(run, points, inner_width, reads)
     return Units((*units, turn_unit(run, turn_nbytes)), reads)
@@ -183,13 +184,13 @@ def _units(run: Run, points: list[int], inner_width: int, reads_output: bool) ->
         part = run.cut(start, stop)
         if stop - start > 1 and part not in known:
             # Depth of this call is the number of levels, a logarithm of the number of stages.
-            inside = _units(part, _points(part.states, inner_width), inner_width, reads_output)
+            inside = _units(part, even_points(part.states, inner_width), inner_width, reads_output)
             known[part] = Units(inside, reads_output)
         units.append(unit_of(part, start, known.get(part)))
     return tuple(units)
 
 
-def _points(states: tuple[int, ...], parts: int) -> list[int]:
+def even_points(states: tuple[int, ...], parts: int) -> list[int]:
     """Ends of single stages, or of ``parts`` runs of about equal length, each end moved a little to the smallest state
     nearby."""
     n = len(states) - 1

@@ -1,14 +1,13 @@
 """Divide and conquer with binomial cuts (Siskind & Pearlmutter 2018; Griewank 1992)."""
 
 from collections.abc import Iterable
-from itertools import accumulate
 from math import comb
 from typing import Literal
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Node, Schedule
-from tapestream.planners._fit import first_fit, forward_seconds, positive
+from tapestream.planners._fit import by_seconds, first_fit, positive
 from tapestream.planners._recurrences import Part, counts, divide, reach, repetitions
 
 NAME = "binomial"
@@ -52,9 +51,13 @@ def plan(
         numbers = sorted(counts(n), reverse=True) if slots is None else [positive(NAME, "slots", slots, n)]
     trees: Iterable[Node] = (divide(n, s, _cut) for s in numbers)
     if len(numbers) > 1 and not profile.is_uniform:  # more slots need not be faster
-        prefix = list(accumulate((cost.forward_seconds for cost in profile.stages), initial=0.0))
-        trees = sorted(trees, key=lambda root: forward_seconds(root, profile, prefix))
+        trees = (root for _, root in by_seconds(trees, profile))
     return first_fit(NAME, trees, profile, budget)
+
+
+def timed(profile: Profile) -> list[tuple[float, Node]]:
+    """Seconds and trees of rule "fixed_space" with a fixed list of slot counts, fastest first."""
+    return by_seconds((divide(len(profile), slots, _cut) for slots in counts(len(profile))), profile)
 
 
 def least_slots(n: int, t: int) -> int:

@@ -1,5 +1,6 @@
 """Every state to a slower tier and back while computation goes on: offload alone, nothing chosen."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -62,16 +63,22 @@ def plan(
     if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0):
         raise InputError(f"{NAME}: ahead must be a whole number of at least 0, not {ahead!r}")
     depths = _AHEAD if ahead is None else (min(ahead, n),)
+    return fastest_fit(NAME, candidates(profile, target, tails, depths), profile, Budget.of(budget), machine)
+
+
+def candidates(
+    profile: Profile, target: Tier, tails: Sequence[int] | None = None, depths: Sequence[int] = _AHEAD
+) -> Iterator[Candidate]:
+    """What `plan` chooses from, least seconds of computation first; knobs left out: their fixed lists."""
+    n = len(profile)
     forward = list(accumulate((cost.forward_seconds for cost in profile.stages), initial=0.0))
     always = sum(cost.recorded_seconds + cost.backward_seconds for cost in profile.stages) + profile.turn_seconds
     tape = Sizes.of_profile(replace(profile, carried=())).tape
     turn = profile.outside_nbytes + profile.cotangent_nbytes(n) + profile.turn_nbytes  # bytes then, beside the tape
-    candidates = (
-        Candidate(always + forward[n - length], _tree(n, n - length, depth, target), turn + tape[n] - tape[n - length])
-        for length in sorted(tails, reverse=True)
-        for depth in (depths if length < n else (0,))
-    )
-    return fastest_fit(NAME, candidates, profile, Budget.of(budget), machine)
+    for length in sorted(tails or _tails(n), reverse=True):
+        for depth in depths if length < n else (0,):
+            nbytes = turn + tape[n] - tape[n - length]
+            yield Candidate(always + forward[n - length], _tree(n, n - length, depth, target), nbytes)
 
 
 def _tails(n: int) -> list[int]:

@@ -5,7 +5,7 @@ it. All forwards are made before the end is known, so n + sum of P(gap, slots le
 """
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Action, Forward, Keep, Node, Phase, PhaseKind, Restore, Schedule, Series, Shift
-from tapestream.planners._fit import first_fit, forward_seconds, positive
+from tapestream.planners._fit import by_seconds, first_fit, positive
 from tapestream.planners._recurrences import Part, Twins, binomial_cut, counts, freed, least_forwards, reach, reversal
 
 NAME = "online"
@@ -105,9 +105,14 @@ def plan(
     numbers = counts(n) if slots is None else [positive(NAME, "slots", slots, n)]
     trees = [_tree(n, number, rule) for number in numbers]
     if len(trees) > 1:  # more slots need not mean fewer forwards
-        prefix = list(accumulate((cost.forward_seconds for cost in profile.stages), initial=0.0))
-        trees.sort(key=lambda root: forward_seconds(root, profile, prefix))
+        trees = [root for _, root in by_seconds(trees, profile)]
     return first_fit(NAME, trees, profile, budget)
+
+
+def timed(profile: Profile) -> list[tuple[float, Node]]:
+    """Seconds and trees of a fixed list of slot counts, fastest first."""
+    n = len(profile)
+    return by_seconds((_tree(n, number, "stumm_walther_2") for number in counts(n)), profile)
 
 
 def _tree(n: int, slots: int, rule: Rule) -> Node:
@@ -169,9 +174,17 @@ class _Cheapest:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
+        self.known: dict[tuple[int, int], int] = {}
+
+    def least_forwards(self, gap: int, slots: int) -> int:
+        """The recurrences' function of this name, each value once."""
+        found = self.known.get((gap, slots))
+        if found is None:
+            found = self.known[gap, slots] = least_forwards(gap, slots)
+        return found
 
     def __call__(self, kept: list[int], live: int) -> int | None:
-        count, slots = len(kept), self.slots
+        count, slots, least_forwards = len(kept), self.slots, self.least_forwards
         if count < slots:
             return count
         ends = [*kept, live, live + 1]

@@ -1,7 +1,7 @@
 """Segments of equal cost (Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost")."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, groupby
 from math import isqrt
 
@@ -48,7 +48,7 @@ def plan(
     elif profile.is_uniform:
         trees = (_tree(n, _equal(n, count)) for count in counts(n))
     else:
-        trees = _by_seconds(profile)
+        trees = (root for _, root in timed(profile))
     return first_fit(NAME, trees, profile, budget)
 
 
@@ -67,13 +67,15 @@ def _best(profile: Profile, segments: int) -> Node:
     return min(equal, balanced, key=lambda root: device_peak(root, profile))
 
 
-def _by_seconds(profile: Profile) -> Iterator[Node]:
-    """Both cuts for every count, those with most seconds in the last segment (never recomputed) first."""
+def timed(profile: Profile) -> list[tuple[float, Node]]:
+    """Seconds and trees of both cuts for every count, those with most seconds in the last segment, which is never
+    recomputed, first."""
     n = len(profile)
     prefix = list(accumulate((cost.forward_seconds for cost in profile.stages), initial=0.0))
+    always = sum(cost.recorded_seconds + cost.backward_seconds for cost in profile.stages) + profile.turn_seconds
     cuts = [lengths for count in counts(n) for lengths in (_equal(n, count), _balanced(profile, count))]
     cuts.sort(key=lambda lengths: prefix[n - lengths[-1][0]])
-    return (_tree(n, lengths) for lengths in cuts)
+    return [(always + prefix[n - lengths[-1][0]], _tree(n, lengths)) for lengths in cuts]
 
 
 def _balanced(profile: Profile, segments: int) -> Lengths:

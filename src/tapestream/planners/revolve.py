@@ -1,12 +1,11 @@
 """Binomial checkpointing (Griewank & Walther 2000, "Algorithm 799: revolve")."""
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterable
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Node, Schedule
-from tapestream.planners._fit import device_limit, device_peak, first_fit, forward_seconds, positive
-from tapestream.planners._recurrences import Part, counts, divide, reach, repetitions
+from tapestream.planners._fit import by_seconds, device_limit, device_peak, first_fit, positive
+from tapestream.planners._recurrences import binomial_cut, counts, divide
 
 NAME = "revolve"
 
@@ -32,24 +31,13 @@ def plan(
     elif profile.is_uniform:
         candidates = [binomial(n, _most_slots(profile, device_limit(budget)))]
     else:
-        candidates = _by_seconds(profile)
+        candidates = (root for _, root in timed(profile))
     return first_fit(NAME, candidates, profile, budget)
 
 
 def binomial(n: int, slots: int) -> Node:
     """The tree of binomial checkpointing on ``n`` stages."""
-    return divide(n, slots, _cut)
-
-
-def _cut(part: Part) -> tuple[Part, Part] | None:
-    """The longest left part among the optimal ones: then one of both parts is as long as its slots and repetitions
-    reach, and such parts recur."""
-    n, slots = part.length, part.slots
-    if n == 1:
-        return None
-    t = repetitions(n, slots)
-    left = min(reach(slots, t - 1), n - reach(slots - 1, t - 1))
-    return Part(left, slots), Part(n - left, slots - 1)
+    return divide(n, slots, binomial_cut)
 
 
 def _most_slots(profile: Profile, limit: int | None) -> int:
@@ -64,9 +52,6 @@ def _most_slots(profile: Profile, limit: int | None) -> int:
     return slots
 
 
-def _by_seconds(profile: Profile) -> Iterator[Node]:
-    n = len(profile)
-    prefix = list(accumulate((cost.forward_seconds for cost in profile.stages), initial=0.0))
-    trees = [binomial(n, slots) for slots in counts(n)]
-    trees.sort(key=lambda root: forward_seconds(root, profile, prefix))
-    yield from trees
+def timed(profile: Profile) -> list[tuple[float, Node]]:
+    """Seconds and trees of a fixed list of slot counts, fastest first."""
+    return by_seconds((binomial(len(profile), slots) for slots in counts(len(profile))), profile)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Forward, Keep, Node, Phase, PhaseKind, Restore, Schedule, Series, Shift
-from tapestream.planners._fit import device_limit, first_fit, positive
+from tapestream.planners._fit import device_limit, first_fit, positive, surely_held
 from tapestream.planners._recurrences import freed, recorded, reversed_stages
 from tapestream.planners._rotor_tables import Fastest, Leanest, Scale, Solution
 from tapestream.planners._units import Run, arrange
@@ -36,25 +36,32 @@ def plan(
     below 1.
     """
     steps = None if memory_steps is None else positive(NAME, "memory_steps", memory_steps, 5000)
-    return first_fit(NAME, _candidates(profile, device_limit(budget), steps), profile, budget)
+    found = (root for _, root in timed(profile, device_limit(budget), steps))
+    return first_fit(NAME, found, profile, budget)
 
 
-def _candidates(profile: Profile, limit: int | None, steps: int | None) -> Iterator[Node]:
-    """Fastest first; the tables are not built where everything stored fits."""
-    yield stored(len(profile))
+def timed(profile: Profile, limit: int | None, steps: int | None = None) -> Iterator[tuple[float, Node]]:
+    """Trees and their seconds, fastest first; the tables are not built where everything stored fits."""
+    if limit is None or surely_held(profile) <= limit:  # judging it takes time in long chains
+        yield 0.0, stored(len(profile))
     run, always = Run.of(profile)
     units = arrange(run, profile.turn_nbytes, 128 if len(run) <= 128 else 100, 24)
     leanest = Leanest(units)
-    solutions: list[tuple[float, Node]] = [(leanest.seconds, _tree(leanest, 0, 0, {}))]
+    solutions: list[tuple[float, Node]] = [(leanest.seconds, tree(leanest, 0, 0, {}))]
     if limit is not None and limit > always:
         if steps is None:  # a table of at most as many numbers as 500 steps and 128 units take
             steps = max(500, min(2000, 500 * 128**2 // len(units.units) ** 2))
         scale = Scale.of(limit - always, steps, gcd(run.grain(), profile.turn_nbytes))
         fastest = Fastest(units, scale)
         if fastest.seconds < inf:
-            solutions.append((fastest.seconds, _tree(fastest, 0, scale.capacity, {})))
-    for _, tree in sorted(solutions, key=lambda pair: pair[0]):
-        yield Series((Phase(PhaseKind.FORWARD), tree))
+            solutions.append((fastest.seconds, tree(fastest, 0, scale.capacity, {})))
+    for seconds, root in sorted(solutions, key=lambda pair: pair[0]):
+        yield seconds + profile.turn_seconds, opening(root)
+
+
+def opening(root: Node) -> Node:
+    """The schedule of which ``root`` is all after its first action."""
+    return Series((Phase(PhaseKind.FORWARD), root))
 
 
 class _Problem(NamedTuple):
@@ -68,7 +75,7 @@ Known = dict[tuple[int, int, int], Node]
 """Trees of inner solutions by (identity, held, memory): equal groups share them."""
 
 
-def _tree(solution: Solution, held: int, memory: int, known: Known) -> Node:
+def tree(solution: Solution, held: int, memory: int, known: Known) -> Node:
     """The actions of a solved chain, its first stage being number 0 and its first state live."""
     out: list[Node] = []
     stack: list[Node | _Problem] = [_Problem(held, 0, len(solution.chain.units) - 1, memory)]
@@ -96,7 +103,7 @@ def _steps(solution: Solution, problem: _Problem, known: Known) -> Iterator[Node
         inside = solution.inside(unit.inner)
         key = id(inside), held, rest
         if key not in known:
-            known[key] = _tree(inside, held, rest, known)
+            known[key] = tree(inside, held, rest, known)
         yield Shift(known[key], first)
         return
     if cut:

@@ -53,8 +53,13 @@ def plan(
     target = None if tier is None and machine is not None and not machine.links else direct_tier(NAME, machine, tier)
     stages = _mean_and_above(profile) if heavy is None else _checked(heavy, n)
     modes = _RECOMPUTE if recompute is None else (recompute,)
-    candidates = _candidates(profile, stages, modes, cache, target)
-    return fastest_fit(NAME, candidates, profile, Budget.of(budget), machine)
+    found = _candidates(profile, stages, modes, cache, target)
+    return fastest_fit(NAME, found, profile, Budget.of(budget), machine)
+
+
+def candidates(profile: Profile, target: Tier | None) -> Iterator[Candidate]:
+    """What `plan` chooses from without knobs; ``target`` None: nothing is moved."""
+    return _candidates(profile, _mean_and_above(profile), _RECOMPUTE, "furthest", target)
 
 
 def _mean_and_above(profile: Profile) -> list[int]:

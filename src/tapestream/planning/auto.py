@@ -3,22 +3,56 @@
 from collections.abc import Callable
 from functools import partial
 
-from tapestream.costs import Budget, Machine, Profile
+from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
-from tapestream.planners import planners
+from tapestream.planners import least_seconds, planners
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Found, Terms, best_resident, best_split
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
 
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
-"""Planners that ``planner="auto"`` tries, the simplest first."""
+"""Planners that ``planner="auto"`` always tries, the simplest first; see `candidates`."""
 
-_LONG = 1000
+_LEAN = ("least_peak",)
+_EQUAL = ("binomial", "mixed")
+_MOVING = ("superneurons", "offload")
+_MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
+_LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
+_MIXED = 256  # stages; a table of n^2 numbers for each number of slots
+_LONGEST = 300_000  # stages that `joint` is for
+
+
+def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, ...]:
+    """Planners that ``planner="auto"`` tries, in order; their number and the work of each are bounded.
+
+    Left out is what cannot win: planners that move states where there is nowhere to move them, `joint` where it would
+    only repeat the others, and all but the first five where parameter blocks are what moves.
+    """
+    n, stages = len(profile), profile.stages
+    equal = isinstance(stages, UniformStages)
+    names = list(CANDIDATES)
+    if profile.blocks:
+        return CANDIDATES
+    if n <= _LONG:
+        names += _LEAN
+    if _has_lower_tier(machine):
+        if equal and n <= _MIXED:
+            names += _EQUAL
+        if n <= _LONG:
+            names += (*_MOVING, *(_MOVING_EQUAL if equal else ()))
+        if n <= _LONGEST:
+            names.append("joint")
+    return tuple(names)
+
+
+def _has_lower_tier(machine: Machine | None) -> bool:
+    links = machine.links if machine else {}
+    return any((tier, Tier.DEVICE) in links and (Tier.DEVICE, tier) in links for tier in (Tier.HOST, Tier.DISK))
 
 
 def make_plan(
@@ -44,16 +78,15 @@ def make_plan(
     Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
     nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and knobs.
     """
-    names = CANDIDATES if planner == "auto" else (planner,)
     if planner == "auto" and knobs:
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
     homes = home_tiers(_fastest_home(machine) if home is None else home)
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate)
-    search = _Search(terms)
-    for name in names:
-        search.consider(name, partial(_tape, name, profile.without_blocks(), machine, knobs))
+    search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
+    for name in candidates(profile, machine) if planner == "auto" else (planner,):
+        search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, knobs))
     return search.plan()
 
 
@@ -76,11 +109,14 @@ class _Search:
         self.alternatives: list[Alternative] = []
         self.refusals: list[tuple[str, BudgetError]] = []
         self.inputs: list[InputError] = []
+        self.bound = (
+            0.0 if terms.profile.blocks else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
+        )
 
     def consider(self, name: str, tape: Callable[[Budget], Schedule]) -> None:
         """Let one planner try."""
-        if self.best is not None and self._unbeatable(self.best[2]):
-            self.alternatives.append((name, None, "not tried: nothing is recomputed and nothing waits already"))
+        if self.best is not None and (why := self._unbeatable(self.best[2])):
+            self.alternatives.append((name, None, f"not tried: {why}"))
             return
         try:
             found = self._found(tape)
@@ -98,16 +134,25 @@ class _Search:
         if found is None:
             self.alternatives.append((name, None, "cannot be faster: its computation or copies alone take longer"))
             return
-        self.alternatives.append((name, found.seconds, _summary(found, self.terms)))
+        self.alternatives.append((name, found.seconds, _summary(found, self.terms) + self._above(found)))
         key = (found.seconds, found.simulation.peak_nbytes[Tier.DEVICE])
         if self.best is None or key < self.best[:2]:
             self.best = (*key, found)
 
-    def _unbeatable(self, found: Found) -> bool:
-        """True when trying on costs a lot (blocks, long chains) and cannot help."""
-        profile, simulation = self.terms.profile, found.simulation
-        costly = bool(profile.blocks) or len(profile) > _LONG
-        return costly and simulation.stall_seconds == 0 and simulation.forwards == len(profile)
+    def _unbeatable(self, found: Found) -> str:
+        """Why nothing can be faster; empty where something may be."""
+        simulation = found.simulation
+        if simulation.stall_seconds == 0 and simulation.forwards == len(self.terms.profile):
+            return "nothing is recomputed and nothing waits already"
+        if self.bound and found.seconds <= self.bound * (1 + 1e-9):
+            return "no schedule is faster at this budget"
+        return ""
+
+    def _above(self, found: Found) -> str:
+        """How far from the lower bound, for plans that recompute or wait."""
+        if not self.bound or found.seconds <= self.bound * 1.0005:
+            return ""
+        return f", at most {found.seconds / self.bound - 1:.1%} above the fastest that can be"
 
     def _found(self, tape: Callable[[Budget], Schedule]) -> Found | None:
         terms = self.terms
