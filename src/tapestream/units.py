@@ -61,9 +61,10 @@ def format_nbytes(nbytes: int | float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``0.0123 -> "12.3 ms"``, ``75 -> "1 min 15 s"``."""
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    if float(f"{seconds:.3g}") >= 60:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
+        # What is printed decides on the unit: 0.9997 s are not "1e+03 ms".
+        if float(text := f"{seconds * factor:.3g}") >= 1 or unit == "us":
+            return f"{text} {unit}"
     raise AssertionError("unreachable")

@@ -40,16 +40,27 @@ def test_a_step_that_fits_says_what_it_takes_in_each_tier() -> None:
 
 
 def test_a_home_too_large_for_ram_is_on_disk_and_the_writing_is_counted() -> None:
-    status, document = answered(*MODEL, "--budget", "40MiB", "--ram", "30MiB", "--update", "backward")
+    status, document = answered(*MODEL, "--budget", "30MiB", "--ram", "20MiB", "--update", "backward")
     assert status == 0
     answer = document["answer"]
     assert answer["tiers"]["disk"]["peak_nbytes"] > 0
-    assert answer["tiers"]["host"]["peak_nbytes"] <= 30 * 2**20
+    assert answer["tiers"]["host"]["peak_nbytes"] <= 20 * 2**20
     written = answer["disk_written_nbytes_per_step"]
     assert written > 0
     assert answer["disk_written_nbytes_per_day"] == pytest.approx(
         written * 86400 / answer["seconds_per_step"], rel=1e-6
     )
+
+
+def test_ram_is_home_where_it_holds_what_does_not_stay_on_the_device() -> None:
+    asked = [*MODEL, "--budget", "40MiB", "--ram", "40MiB", "--update", "backward"]  # 54 MiB of blocks
+    status, document = answered(*asked)
+    answer = document["answer"]
+    assert status == 0
+    assert answer["tiers"]["disk"]["peak_nbytes"] == 0
+    assert 0 < answer["tiers"]["host"]["peak_nbytes"] <= 40 * 2**20
+    _, on_disk = answered(*asked, "--home", "disk")
+    assert on_disk["answer"]["seconds_per_step"] > answer["seconds_per_step"]
 
 
 @pytest.mark.parametrize(

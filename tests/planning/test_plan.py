@@ -91,13 +91,16 @@ def test_a_schedule_that_does_not_fit_makes_no_plan() -> None:
         Plan.judged(planners["store_all"](profile), profile, Budget(3), None)
 
 
+_LABELS = ("backward", "waiting for copies", "budget", "seconds", "DISK to RAM", "stage", "saved tensors, RAM")
+
+
 def test_it_draws(tmp_path: Path) -> None:
     for ending in ("png", "svg"):
         path = tmp_path / f"plan.{ending}"
         streamed_plan().plot(path)
         assert path.stat().st_size > 5000
     words = path.read_text()
-    assert all(f"<!-- {word} -->" in words for word in ("Backward", "waiting", "budget", "seconds", "DISK to RAM"))
+    assert all(f"<!-- {word} -->" in words for word in _LABELS)
     with pytest.raises(InputError, match="nothing"):
         streamed_plan().plot(tmp_path / "plan.nothing")
 

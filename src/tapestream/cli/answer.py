@@ -33,6 +33,16 @@ class Answer:
         return self.seconds / stored if stored else 1.0
 
     @property
+    def forwards(self) -> int:
+        """Stage evaluations of one step, recorded ones included."""
+        return sum(plan.simulation.forwards for plan in self.plans)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that cross links in one step."""
+        return sum(sum(plan.simulation.bytes_moved.values()) for plan in self.plans)
+
+    @property
     def planner(self) -> str:
         """Who made the plans."""
         return ", ".join(dict.fromkeys(plan.planner for plan in self.plans))
@@ -86,4 +96,4 @@ def _least(profile: Profile, outside: int, plan: Callable[[Profile, int], Plan])
 
 def _needs(profile: Profile) -> int:
     tape = sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
-    return tape + sum(block.parameters_nbytes + block.gradient_nbytes for block in profile.blocks)
+    return tape + sum(b.parameters_nbytes + b.buffers_nbytes + b.gradient_nbytes for b in profile.blocks)

@@ -9,6 +9,7 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.answer import Answer
+from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.machine import name
 from tapestream.cli.options import (
@@ -66,7 +67,10 @@ def plan(
     disk_write: Annotated[str, typer.Option(help="Writing the disk.")] = "2GB/s",
     flops: Annotated[float | None, typer.Option(help="FLOP/s reached; by default 1e14, on cpu 1e11.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the plan here (.png, .pdf, .svg).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the plan here, with --compare the trade-off (.png, .pdf, .svg).")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show what every planner makes of the step.")] = False,
     json_: Json = False,
 ) -> None:
     """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
@@ -92,7 +96,10 @@ def plan(
         disk_write=parse_rate(disk_write),
         flops=flops or (1e14 if device == "cuda" else 1e11),
     )  # fmt: skip
-    _answer(question, subject, costs, save, plot, json_)
+    if compare:
+        _compare(question, subject, costs, save, plot, json_)
+    else:
+        _answer(question, subject, costs, save, plot, json_)
 
 
 def _free(folder: Path | None) -> int | None:
@@ -123,6 +130,21 @@ def _answer(
     else:
         _print(question, subject, document, found, refusal)
     if refusal is not None:
+        raise typer.Exit(2)
+
+
+def _compare(
+    question: Question, subject: Subject, costs: Costs, save: Path | None, plot: Path | None, json_: bool
+) -> None:
+    found, document = compared(question, plot, f"{subject.name}, {subject.step(question.batch)}: {_assumed(question)}")
+    fastest = found[0].plan
+    if fastest is not None and save is not None:
+        _write(fastest, save, None)
+    if json_:
+        show.as_json({"model": {"name": subject.name, **costs.facts(question.batch)}, **document})
+    else:
+        print_table(question, subject, found)
+    if fastest is None:
         raise typer.Exit(2)
 
 

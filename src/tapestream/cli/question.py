@@ -1,6 +1,7 @@
 """Whether a training step fits a machine, and if not, the least change with which it does."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,8 +25,8 @@ class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
 
     ``costs``: what a step of so many samples costs, per chain of blocks, given what `tapestream.models.estimate` takes.
-    ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where everything that
-    lives there fits into it, the disk otherwise.
+    ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
+    on the device fits into it, the disk otherwise.
     """
 
     costs: Callable[..., tuple[Profile, ...]]
@@ -43,8 +44,8 @@ class Question:
     disk_write: float
     flops: float
 
-    def profiles(self) -> tuple[Profile, ...]:
-        """What the step costs, chain by chain."""
+    def profiles(self, *, finer: bool = False) -> tuple[Profile, ...]:
+        """What the step costs, chain by chain; ``finer``: with optimizer state in the smallest parts."""
         return self.costs(
             self.batch,
             flops_per_second=self.flops,
@@ -52,6 +53,8 @@ class Question:
             update=self.update,
             # An update reads and writes memory: about 1 TB/s on a GPU, 5 GB/s on a CPU.
             update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
+            budget_nbytes=self.budget,
+            finer=finer,
         )
 
     def machine(self) -> Machine:
@@ -68,18 +71,23 @@ class Question:
             self.flops,
         )  # fmt: skip
 
-    def chosen_home(self, profiles: tuple[Profile, ...]) -> Tier:
-        """Where blocks live that do not stay on the device."""
+    def homes(self, profiles: tuple[Profile, ...]) -> tuple[Tier, ...]:
+        """Where blocks may live that do not stay on the device, the tier to try first first.
+
+        RAM where everything fits there. Where it only may fit beside what stays on the device, RAM and then the disk.
+        """
         if self.home is not None:
-            return self.home
-        fits = self.ram is None or self.home_nbytes(profiles) <= self.ram
-        return Tier.HOST if self.device != "cpu" and fits else Tier.DISK
+            return (self.home,)
+        lives = self.home_nbytes(profiles)
+        if self.device == "cpu" or (self.ram is not None and lives > self.ram + self.budget):
+            return (Tier.DISK,)
+        return (Tier.HOST,) if self.ram is None or lives <= self.ram else (Tier.HOST, Tier.DISK)
 
     def home_nbytes(self, profiles: tuple[Profile, ...]) -> int:
         """Bytes of everything that could live at home: parameters, optimizer state, and gradients kept for the step."""
         gradients = self.update == "step"
         return sum(
-            b.parameters_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes
+            b.parameters_nbytes + b.buffers_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes
             for profile in profiles
             for b in profile.blocks
         )
@@ -92,7 +100,20 @@ class Question:
                 f"allow {format_nbytes(self.gpu)} at most"
             )
         profiles = self.profiles()
-        home, lives = self.chosen_home(profiles), self.home_nbytes(profiles)
+        *before, last = self.homes(profiles)
+        for home in before:
+            with suppress(BudgetError):
+                return self._planned(profiles, home, planner)
+        try:
+            return self._planned(profiles, last, planner)
+        except BudgetError:
+            finer = self.profiles(finer=True)
+            if finer == profiles:
+                raise
+        return self._planned(finer, last, planner)
+
+    def _planned(self, profiles: tuple[Profile, ...], home: Tier, planner: str) -> Answer:
+        lives = self.home_nbytes(profiles)
         room = {Tier.HOST: self.ram, Tier.DISK: self.disk}.get(home)
         if room is not None and lives > room + self.budget:  # the planners would find out too, but slowly
             raise BudgetError(
@@ -155,7 +176,7 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
                 larger, change = replace(larger, gpu=larger.budget), {**change, "--gpu": text}
             if update != question.update:
                 change["--update"] = update
-            missing = _refusal(larger)
+            missing = refusal(larger)
             if missing is None:
                 yield change, larger
                 return
@@ -166,7 +187,7 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
 def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
     """Where RAM or the disk is what is missing: as much as the step takes there."""
     # RAM without end would move everything there, so the home stays as it is.
-    fixed = replace(question, home=question.chosen_home(question.profiles()))
+    fixed = replace(question, home=question.homes(question.profiles())[-1])
     if question.ram is not None:
         text = _needed(replace(fixed, ram=None), Tier.HOST)
         if text is not None and _mebibytes(text) > question.ram:
@@ -201,10 +222,11 @@ def _smaller_batch(question: Question) -> int | None:
 
 
 def _fits(question: Question) -> bool:
-    return _refusal(question) is None
+    return refusal(question) is None
 
 
-def _refusal(question: Question) -> BudgetError | None:
+def refusal(question: Question) -> BudgetError | None:
+    """Why the step does not fit, None where it does. One planner is asked."""
     try:
         question.plan(_QUICK)
     except BudgetError as error:

@@ -1,6 +1,7 @@
 """How the commands speak: tables, one red line for errors, a progress bar."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tapestream.units import format_nbytes
+
+_PAGE = 120
+"""Characters a line, in a file or a pipe."""
 
 Advance = Callable[[str, int, int, str], None]
 """What a progress bar is told: what is done, how much of it, of how much, and a remark."""
@@ -34,13 +38,16 @@ def as_json(document: Mapping[str, Any]) -> None:
 
 
 def table(title: str, rows: Iterable[Iterable[str]], columns: Iterable[str] = ("", "")) -> None:
-    """A table; the first column is left-aligned and not broken."""
+    """A table; the first column is left-aligned and not broken. Where nothing says how wide the page is, it is wide."""
     made = Table(title=title, title_justify="left", show_header=any(columns := list(columns)))
     for number, name in enumerate(columns):
-        made.add_column(name, no_wrap=number == 0)
+        made.add_column(name, no_wrap=number == 0, overflow="fold")
     for row in rows:
         made.add_row(*(escape(cell) for cell in row))
-    Console(emoji=False).print(made)
+    console = Console(emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PAGE
+    console.print(made)
 
 
 @contextmanager

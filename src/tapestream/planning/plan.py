@@ -157,17 +157,24 @@ class Plan:
             )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory over time in each tier, and below it who was busy when, as PNG, PDF or SVG by ``path``'s ending.
+        """Draw stages over time, memory over time in each tier, and who was busy when, as PNG, PDF or SVG by ``path``'s
+        ending.
 
-        Raises InputError where matplotlib is missing or does not know the ending.
+        Raises InputError where matplotlib is missing or does not know the ending, and for more than a million actions.
         """
         lying = {
             tier: sum(picture.nbytes_of(value, self.profile) for value, at in self.schedule.resident if at is tier)
             for tier in Tier
         }
         names = {tier: self.tier_name(tier) for tier in Tier}
-        title = f"{len(self.profile)} stages by {self.planner or 'hand'}: {format_seconds(self.seconds)}"
-        picture.draw(path, self.simulation.timeline, self.budget, lying, self.profile.outside_nbytes, names, title)
+        title = (
+            f"{len(self.profile)} stages by {self.planner or 'hand'}: {format_seconds(self.seconds)}, "
+            f"{self.simulation.forwards} forwards"
+        )
+        picture.draw(
+            path, self.schedule, len(self.profile), self.simulation.timeline, self.budget, lying,
+            self.profile.outside_nbytes, names, title,
+        )  # fmt: skip
 
 
 def _outcome(seconds: float | None, reason: str) -> str:
