@@ -57,8 +57,8 @@ def differentiate(schedule: Schedule) -> tuple[list[torch.Tensor | None], int]:
     assert interpreter.live is not None
     interpreter.cotangents[N] = [2 * interpreter.live.tensors[0]]
     interpreter.run_phase(PhaseKind.BACKWARD)
-    assert not interpreter.kept
-    assert not interpreter.tapes
+    assert not interpreter.travel.kept
+    assert not interpreter.travel.tapes
     parameters = nn.ModuleList(modules).parameters()
     return [*interpreter.cotangents[0], *(interpreter.sums[id(p)][1] for p in parameters)], interpreter.runner.runs
 
@@ -112,7 +112,7 @@ def test_a_kept_state_that_was_changed_is_refused() -> None:
     interpreter._entered = PhaseKind.FORWARD
     interpreter._next()
     interpreter._step()
-    interpreter.kept[0].state.tensors[0].add_(1)
+    interpreter.travel.kept[0].state.tensors[0].add_(1)
     with pytest.raises(GradientError, match=r"stage 0 .*modified by an in-place operation after it was kept"):
         interpreter.run_phase(PhaseKind.FORWARD)
 
@@ -126,6 +126,6 @@ def test_stages_that_autograd_does_not_ask_for_are_skipped() -> None:
     assert state is not None
     (cotangent,) = interpreter.run_backward(2, [torch.ones(3, 4)])
     assert cotangent is not None
-    assert set(interpreter.tapes) == {0, 1}
+    assert set(interpreter.travel.tapes) == {0, 1}
     with pytest.raises(GradientError, match=r"stage 2 .*a second time"):
         interpreter.run_backward(2, [torch.ones(3, 4)])

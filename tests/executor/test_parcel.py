@@ -119,7 +119,7 @@ def test_a_state_changed_in_place_before_it_travels_is_refused(tmp_path: Path) -
     class Spoiler(nn.Module):
         def forward(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             if spoiling:
-                kept = run.kept[0].state.tensors[0]
+                kept = run.travel.kept[0].state.tensors[0]
                 kept.add_(1.0)
             return tuple(t * 2.0 for t in state)
 

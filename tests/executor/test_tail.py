@@ -71,11 +71,11 @@ def differentiate(first: int | None) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(1)
     interpreter.begin(take_apart(torch.ones(3, 4, requires_grad=True))[0])
     interpreter.run_phase(PhaseKind.FORWARD)
-    assert len(interpreter.tapes) == (N if first is None else first + 1)
+    assert len(interpreter.travel.tapes) == (N if first is None else first + 1)
     assert interpreter.live is not None
     interpreter.cotangents[N] = [2 * interpreter.live.tensors[0]]
     interpreter.run_phase(PhaseKind.BACKWARD)
-    assert not interpreter.tapes
+    assert not interpreter.travel.tapes
     assert not interpreter.runner.seen
     (given,) = interpreter.cotangents[0]
     assert given is not None

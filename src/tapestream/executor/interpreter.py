@@ -3,64 +3,43 @@
 Front-ends drive it by autograd: a Chain runs a whole phase at once, a streamed module one stage per block call.
 """
 
-import itertools
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Container, Iterator
 
 import torch
 
 from tapestream.errors import GradientError, ScheduleError
+from tapestream.executor.moves import Blocks
 from tapestream.executor.parcel import Parcels
+from tapestream.executor.travel import Travel
 from tapestream.ir.actions import (
     Action,
     Backward,
     Forward,
     Free,
     Keep,
-    Kind,
     Offload,
     Phase,
     PhaseKind,
     Prefetch,
     Record,
     Restore,
-    Tier,
     Update,
     Value,
     Wait,
 )
 from tapestream.ir.schedule import Schedule
-from tapestream.runner.guards import check_versions
-from tapestream.runner.runner import Gradients, Runner, Tape
+from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.state import State
-
-
-class Blocks(Protocol):
-    """What moves, lends and updates parameter blocks (None for programs whose parameters are the user's own)."""
-
-    def start(self, value: Value, source: Tier, target: Tier) -> None: ...
-    def wait(self, value: Value, tier: Tier) -> None: ...
-    def free(self, value: Value, tier: Tier) -> None: ...
-    def update(self, block: int) -> None: ...
-    def has_gradient(self, block: int) -> bool: ...
-    def compute_begins(self, stage: int) -> None: ...
-    def compute_ended(self, stage: int) -> None: ...
-    def backward_ended(self, stage: int, sums: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    state: State
-    versions: tuple[int, ...]
 
 
 class Interpreter:
     """One live call: the cursor in its schedule, the states, tapes and cotangents that exist now.
 
     ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call). ``tail``: the
-    first of the stages that are recorded as one graph (see `tail_of`), None for none.
+    first of the stages that are recorded as one graph (see `tail_of`), None for none. ``moving``: stages whose saved
+    tensors the schedule moves (see `moved_saved`); ``parcels`` (None: nothing moves by stage) owns what is below the
+    device.
     """
 
     def __init__(
@@ -71,13 +50,16 @@ class Interpreter:
         blocks: Blocks | None = None,
         parcels: Parcels | None = None,
         tail: int | None = None,
+        moving: Container[int] = frozenset(),
     ) -> None:
-        self.schedule, self.runner, self.blocks, self.parcels = schedule, runner, blocks, parcels
+        self.schedule, self.runner, self.blocks = schedule, runner, blocks
+        self.travel = travel = Travel(parcels, moving)
+        if parcels is not None and runner.hooks is None:
+            stages = runner.stages  # not the runner itself, which would then hold itself
+            runner.hooks = lambda k: travel.hooks(stages[k], k)
         self.live: State | None = None
         self.live_index = 0
         self.tail = tail
-        self.kept: dict[int, _Kept] = {}
-        self.tapes: dict[int, Tape] = {}
         self.cotangents: dict[int, Gradients] = {}
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._actions: Iterator[Action] = iter(schedule)
@@ -85,6 +67,12 @@ class Interpreter:
         self._pending: Action | None = next(self._actions, None)
         self._entered: PhaseKind | None = None
         self._inside = 0  # stages of a pending Forward that have been done
+
+    def close(self) -> None:
+        """Drop what is kept, recorded and below the device (after an exception, or where nobody differentiates)."""
+        self.live = None
+        self.travel.clear()
+        self.cotangents.clear()
 
     # -- driving ------------------------------------------------------------------------------------------------
 
@@ -152,10 +140,7 @@ class Interpreter:
                     self._next()
                 case _:
                     self._step()
-        self.live = None
-        self.kept.clear()
-        self.tapes.clear()
-        self.cotangents.clear()
+        self.close()
 
     def run_step(self) -> None:
         """The step phase alone."""
@@ -188,7 +173,8 @@ class Interpreter:
     def _output_needed(self, k: int) -> bool:
         """Whether anything comes between the Record of stage ``k``, the pending action, and its Backward but copies
         and frees."""
-        for number in itertools.count():
+        number = 0
+        while True:
             if number == len(self._ahead):
                 action = next(self._actions, None)
                 if action is None:
@@ -199,7 +185,7 @@ class Interpreter:
                     return stage != k
                 case Forward() | Record() | Keep() | Restore() | Phase():
                     return True
-        raise AssertionError("unreachable")
+            number += 1
 
     # -- obeying ------------------------------------------------------------------------------------------------
 
@@ -221,19 +207,17 @@ class Interpreter:
             case Backward(stage):
                 self._backward(stage)
             case Keep(stage):
-                state = self._live(stage)
-                self.kept[stage] = _Kept(state, state.versions)
+                self.travel.keep(stage, self._live(stage))
             case Restore(stage):
-                kept = self._kept(stage)
-                self.live, self.live_index = kept.state, stage
-            case Update(block):
-                self._blocks().update(block)
+                self.live, self.live_index = self.travel.restored(stage, self.runner.stages[stage].name), stage
+            case Update(block, part):
+                self._blocks().update(block, part)
             case Offload(value, source, target) | Prefetch(value, source, target):
-                self._start(value, source, target)
+                self._mover(value).start(value, source, target)
             case Wait(value, tier):
-                self._wait(value, tier)
+                self._mover(value).wait(value, tier)
             case Free(value, tier):
-                self._free(value, tier)
+                self._mover(value).free(value, tier)
             case _:
                 raise ScheduleError(f"the executor met {action} inside a phase")
         self._next()
@@ -249,7 +233,8 @@ class Interpreter:
         state = self._live(k)
         self._compute_begins(k)
         needed = self._output_needed(k)
-        out, self.tapes[k] = self.runner.record(k, state, output_needed=needed)
+        out, tape = self.runner.record(k, state, output_needed=needed)
+        self.travel.recorded(k, tape)
         self.live, self.live_index = out if needed else None, k + 1
         self._compute_ended(k)
 
@@ -257,7 +242,7 @@ class Interpreter:
         """Stage ``k`` and all after it; the last of their records is left pending."""
         states, self.live = [self._live(k)], None
         n = len(self.runner.stages)
-        self.live, self.tapes[n - 1] = self.runner.record_tail(k, states)
+        self.live, self.travel.tapes[n - 1] = self.runner.record_tail(k, states)
         self.live_index = n
         for _ in range(k + 1, n):
             self._next()
@@ -265,13 +250,13 @@ class Interpreter:
     def _backward(self, k: int) -> None:
         if self.live_index == k + 1:
             self.live = None
-        tape = self.tapes.pop(k)
+        tape = self.travel.consume(k)
         given = self.cotangents.pop(k + 1)
         first = tape.first
         if not any(g is not None for g in given):
             self.cotangents[first] = [None] * len(tape.inputs)
         else:
-            self._compute_begins(k)
+            self._compute_begins(k, backward=True)
             self.cotangents[first], pairs = self.runner.backward(k, tape, given, self.sums)
             self.sums.update({id(leaf): (leaf, total) for leaf, total in pairs})
             self._compute_ended(k)
@@ -287,58 +272,21 @@ class Interpreter:
             raise ScheduleError(f"the executor needs state {k}, but state {self.live_index} is live")
         return self.live
 
-    def _kept(self, k: int) -> _Kept:
-        kept = self.kept[k]
-        check_versions(self.runner.stages[k].name, kept.versions, kept.state.versions)
-        return kept
+    def _mover(self, value: Value) -> Blocks | Travel:
+        return self.travel if value.kind.by_stage else self._blocks()
 
     def _blocks(self) -> Blocks:
         if self.blocks is None:
             raise ScheduleError("the schedule moves parameter blocks, but this program streams none")
         return self.blocks
 
-    def _compute_begins(self, k: int) -> None:
+    def _compute_begins(self, k: int, *, backward: bool = False) -> None:
         if self.blocks is not None:
-            self.blocks.compute_begins(k)
+            self.blocks.compute_begins(k, backward=backward)
 
     def _compute_ended(self, k: int) -> None:
         if self.blocks is not None:
             self.blocks.compute_ended(k)
-
-    # -- transfers ----------------------------------------------------------------------------------------------
-
-    def _start(self, value: Value, source: Tier, target: Tier) -> None:
-        if not value.kind.by_stage:
-            self._blocks().start(value, source, target)
-        elif value.kind is Kind.STATE:
-            if source is Tier.DEVICE:
-                kept = self._kept(value.index)
-                self._parcels().pack(value, kept.state)
-            self._parcels().start(value, source, target)
-        else:
-            raise ScheduleError(f"the executor cannot move {value} yet: only states and parameter blocks")
-
-    def _wait(self, value: Value, tier: Tier) -> None:
-        if not value.kind.by_stage:
-            self._blocks().wait(value, tier)
-            return
-        self._parcels().wait(value, tier)
-        if tier is Tier.DEVICE:
-            state = self._parcels().unpack(value)
-            self.kept[value.index] = _Kept(state, state.versions)
-
-    def _free(self, value: Value, tier: Tier) -> None:
-        if not value.kind.by_stage:
-            self._blocks().free(value, tier)
-        elif value.kind is Kind.STATE and tier is Tier.DEVICE:
-            del self.kept[value.index]
-        else:
-            self._parcels().free(value, tier)
-
-    def _parcels(self) -> Parcels:
-        if self.parcels is None:
-            raise ScheduleError("the schedule moves states to a slower tier, but this program has none")
-        return self.parcels
 
 
 def _is_phase(action: Action, kind: PhaseKind) -> bool:

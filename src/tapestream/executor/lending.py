@@ -7,15 +7,15 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
-from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.actions import Tier, Value
 from tapestream.runner.runner import Pack, Unpack
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor inside a block, ``offset`` bytes from its start."""
+    """A tensor inside a block's ``value``, ``offset`` bytes from its start."""
 
-    block: int
+    value: Value
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -35,20 +35,22 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
     Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to.
     Hooks switch autograd's own check of version counters off, so both kinds are checked here.
     """
-    value = None if block is None else Value(Kind.PARAMETERS, block)
-    region = None if value is None else store.copies.regions.get((value, Tier.DEVICE))
-    # Numbers only: every saved tensor keeps these two functions alive, and they must not keep the block's bytes.
-    storage = None if region is None else region.memory.untyped_storage().data_ptr()
-    start = 0 if region is None else region.memory.data_ptr()
-    del region
+    # By address of the storage, with the address of the first byte. Numbers only: every saved tensor keeps these two
+    # functions alive, and they must not keep the block's bytes.
+    known: dict[int, tuple[Value, int]] = {}
+    for value in () if block is None else store.copies.shown_values(block):
+        region = store.copies.regions.get((value, Tier.DEVICE))
+        if region is not None:
+            known[region.memory.untyped_storage().data_ptr()] = value, region.memory.data_ptr()
+    region = None
 
     def pack(tensor: torch.Tensor) -> Any:
-        if storage is None or tensor.untyped_storage().data_ptr() != storage:
+        found = known.get(tensor.untyped_storage().data_ptr()) if known else None
+        if found is None:
             return _Saved(tensor.detach(), tensor._version)  # detached: an output would hold the node that saves it
-        assert block is not None
-        return _Place(
-            block, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, store.version(block)
-        )
+        value, start = found
+        version = store.version(value.index)
+        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, version)
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _Saved):
@@ -58,13 +60,13 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
                     "afterwards; clone() it first"
                 )
             return saved.tensor
-        if store.version(saved.block) != saved.version:
+        if store.version(saved.value.index) != saved.version:
             raise GradientError(
                 f"the parameters of {name} were changed after this forward, so its gradient would be that of "
                 "other weights; "
                 "call backward() before the update, or run the forward again"
             )
-        home = store.copies.regions[Value(Kind.PARAMETERS, saved.block), Tier.DEVICE].memory
+        home = store.copies.regions[saved.value, Tier.DEVICE].memory
         first = home.storage_offset() + saved.offset
         return torch.empty(0, dtype=saved.dtype, device=home.device).set_(
             home.untyped_storage(), first // saved.dtype.itemsize, saved.shape, saved.stride

@@ -1,119 +1,163 @@
-"""Parcels: states on their way between tiers, storage by storage, so that views and shared storages survive."""
+"""Parcels: states and saved tensors on their way between tiers."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 
-from tapestream.errors import ScheduleError
+from tapestream.errors import GradientError, ScheduleError, StorageError
+from tapestream.executor.cargo import Cargo, Origin, Origins
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
 from tapestream.ir.actions import Tier, Value
-from tapestream.runner.state import State
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
+from tapestream.storage.transfer import aligned_empty
+
+_LARGE = 2**20  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One tensor of a state as a window on one of its storages."""
+@dataclass(slots=True)
+class _Copy:
+    """A copy under way; ``ticket`` is None when it has been waited for. Several parcels may wait for the same."""
 
-    storage: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    region: Region
+    ticket: Ticket | None
+
+    def finish(self, engine: CopyEngine) -> None:
+        """Wait for it. Raises StorageError when it failed."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            engine.wait(ticket)
 
 
 @dataclass(slots=True)
 class _Parcel:
-    state: State  # without its tensors
-    views: list[_View]
-    copies: dict[Tier, list[Region]]
-    tickets: dict[Tier, list[Ticket]]
+    """``copies``: per tier a region for each load; on the device, the bytes themselves where others hold them there
+    already. ``under_way``: the copies into a tier that nobody has waited for."""
+
+    cargo: Cargo
+    copies: dict[Tier, list[Region | torch.Tensor]]
+    under_way: dict[Tier, list[_Copy]] = field(default_factory=dict)
 
 
 class Parcels:
-    """Owns the copies of states below the device.
+    """Owns the copies of states and saved tensors below the device, and those on their way back to it.
 
-    A DEVICE copy that comes back is a region of the pool and stays one until the interpreter frees the state;
-    storages start at multiples of 64 bytes there as in PyTorch's own allocator, so every view has its old address
-    modulo 64.
+    What has come back belongs to the tensors made over it; storages start at multiples of 64 bytes there as in
+    PyTorch's own allocators, so every tensor has its old address modulo 64. ``stays`` says of a tensor that its bytes
+    are not for us to move: the caller's arguments, say.
     """
 
-    def __init__(self, pool: Pool, engine: CopyEngine) -> None:
-        self._pool, self._engine = pool, engine
+    def __init__(
+        self, pool: Pool, engine: CopyEngine, stays: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
+        self._pool, self._engine, self.stays = pool, engine, stays
         self._parcels: dict[Value, _Parcel] = {}
+        self._known: Origins = WeakValueDictionary()
+        self._coming: dict[Origin, _Copy] = {}  # to the device: what several states share comes once
 
-    def pack(self, value: Value, state: State) -> None:
-        """Make the storages of ``state``, on the device, the parcel's DEVICE copy."""
-        number: dict[int, int] = {}
-        regions: list[Region] = []
-        views: list[_View] = []
-        for tensor in state.tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in number:
-                number[storage.data_ptr()] = len(regions)
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                regions.append(Region(Tier.DEVICE, storage.nbytes(), whole))
-            views.append(
-                _View(
-                    number[storage.data_ptr()],
-                    int(tensor.storage_offset()),
-                    tensor.shape,
-                    tensor.stride(),
-                    tensor.dtype,
-                )
-            )
+    def pack(
+        self, value: Value, tensors: Sequence[torch.Tensor], stays: Callable[[torch.Tensor], bool] | None = None
+    ) -> None:
+        """Make what is behind ``tensors``, on the device, the value's DEVICE copy."""
+        cargo, memories = Cargo.of(tensors, stays or self.stays, self._known)
         known = self._parcels.get(value)
-        copies = dict(known.copies) if known else {}
-        copies[Tier.DEVICE] = regions
-        self._parcels[value] = _Parcel(replace(state, tensors=()), views, copies, {})
+        copies: dict[Tier, list[Region | torch.Tensor]] = {} if known is None else known.copies
+        copies[Tier.DEVICE] = [Region(Tier.DEVICE, m.nbytes, m) for m in memories]
+        self._parcels[value] = _Parcel(cargo, copies)
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
-        """Start copying every storage of the parcel."""
+        """Start copying. Raises StorageError or BudgetError where ``target`` is full."""
         parcel = self._parcels[value]
-        sources = parcel.copies[source]
-        targets = parcel.copies.get(target) or [self._pool.allocate(target, r.nbytes) for r in sources]
-        parcel.copies[target] = targets
-        parcel.tickets[target] = [self._engine.copy(a, b) for a, b in zip(sources, targets, strict=True)]
+        under_way = parcel.under_way[target] = []
+        targets = parcel.copies.setdefault(target, [])
+        for load, region in enumerate(parcel.copies[source]):
+            assert isinstance(region, Region)
+            origin = parcel.cargo.alone(load) if target is Tier.DEVICE else None
+            coming = None if origin is None else self._coming.get(origin)
+            if coming is not None:
+                targets.append(coming.region)
+                under_way.append(coming)
+                continue
+            if load == len(targets):
+                below = target is not Tier.DEVICE
+                targets.append(self._pool.allocate(target, region.nbytes) if below else _landing(parcel.cargo, load))
+            into = targets[load]
+            if isinstance(into, Region):
+                under_way.append(copy := _Copy(into, self._engine.copy(region, into)))
+                if origin is not None:
+                    self._coming[origin] = copy
 
     def wait(self, value: Value, tier: Tier) -> None:
-        """Until the copies into ``tier`` have ended."""
+        """Until the copies into ``tier`` have ended. Raises StorageError when one failed."""
         parcel = self._parcels[value]
-        for ticket in parcel.tickets.pop(tier):
-            self._engine.wait(ticket)
+        for copy in parcel.under_way[tier]:
+            copy.finish(self._engine)
+        del parcel.under_way[tier]
         if tier is not Tier.DEVICE:
-            parcel.copies.pop(Tier.DEVICE, None)  # the state itself keeps those bytes
+            parcel.copies.pop(Tier.DEVICE, None)  # the tensors themselves keep those bytes
 
-    def unpack(self, value: Value) -> State:
-        """The state over the DEVICE copy; the bytes go when its tensors go."""
+    def unpack(self, value: Value) -> tuple[torch.Tensor, ...]:
+        """The tensors over the DEVICE copy, waited for; the bytes go when these go."""
         parcel = self._parcels[value]
-        regions = parcel.copies.pop(Tier.DEVICE)
-        tensors = []
-        for view in parcel.views:
-            storage = regions[view.storage].memory
-            whole = storage[: storage.nbytes // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
-            tensors.append(whole.as_strided(view.shape, view.stride, whole.storage_offset() + view.offset))
-        for region in regions:
-            self._pool.forget(region)
-        return replace(parcel.state, tensors=tuple(tensors))
+        arrived = parcel.copies.pop(Tier.DEVICE)
+        for origin in parcel.cargo.origins:
+            self._coming.pop(origin, None)  # there from now on, see `Origin.living`
+        tensors = parcel.cargo.unload([it.memory if isinstance(it, Region) else it for it in arrived])
+        for it in arrived:
+            if isinstance(it, Region):
+                it.generation += 1  # the tensors' own from here on
+        return tensors
+
+    def holds(self, value: Value) -> bool:
+        """Whether there is a copy below the device."""
+        return value in self._parcels
 
     def free(self, value: Value, tier: Tier) -> None:
-        """Drop the copy in ``tier``."""
+        """Drop the copy in ``tier``. Raises ScheduleError where there is none."""
         parcel = self._parcels.get(value)
         if parcel is None or tier not in parcel.copies:
             raise ScheduleError(f"the executor has no copy of {value} in {tier.name} to free")
-        for region in parcel.copies.pop(tier):
-            self._engine.release(region)
-            self._pool.release(region)
+        for it in parcel.copies.pop(tier):
+            if isinstance(it, Region):
+                self._engine.release(it)
+                self._pool.release(it)
         if not parcel.copies:
             del self._parcels[value]
+
+    def drop(self, value: Value) -> None:
+        """Drop every copy below the device, if there are any, whatever is under way."""
+        parcel = self._parcels.pop(value, None)
+        if parcel is None:
+            return
+        for origin in parcel.cargo.origins:
+            self._coming.pop(origin, None)
+        for copy in [copy for copies in parcel.under_way.values() for copy in copies]:
+            with suppress(StorageError, GradientError):  # of a copy that nobody wants any more
+                copy.finish(self._engine)
+        for tier, copies in parcel.copies.items():
+            for it in copies:
+                if isinstance(it, Region) and tier is not Tier.DEVICE:
+                    self._engine.release(it)
+                    self._pool.release(it)
 
     def close(self) -> None:
         """Drop everything that is left (after an exception, or a call that nobody differentiated)."""
         for value in list(self._parcels):
-            for tier in list(self._parcels[value].copies):
-                if tier is Tier.DEVICE:
-                    self._parcels[value].copies.pop(tier)
-                else:
-                    self.free(value, tier)
-            self._parcels.pop(value, None)
+            self.drop(value)
+
+
+def _landing(cargo: Cargo, load: int) -> Region | torch.Tensor:
+    """Where a load comes back to: the device's memory where others hold it there, else new memory. That belongs to the
+    tensors made over it, not to a pool. What is large is aligned for direct transfers; for the rest a page would count.
+    """
+    origin = cargo.alone(load)
+    living = None if origin is None else origin.living()
+    if living is not None:
+        return living
+    nbytes = cargo.nbytes(load)
+    aligned = cargo.device.type == "cpu" and nbytes >= _LARGE
+    memory = aligned_empty(nbytes) if aligned else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
+    return Region(Tier.DEVICE, nbytes, memory)

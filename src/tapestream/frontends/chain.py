@@ -1,5 +1,6 @@
 """`Chain`: stages one after the other as one differentiable function under a budget."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapestream.costs import Budget, Profile
+from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.given import fit_given_plan
-from tapestream.ir.actions import PhaseKind
-from tapestream.planning.auto import make_plan
+from tapestream.ir.actions import PhaseKind, Tier
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed
@@ -35,15 +37,22 @@ class Chain(nn.Module):
     parameters (as if they had none before) and argument: until they are made, plans use their room for the tape.
     ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` go to it. ``plan``: a Plan to use as it is.
     ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the
-    first time and raises
-    GradientError if the two differ.
+    first time and raises GradientError if the two differ.
+
+    ``folder``: a folder on a disk where plans may put restart states and saved tensors while computation goes on; on a
+    GPU they may go to host memory too, with or without one. This run's files lie in a folder of its own in there, which
+    goes when the chain does. ``home`` is the slowest tier that may be used: ``"disk"``, ``"host"`` (GPU only),
+    ``"device"`` (nothing moves) or ``"auto"``, the slowest there is. ``Budget(device=, host=, disk=)`` limits each.
+    ``machine`` gives the speeds of the links (None: measured, in two seconds, when a plan depends on them). ``engine``
+    names a copy engine (``"adversarial"`` for tests). Parameters, arguments and what others hold never move.
 
     A plan is made at the first call with new shapes or modes and reused. A stage that writes into a view is run as one
     with those back to the one that made what it shows, where others use that too. Gradients equal plain PyTorch's bit
     for bit, except that a parameter used twice inside the chain *and* outside it may have its parts added in another
     order.
 
-    Raises BudgetError when no plan fits, InputError for unusable stages, inputs or knobs.
+    Raises BudgetError when no plan fits, InputError for unusable stages, inputs, homes or knobs, StorageError when the
+    disk is full or fails: the call is lost then, parameters and gradients are as before.
     """
 
     def __init__(
@@ -56,6 +65,10 @@ class Chain(nn.Module):
         plan: Plan | None = None,
         verify: bool = False,
         gradients_within: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        home: str = "auto",
+        machine: Machine | None = None,
+        engine: str = "auto",
         **knobs: Any,
     ) -> None:
         super().__init__()
@@ -69,7 +82,10 @@ class Chain(nn.Module):
         self.planner, self.verify, self.gradients_within = planner, verify, gradients_within
         self._device = None if device is None else torch.device(device)
         self._knobs, self._given, self._plans = knobs, plan, PlanCache()
-        self._live_nbytes = 0
+        self._live = dict.fromkeys(Tier, 0)  # bytes of the budget that live calls hold
+        check_home(home, folder, host=True)
+        self._tiers: dict[str, Any] = {"folder": folder, "home": home, "machine": machine, "engine": engine}
+        self._below: Below | None = None
         if plan is not None and plan.schedule.stages != len(stages):
             raise InputError(
                 f"plan= was made for a chain of {plan.schedule.stages} stages, this one has {len(stages)}; "
@@ -78,12 +94,17 @@ class Chain(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.
-        return {**self.__dict__, "_plans": PlanCache(), "_live_nbytes": 0}
+        return {**self.__dict__, "_plans": PlanCache(), "_live": dict.fromkeys(Tier, 0), "_below": None}
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last call, None before the first one that needs gradients."""
         return self._plans.last
+
+    @property
+    def copies(self) -> EngineStatistics:
+        """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
+        return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
 
     def forward(self, state: Any) -> Any:
         """The last state; differentiable like any other tensor."""
@@ -110,7 +131,8 @@ class Chain(nn.Module):
         return state
 
     def _prepare(self, initial: State, device: torch.device) -> Prepared:
-        found = self._plans.find(initial, self._mode(), device, live=self._live_nbytes)
+        live = tuple(self._live.values())
+        found = self._plans.find(initial, self._mode(), device, live=live)
         if found is not None:
             return found
         if self.verify:
@@ -119,16 +141,13 @@ class Chain(nn.Module):
         profile, traits, last = self._profile(initial, device)
         if self.gradients_within:
             profile = _with_gradients(profile, traits, initial)
+        below, room = self._below_on(device), self._room(device)
         if self._given is not None:
-            plan = fit_given_plan(self._given, profile, self._room(device))
+            plan = fit_given_plan(self._given, profile, room)
         else:
-            plan = make_plan(profile, self._room(device), None, planner=self.planner, **self._knobs)
-        if any(plan.simulation.bytes_moved.values()):
-            raise InputError(
-                f"planner {plan.planner!r} moves states to a slower tier, and a Chain has none yet; use one that "
-                "recomputes instead, 'rotor' or 'auto' say"
-            )
-        return self._plans.add(initial, self._mode(), device, plan, traits, last, live=self._live_nbytes)
+            plan = plan_with(below, profile, room, self.planner, self._knobs)
+        check_lanes(plan, below)
+        return self._plans.add(initial, self._mode(), device, plan, traits, last, live=live)
 
     def _mode(self) -> Mode:
         return mode_of([module for stage in self._stages for module in stage.modules])
@@ -147,15 +166,21 @@ class Chain(nn.Module):
             self._plans.clear()  # their traits are of the stages before
 
     def _room(self, device: torch.device) -> Budget:
-        allowed = self.budget.device_nbytes
-        if allowed is None:
-            return Budget(free_nbytes(device))
-        if self._live_nbytes >= allowed:
+        """What other live calls leave of the budget."""
+        live, below = self._live, self._below_on(device)
+        limits = self.budget.device_nbytes, below.host_nbytes(), self.budget.disk_nbytes
+        left = [None if n is None else max(0, n - live[tier]) for tier, n in zip(Tier, limits, strict=True)]
+        if left[0] == 0:
             raise BudgetError(
-                f"this chain's budget of {allowed} bytes is taken by a call whose backward has not run yet; "
+                f"this chain's budget of {limits[0]} bytes is taken by a call whose backward has not run yet; "
                 "run that backward first, drop its result, or allow more"
             )
-        return Budget(allowed - self._live_nbytes)
+        return Budget(free_nbytes(device) if left[0] is None else left[0], host=left[1], disk=left[2])
+
+    def _below_on(self, device: torch.device) -> Below:
+        if self._below is None or self._below.device != device:
+            self._below = Below(device, budget=self.budget, **self._tiers)
+        return self._below
 
     def _check_device(self, state: State) -> torch.device:
         devices = {t.device for t in state.tensors}
@@ -214,11 +239,17 @@ class _Call:
         runner = Runner(chain._stages, prepared.traits, device, once=prepared.once)
         # Under autocast each stage casts its weights by itself.
         tail = None if runner.autocast.enabled else prepared.tail
-        self.interpreter: Interpreter | None = Interpreter(prepared.plan.schedule, runner, tail=tail)
+        self.below, parcels = chain._below_on(device), None
+        if prepared.plan.simulation.bytes_moved:
+            parcels = self.below.parcels((*initial.tensors, *prepared.leaves))
+        self.parcels = parcels
+        self.interpreter: Interpreter | None = Interpreter(
+            prepared.plan.schedule, runner, tail=tail, parcels=parcels, moving=prepared.moving
+        )
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None
-        self._held = prepared.plan.peak_nbytes
-        chain._live_nbytes += self._held
+        self._held = True
+        self._count(+1)
 
     def run(self) -> State:
         """The forward phase."""
@@ -255,19 +286,30 @@ class _Call:
         interpreter.cotangents[n] = cotangents
         try:
             interpreter.run_phase(PhaseKind.BACKWARD)
+            given = interpreter.cotangents[0]
         finally:
+            interpreter.close()
             self.release()
-        return interpreter.cotangents[0], {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
+        return given, {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
 
     def release(self) -> None:
         """Give the budget back and drop what is held."""
-        self.interpreter = None
-        self.chain._live_nbytes -= self._held
-        self._held = 0
+        if self._held:
+            self._held = False
+            self._count(-1)
+        if self.interpreter is not None:
+            self.interpreter.close()
+            self.interpreter = None
+
+    def _count(self, calls: int) -> None:
+        for tier, nbytes in self.prepared.plan.simulation.peak_nbytes.items():
+            self.chain._live[tier] += calls * nbytes
 
     def __del__(self) -> None:
-        if self._held:
-            self.release()
+        if getattr(self, "_held", False):  # False: made in part only
+            self._count(-1)
+            if self.parcels is not None:
+                self.below.leave(self.parcels)
 
 
 class _ChainNode(torch.autograd.Function):

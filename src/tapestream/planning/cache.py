@@ -1,12 +1,13 @@
 """`PlanCache`: plans by shapes and modes; a plan for a larger shape serves slightly smaller ones."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
 from tapestream.executor.tail import tail_of
+from tapestream.executor.travel import moved_saved
 from tapestream.ir.schedule import run_once
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
@@ -45,8 +46,8 @@ class ByShape(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once, and
-    the first of those that may be recorded as one graph."""
+    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once, the
+    first of those that may be recorded as one graph, and those whose saved tensors move."""
 
     plan: Plan
     traits: Sequence[Traits]
@@ -55,6 +56,7 @@ class Prepared:
     shapes: tuple[torch.Size, ...]
     once: frozenset[int]
     tail: int
+    moving: Container[int]
 
     @property
     def reaches_leaves(self) -> bool:
@@ -69,10 +71,10 @@ class PlanCache:
         self._prepared: ByShape[Prepared] = ByShape()
         self.last: Plan | None = None
 
-    def find(self, state: State, mode: object, device: torch.device, *, live: int = 0) -> Prepared | None:
+    def find(self, state: State, mode: object, device: torch.device, *, live: object = 0) -> Prepared | None:
         """A plan for this input, or for one of the same kind that is a little larger in every dimension.
 
-        ``live``: bytes of the budget that other calls of the same handle hold now.
+        ``live``: bytes of the budget, of each tier, that other calls of the same handle hold now.
         """
         found = self._prepared.find(key_of(state, mode, device, live), shapes_of(state))
         self.last = self.last if found is None else found.plan
@@ -87,7 +89,7 @@ class PlanCache:
         traits: Sequence[Traits],
         output: State,
         *,
-        live: int = 0,
+        live: object = 0,
     ) -> Prepared:
         """Remember a new plan and what belongs to it."""
         leaves = {id(leaf): leaf for trait in traits for leaf in trait.leaves}
@@ -100,8 +102,9 @@ class PlanCache:
             output.spec,
         )
         once = run_once(plan.schedule)
-        tail = tail_of(plan.schedule, once, traits)
-        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once, tail)
+        moving = moved_saved(plan.schedule)
+        tail = tail_of(plan.schedule, once, traits, moving)
+        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once, tail, moving)
         self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
         self.last = plan
         return prepared
@@ -116,7 +119,7 @@ def shapes_of(state: State) -> tuple[torch.Size, ...]:
     return tuple(t.shape for t in state.tensors)
 
 
-def key_of(state: State, mode: object, device: torch.device, live: int = 0) -> object:
+def key_of(state: State, mode: object, device: torch.device, live: object = 0) -> object:
     """Hashable: all that must be equal, besides shapes, for a plan to serve."""
     kinds = tuple((t.dtype, t.dim(), t.device) for t in state.tensors)
     others = tuple((type(o).__name__, _looks(o)) for o in state.others)

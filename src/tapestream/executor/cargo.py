@@ -1,0 +1,170 @@
+"""`Cargo`: tensors taken apart into the storages behind them, which may travel, and windows on these."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALL_NBYTES = 16 * 2**10
+"""Storages smaller than this travel together, gathered by a copy: a file for each would cost more than its bytes."""
+_ALIGNMENT = 64  # bytes at whose multiples PyTorch's allocators start every storage, and ours too
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Origin:
+    """One storage of the program, wherever its bytes are now. ``first``: that on the device when it was packed;
+    ``landed``: that which it came back to, and how many bytes after its start."""
+
+    nbytes: int
+    first: StorageWeakRef
+    landed: tuple[StorageWeakRef, int] | None = None
+
+    def living(self) -> torch.Tensor | None:
+        """The bytes on the device, where somebody still holds what came back last. (Not the storage that was packed:
+        others may have written into it since.)"""
+        if self.landed is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.landed[0].cdata)
+        return None if storage is None else _bytes_of(storage, self.landed[1], self.nbytes)
+
+
+Origins: TypeAlias = "WeakValueDictionary[int, Origin]"
+"""By address of a storage's head, which does not change hands while an Origin refers to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A tensor as a window on storage number ``storage``."""
+
+    storage: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """``windows``: one for each tensor, or the tensor itself where its bytes do not travel. ``loads``: numbers of the
+    storages that travel together, each load as one run of bytes."""
+
+    windows: tuple[_Window | torch.Tensor, ...]
+    origins: tuple[Origin, ...]
+    loads: tuple[tuple[int, ...], ...]
+    device: torch.device
+    known: Origins
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[torch.Tensor], stays: Callable[[torch.Tensor], bool], known: Origins
+    ) -> "tuple[Cargo, list[torch.Tensor]]":
+        """The cargo, and the bytes of each load on the device."""
+        staying = {head_of(t) for t in tensors if has_storage(t) and (not _can_travel(t) or stays(t))}
+        numbers: dict[int, int] = {}
+        found: list[torch.UntypedStorage] = []
+        windows: list[_Window | torch.Tensor] = []
+        for tensor in tensors:
+            if not has_storage(tensor) or head_of(tensor) in staying:
+                windows.append(tensor)
+                continue
+            number = numbers.setdefault(head_of(tensor), len(numbers))
+            if number == len(found):
+                found.append(tensor.untyped_storage())
+            offset = int(tensor.storage_offset())
+            windows.append(_Window(number, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj()))
+        loads = tuple(_loads([storage.nbytes() for storage in found]))
+        origins = tuple(_origin(storage, known) for storage in found)
+        pieces = [[_bytes_of(found[number], 0, found[number].nbytes()) for number in load] for load in loads]
+        memories = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in pieces]
+        device = found[0].device if found else torch.device("cpu")
+        return cls(tuple(windows), origins, loads, device, known), memories
+
+    def nbytes(self, load: int) -> int:
+        """Bytes of a load."""
+        return sum(self.origins[number].nbytes for number in self.loads[load])
+
+    def alone(self, load: int) -> Origin | None:
+        """The storage that a load consists of, None where it is several."""
+        numbers = self.loads[load]
+        return self.origins[numbers[0]] if len(numbers) == 1 else None
+
+    def unload(self, memories: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors, over the bytes of each load on the device. What is small gets memory of its own."""
+        bases: dict[int, torch.Tensor] = {}
+        for load, memory in zip(self.loads, memories, strict=True):
+            start = 0
+            for number in load:
+                origin = self.origins[number]
+                bases[number] = self._land(origin, memory[start : start + origin.nbytes])
+                start += origin.nbytes
+        return tuple(w if isinstance(w, torch.Tensor) else _opened(w, bases[w.storage]) for w in self.windows)
+
+    def _land(self, origin: Origin, memory: torch.Tensor) -> torch.Tensor:
+        living = origin.living()
+        if living is not None:
+            return living
+        base = memory.clone() if origin.nbytes < SMALL_NBYTES else memory
+        storage = base.untyped_storage()
+        origin.landed = StorageWeakRef(storage), int(base.storage_offset())  # type: ignore[no-untyped-call]
+        self.known[storage._cdata] = origin
+        return base
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in one run of memory that others may share, as all but sparse ones and the like do."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def held_by_others(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Heads of the storages behind ``tensors`` to which something else refers too: a parameter, a state, a variable of
+    the user's."""
+    storages = {head_of(t): t.untyped_storage() for t in tensors if has_storage(t)}
+    mine = dict.fromkeys(storages, 1)  # the entry of this dictionary
+    for tensor in tensors:
+        if has_storage(tensor):
+            mine[head_of(tensor)] += 1
+    return {head for head, s in storages.items() if torch._C._storage_Use_Count(s._cdata) > mine[head]}
+
+
+def _can_travel(tensor: torch.Tensor) -> bool:
+    """Whether a window says all about a tensor. An empty one, and one that PyTorch did not align, stays as it is."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    if not plain or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > 0 and storage.data_ptr() % _ALIGNMENT == 0
+
+
+def head_of(tensor: torch.Tensor) -> int:
+    """What storages are told apart by: two tensors over the same one have the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _origin(storage: torch.UntypedStorage, known: Origins) -> Origin:
+    head = storage._cdata
+    found = known.get(head)
+    if found is not None and head in (found.first.cdata, found.landed and found.landed[0].cdata):
+        return found
+    found = known[head] = Origin(storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _loads(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    yield from ((number,) for number, nbytes in enumerate(sizes) if nbytes >= SMALL_NBYTES)
+    small = tuple(number for number, nbytes in enumerate(sizes) if nbytes < SMALL_NBYTES)
+    if small:
+        yield small
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
+
+
+def _opened(window: _Window, base: torch.Tensor) -> torch.Tensor:
+    whole = base[: base.nbytes // window.dtype.itemsize * window.dtype.itemsize].view(window.dtype)
+    tensor = whole.as_strided(window.shape, window.stride, whole.storage_offset() + window.offset)
+    return tensor.conj() if window.conj else tensor

@@ -1,0 +1,162 @@
+"""`Below`: what lies below the device of one chain: a folder, host memory, the links to them and how fast they are."""
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import BudgetError, InputError
+from tapestream.executor.cargo import has_storage, head_of
+from tapestream.executor.engines import CopyEngine, EngineStatistics, make_engine
+from tapestream.executor.parcel import Parcels
+from tapestream.frontends.available import host_limit
+from tapestream.ir.actions import Tier
+from tapestream.planning.auto import make_plan
+from tapestream.planning.measure import measure_machine
+from tapestream.planning.plan import Plan
+from tapestream.storage.disk import DiskFolder
+from tapestream.storage.pool import Pool
+
+NEVER_MOVE = frozenset(
+    ("store_all", "periodic", "bisection", "revolve", "rotor", "binomial", "mixed", "online", "least_peak")
+)
+"""Planners that do not ask how fast the links are."""
+_HOMES = ("auto", "device", "host", "disk")
+
+
+class Below:
+    """The tiers where a chain on ``device`` may put what it keeps. Nothing is made or measured before it is needed.
+
+    ``home`` is the slowest tier that may be used: "device" (none below), "host" (GPU only), "disk" (needs ``folder``;
+    on a GPU by way of the host, which is used too), "auto" (the slowest there is). ``machine`` None: speeds are
+    measured. Raises InputError for a home that cannot be.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        home: str,
+        folder: str | os.PathLike[str] | None,
+        budget: Budget,
+        machine: Machine | None,
+        engine: str,
+    ) -> None:
+        self.device = device
+        host = device.type == "cuda" or engine == "fake_streams"
+        check_home(home, folder, host=host)
+        self.tiers = frozenset(
+            tier for tier, there in ((Tier.HOST, host), (Tier.DISK, folder is not None and home != "host")) if there
+        )
+        if home == "device":
+            self.tiers = frozenset()
+        self._path, self._budget, self._given, self._engine = folder, budget, machine, engine
+        self._machine: Machine | None = None
+        self._opened: tuple[Pool, CopyEngine] | None = None
+        self._left: deque[Parcels] = deque()
+
+    def machine(self) -> Machine:
+        """The links among these tiers: given, or measured once, in about two seconds."""
+        if self._machine is None:
+            measured = self._given
+            if measured is None:
+                self._open()  # makes the folder
+                measured = measure_machine(self.device, self._path if Tier.DISK in self.tiers else None)
+            there = {Tier.DEVICE, *self.tiers}
+            links = {lane: link for lane, link in measured.links.items() if there.issuperset(lane)}
+            self._machine = replace(measured, links=links)
+        return self._machine
+
+    def host_nbytes(self) -> int | None:
+        """Bytes of host memory that may be used; None where there is no such tier."""
+        return host_limit(self._budget) if Tier.HOST in self.tiers else None
+
+    def parcels(self, fixed: Iterable[torch.Tensor]) -> Parcels:
+        """For one call. What lies in the same memory as one of ``fixed`` (the caller's), or not on the device, does
+        not move. Raises StorageError where the folder cannot be used."""
+        pool, engine = self._open()
+        while self._left:
+            self._left.pop().close()
+        heads, device = frozenset(head_of(t) for t in fixed if has_storage(t)), self.device
+
+        def stays(tensor: torch.Tensor) -> bool:
+            return tensor.device != device or head_of(tensor) in heads
+
+        return Parcels(pool, engine, stays)
+
+    def leave(self, parcels: Parcels) -> None:
+        """Give back what a call holds that is being garbage-collected: at the next call, as it is no time to wait for
+        copies, nor, at the end of the program, for PyTorch to do anything at all."""
+        self._left.append(parcels)
+
+    def statistics(self) -> EngineStatistics:
+        """What was moved, and how long calls were blocked, since the chain was made."""
+        return EngineStatistics({}, 0, 0.0) if self._opened is None else self._opened[1].statistics()
+
+    def _open(self) -> tuple[Pool, CopyEngine]:
+        if self._opened is None:
+            folder = DiskFolder(self._path) if self._path is not None and Tier.DISK in self.tiers else None
+            limits = {Tier.DEVICE: None, Tier.HOST: self.host_nbytes(), Tier.DISK: self._budget.disk_nbytes}
+            pool = Pool(self.device, folder=folder, limits=limits, pin=self.device.type == "cuda")
+            self._opened = pool, make_engine(self._engine, self.device)
+        return self._opened
+
+
+def check_home(home: str, folder: object, *, host: bool) -> None:
+    """Raise InputError for a home that cannot be."""
+    if home not in _HOMES:
+        raise InputError(f"home={home!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
+    if home == "host" and not host:
+        raise InputError(
+            "home='host' was asked for on the CPU, where the device's memory is the host's; use home='disk' with "
+            "folder=..., or home='auto'"
+        )
+    if home == "disk" and folder is None:
+        raise InputError("home='disk' was asked for without a folder; add folder='path/on/a/fast/disk'")
+    if home in ("device", "host") and folder is not None:
+        raise InputError(f"home={home!r} leaves nothing for folder={str(folder)!r}; use home='disk', or no folder")
+
+
+def plan_with(below: Below, profile: Profile, room: Budget, planner: str, knobs: dict[str, Any]) -> Plan:
+    """The plan within ``room``, with the tiers that there are. Links are measured only where that may help."""
+    if not below.tiers or planner in NEVER_MOVE:
+        return _plan_without_tiers(profile, room, planner, knobs)
+    if planner == "auto" and not knobs:
+        with suppress(BudgetError):
+            plan = make_plan(profile, room, Machine())
+            if plan.simulation.forwards == len(profile):
+                return plan
+    return make_plan(profile, room, below.machine(), planner=planner, **knobs)
+
+
+def _plan_without_tiers(profile: Profile, room: Budget, planner: str, knobs: dict[str, Any]) -> Plan:
+    try:
+        return make_plan(profile, room, Machine(), planner=planner, **knobs)
+    except InputError:
+        plan = None
+        with suppress(InputError, BudgetError):  # as if there were links and copies took no time
+            plan = make_plan(profile, room, None, planner=planner, **knobs)
+        if plan is None:
+            raise
+        if plan.simulation.bytes_moved:
+            raise _nowhere(planner) from None
+        return plan
+
+
+def check_lanes(plan: Plan, below: Below) -> None:
+    """Raise InputError where a plan moves something to a tier that there is not."""
+    used = {tier for lane in plan.simulation.bytes_moved for tier in lane}
+    if not used <= {Tier.DEVICE, *below.tiers}:
+        raise _nowhere(plan.planner)
+
+
+def _nowhere(planner: str) -> InputError:
+    return InputError(
+        f"planner {planner!r} moves states to a slower tier, and this chain has none such; give it folder='path/on/a/"
+        "fast/disk' (on a GPU host memory does), or use one that only recomputes, 'rotor' or 'auto' say"
+    )
