@@ -58,6 +58,7 @@ resident OPTIMIZER_STATE 1.2 DISK
   @1
   Restore 0
   Update 1
+  Update 1.2
 @5 = series
   @4
   @0
@@ -80,6 +81,7 @@ def golden() -> Schedule:
             Repeat(Backward(5), 4, -1),
             Restore(0),
             Update(1),
+            Update(1, 2),
         )
     )
     resident = ((Value(Kind.PARAMETERS, 0), Tier.HOST), (Value(Kind.OPTIMIZER_STATE, 1, 2), Tier.DISK))
@@ -91,7 +93,8 @@ VALUE = st.builds(Value, st.sampled_from(Kind), NUMBER, st.integers(0, 3))
 TIER = st.sampled_from(Tier)
 ACTION: st.SearchStrategy[Action] = st.one_of(
     st.builds(Forward, NUMBER, NUMBER),
-    *(st.builds(kind, NUMBER) for kind in (Record, Backward, Keep, Restore, Update)),
+    *(st.builds(kind, NUMBER) for kind in (Record, Backward, Keep, Restore)),
+    st.builds(Update, NUMBER, st.integers(0, 3)),
     *(st.builds(kind, VALUE, TIER, TIER) for kind in (Offload, Prefetch)),
     *(st.builds(kind, VALUE, TIER) for kind in (Wait, Free)),
     st.builds(Phase, st.sampled_from(PhaseKind)),
@@ -179,10 +182,10 @@ def test_cut_text_is_refused(schedule: Schedule, data: st.DataObject) -> None:
         ("repeat 4", "repeat -4", 7, "'@1 = series'"),
         ("Phase FORWARD", "Phase SIDEWARD", 14, "a phase (FORWARD, BACKWARD, STEP)"),
         ("Phase FORWARD", "Phase", 14, "a phase"),
-        ("root @5", "root @6", 27, "a node defined above"),
-        ("root @5", "@5", 27, "'@6 = series'"),
-        ("root @5\nend", "root @5", 28, "'end'"),
-        ("end\n", "end\nmore", 29, "nothing after 'end'"),
+        ("root @5", "root @6", 28, "a node defined above"),
+        ("root @5", "@5", 28, "'@6 = series'"),
+        ("root @5\nend", "root @5", 29, "'end'"),
+        ("end\n", "end\nmore", 30, "nothing after 'end'"),
     ],
 )
 def test_damage_is_named(old: str, new: str, line: int, expected: str) -> None:

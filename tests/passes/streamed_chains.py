@@ -12,20 +12,22 @@ UPDATES = ("step", "backward", None)
 
 @st.composite
 def chains(draw: st.DrawFn) -> Profile:
-    """Up to eight stages: blocks shared, frozen, without optimizer state, with buffers, or none at all."""
+    """Up to eight stages: blocks shared, frozen, without optimizer state or with it in parts, with buffers, or none."""
     count = draw(st.integers(1, 5))
     size = st.integers(1, 30)
     blocks = []
     for _ in range(count):
         parameters, frozen = draw(size), draw(st.booleans())
+        parts = draw(st.sampled_from(((), (0,), (2 * parameters,), (0, 0), (parameters, 0, 1), (5, parameters))))
         blocks.append(
             BlockCost(
                 parameters,
                 0 if frozen else parameters,
-                draw(st.sampled_from((0, 2 * parameters))),
+                sum(parts),
                 draw(st.integers(0, 2)),
                 draw(st.sampled_from((0.0, 0.5))),
                 draw(st.integers(0, 3)),
+                parts,
             )
         )
     stages = tuple(

@@ -1,5 +1,7 @@
 """Every rule of docs/ir.md: a schedule that breaks it is refused, at the right action and for the right reason."""
 
+from dataclasses import replace
+
 import pytest
 
 from tapestream.costs import BlockCost, Carried, Link, Machine, Profile, StageCost
@@ -202,6 +204,49 @@ def test_streamed_step_is_valid_and_counted() -> None:
     assert found.peak_nbytes == {DEVICE: 1050 + 1000 + 200 + 20 + 20, HOST: 3050 + 1000 + 7, DISK: 0}
     assert found.bytes_moved == {(HOST, DEVICE): 1050, (DEVICE, HOST): 1000}
     assert found.stall_seconds == 0
+
+
+PARTED = replace(BLOCKS, blocks=(replace(BLOCKS.blocks[0], state_parts=(1200, 800), update_seconds=5.0),))
+PARTS = tuple(Value(OPTIMIZER, 0, part) for part in range(2))
+PARTED_AT_HOST = (*AT_HOST[:2], *((part, HOST) for part in PARTS))
+
+
+def by_parts(*parts: int) -> list[Action]:
+    """On the device, the state of each part brought for its update and sent home after it."""
+    actions: list[Action] = [*WHOLE]
+    for part in parts:
+        value = PARTS[part]
+        actions += [Prefetch(value, HOST, DEVICE), Wait(value, DEVICE), Update(0, part)]
+        actions += [Offload(value, DEVICE, HOST), Wait(value, HOST), Free(value, DEVICE)]
+    return [*actions, *saves(PARAMETERS), *DOWN, Free(Value(GRADIENT, 0), DEVICE)]
+
+
+def test_parts_come_and_go_one_after_the_other() -> None:
+    found = simulate(Schedule.of(by_parts(0, 1), 2, resident=PARTED_AT_HOST), PARTED)
+    # Parameters, buffers and gradient, the larger part, the update's transients, and cotangent 0.
+    assert found.peak_nbytes[DEVICE] == 1050 + 1000 + 1200 + 7 + 10
+    assert found.bytes_moved == {(HOST, DEVICE): 1050 + 2000, (DEVICE, HOST): 1000 + 2000}
+    assert found.compute_seconds == 4 + 5
+
+
+@pytest.mark.parametrize(
+    ("actions", "position", "text"),
+    [
+        (by_parts(1), 12, "the parts of block 0 are updated in order, once each; 0 is next"),
+        (by_parts(0, 0), 18, "the parts of block 0 are updated in order, once each; 1 is next"),
+        (by_parts(0), 21, "only 1 of the 2 parts of block 0 were updated"),
+        ([*WHOLE, Update(0, 2)], 10, "there is no OPTIMIZER_STATE 0 part 2: the profile has 1 of this kind"),
+        ([*WHOLE, Update(0)], 10, "OPTIMIZER_STATE 0 is current in HOST"),
+        ([FORWARD, Prefetch(Value(PARAMETERS, 0, 1), HOST, DEVICE)], 1, "there is no PARAMETERS 0 part 1"),
+    ],
+)
+def test_broken_rule_of_parts(actions: list[Action], position: int, text: str) -> None:
+    refused(actions, position, text, profile=PARTED, resident=PARTED_AT_HOST)
+
+
+def test_parts_that_do_not_add_up() -> None:
+    with pytest.raises(InputError, match=r"state_parts=\(1, 2\) add up to 3 bytes"):
+        BlockCost(1, 1, 2, state_parts=(1, 2))
 
 
 def test_gradients_stay_where_they_are_without_a_step() -> None:

@@ -18,7 +18,8 @@ class StageCost:
     ``block``: the parameter block that the stage uses, None for none.
     ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
     ``gradient_nbytes``: parameter gradients that its backward is the first to make, where they are to count and belong
-    to no block; they stay until the end of the step.
+    to no block; they stay until the end of the step. ``reads_parameters``: whether backward reads those of ``block``
+    (that of an embedding does not).
     """
 
     forward_seconds: float
@@ -34,6 +35,7 @@ class StageCost:
     record_seconds: float | None = None
     record_extra_nbytes: int | None = None
     gradient_nbytes: int = 0
+    reads_parameters: bool = True
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
@@ -64,10 +66,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """One parameter block: bytes of each of its values and the seconds of one optimizer update.
+    """One parameter block: bytes of each of its values and the seconds of one optimizer update of all of it.
 
-    ``update_extra_nbytes``: transient bytes of one update. ``gradient_nbytes`` is 0 for frozen blocks and for chains
-    whose gradients go straight to the user.
+    ``buffers_nbytes``: what runs read and no update changes: the frozen parameters of a block with trained ones.
+    ``state_parts``: bytes of each part of the optimizer state, each moved by itself and updated by an Update of its
+    own; none means one part. ``update_extra_nbytes``: transient bytes of one such Update. ``gradient_nbytes`` is 0 for
+    frozen blocks and for chains whose gradients go straight to the user.
     """
 
     parameters_nbytes: int
@@ -76,6 +80,26 @@ class BlockCost:
     buffers_nbytes: int = 0
     update_seconds: float = 0.0
     update_extra_nbytes: int = 0
+    state_parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state_parts", tuple(self.state_parts))  # from a file it is a list
+        if self.state_parts and sum(self.state_parts) != self.optimizer_state_nbytes:
+            raise InputError(
+                f"BlockCost: state_parts={self.state_parts} add up to {sum(self.state_parts)} bytes, "
+                f"optimizer_state_nbytes is {self.optimizer_state_nbytes}; they must be equal"
+            )
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of each part of the optimizer state: as many as there are Updates."""
+        return self.state_parts or (self.optimizer_state_nbytes,)
+
+    def part_seconds(self, part: int) -> float:
+        """Seconds of the Update of one part: in proportion to its bytes."""
+        total = self.optimizer_state_nbytes
+        share = self.parts[part] / total if total else 1 / len(self.parts)
+        return self.update_seconds * share
 
 
 @dataclass(frozen=True, slots=True)

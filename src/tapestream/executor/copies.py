@@ -13,6 +13,9 @@ from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
 
+SHOWN = (Kind.PARAMETERS, Kind.BUFFERS)
+"""The values that Parameter objects show."""
+
 
 class BlockCopies:
     """Regions of block values by tier, the copies in flight between them, and which of them are newer than home.
@@ -34,22 +37,23 @@ class BlockCopies:
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
         self.dirty: set[Value] = set()  # on the device, newer than at home
         self._left: list[Region] = []  # not ours any more, but to be given back to the pool when users have done
-        self._shown: dict[int, tuple[int, ...]] = {}  # addresses of what a block's parameters show
+        self._shown: dict[Value, dict[int, int]] = {}  # addresses of what a block's parameters show, by their numbers
 
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a new block's parameters home and show them there."""
-        value = Value(Kind.PARAMETERS, block.index)
-        home = self.home_of(value)
-        first = home if home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
-        with torch.no_grad():
-            staging = self.region(value, first)
-            for view, parameter in zip(block.views(staging.memory), block.parameters, strict=True):
-                view.copy_(parameter)
-        if first is not home:
-            self.copy_now(value, first, home)
-            self.release(value, first)
-            self.pool.trim()
-        self.show(value, home)
+        for kind in block.kinds:
+            value = Value(kind, block.index)
+            home = self.home_of(value)
+            first = home if home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
+            with torch.no_grad():
+                staging = self.region(value, first)
+                for i, view in block.views(staging.memory, kind).items():
+                    view.copy_(block.parameters[i])
+            if first is not home:
+                self.copy_now(value, first, home)
+                self.release(value, first)
+                self.pool.trim()
+            self.show(value, home)
 
     def home_of(self, value: Value) -> Tier:
         """Where a value lives that is not resident."""
@@ -58,6 +62,18 @@ class BlockCopies:
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
         return Tier.DEVICE if value in self.resident else self.home_of(value)
+
+    def lives_on_device(self, block: int) -> bool:
+        """Whether all of a block's parameters do."""
+        return all(self.tier_of(value) is Tier.DEVICE for value in self.shown_values(block))
+
+    def on_device(self, block: int) -> bool:
+        """Whether all of a block's parameters are there now."""
+        return all(self.has(value, Tier.DEVICE) for value in self.shown_values(block))
+
+    def shown_values(self, block: int) -> tuple[Value, ...]:
+        """The values that the block's parameters show."""
+        return tuple(Value(kind, block) for kind in self.blocks[block].kinds)
 
     def region(self, value: Value, tier: Tier) -> Region:
         """The value's copy in ``tier``, made (with undefined content) if there is none."""
@@ -107,7 +123,7 @@ class BlockCopies:
         if ticket is None:
             return
         self.engine.wait(ticket)
-        if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
+        if tier is Tier.DEVICE and value.kind in SHOWN:
             self.show(value, Tier.DEVICE)
         if tier is self.home_of(value):
             self.dirty.discard(value)
@@ -136,18 +152,20 @@ class BlockCopies:
     def show(self, value: Value, tier: Tier) -> None:
         """Let the Parameter objects show the copy in ``tier``."""
         block = self.blocks[value.index]
-        block.show(block.views(self.bytes_at(value, tier)))
-        self._shown[value.index] = tuple(p.data_ptr() for p in block.parameters)
+        views = block.views(self.bytes_at(value, tier), value.kind)
+        block.show(views)
+        self._shown[value] = {i: view.data_ptr() for i, view in views.items()}
 
     def adopt_replaced(self, value: Value) -> None:
         """What a user put into a parameter with ``p.data = tensor`` is written to where the value lives before that
         is read."""
-        if value.kind is not Kind.PARAMETERS or not self.has(value, self.tier_of(value)):
+        if value.kind not in SHOWN or not self.has(value, self.tier_of(value)):
             return
-        block, shown = self.blocks[value.index], self._shown.get(value.index, ())
-        for i, (parameter, address) in enumerate(zip(block.parameters, shown, strict=False)):
+        block = self.blocks[value.index]
+        for i, address in self._shown.get(value, {}).items():
+            parameter = block.parameters[i]
             if parameter.data_ptr() != address:
-                view = block.views(self.bytes_at(value, self.tier_of(value)))[i]
+                view = block.views(self.bytes_at(value, self.tier_of(value)), value.kind)[i]
                 if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
                     raise InputError(
                         f"a streamed parameter's data was replaced by {parameter.dtype} of shape "
@@ -157,10 +175,14 @@ class BlockCopies:
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def device_regions(self, block: int, *, update: bool = False) -> list[Region]:
-        """What a stage that uses the block, or its update, touches."""
-        kinds = (Kind.PARAMETERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE) if update else (Kind.PARAMETERS,)
-        found = (self.regions.get((Value(kind, block), Tier.DEVICE)) for kind in kinds)
+    def device_regions(self, block: int, *, part: int | None = None) -> list[Region]:
+        """What a stage that uses the block touches, or the update of one part of its state."""
+        if part is None:
+            values = [Value(kind, block) for kind in SHOWN]
+        else:
+            state = Value(Kind.OPTIMIZER_STATE, block, part)
+            values = [Value(Kind.PARAMETERS, block), Value(Kind.GRADIENT, block), state]
+        found = (self.regions.get((value, Tier.DEVICE)) for value in values)
         return [region for region in found if region is not None]
 
     def settle(self) -> None:
@@ -181,7 +203,7 @@ class BlockCopies:
             try:
                 if tier is Tier.DEVICE and value in self.dirty:
                     self.copy_now(value, Tier.DEVICE, self.home_of(value))
-                if tier is Tier.DEVICE and value.kind is Kind.PARAMETERS:
+                if tier is Tier.DEVICE and value.kind in SHOWN:
                     self.show(value, self.home_of(value))
             except StorageError as error:
                 failed = failed or error  # the copy on the device stays: it is the only one
@@ -196,8 +218,8 @@ class BlockCopies:
     def move(self, value: Value, source: Tier, target: Tier) -> None:
         """Let a value live elsewhere from now on; gradients go with their parameters."""
         self.copy_now(value, source, target)
-        if value.kind is Kind.PARAMETERS:
-            parameters = self.blocks[value.index].parameters
+        if value.kind in SHOWN:
+            parameters = [self.blocks[value.index].parameters[i] for i in self._shown.get(value, {})]
             gradients = [p.grad for p in parameters]
             for p in parameters:
                 p.grad = None
@@ -214,10 +236,7 @@ class BlockCopies:
             self.adopt_replaced(value)
 
     def _nbytes(self, value: Value) -> int:
-        block = self.blocks[value.index]
-        if value.kind is Kind.OPTIMIZER_STATE:
-            return 0 if block.state_layout is None else block.state_layout.nbytes
-        return block.layout.nbytes
+        return self.blocks[value.index].nbytes_of(value.kind, value.part)
 
 
 def _users(memory: torch.Tensor) -> int:

@@ -72,7 +72,7 @@ class GradientBook:
         region = copies.region(value, Tier.DEVICE)
         copies.engine.compute_begins([region])
         arrived: list[int] = []
-        for i, view in enumerate(this.views(region.memory)):
+        for i, view in this.views(region.memory).items():
             before, gradient = earlier.get(i), fresh.pop(i, None)
             if before is not None and not at_home:
                 view.copy_(before)
@@ -148,7 +148,7 @@ class GradientBook:
     def _add_to_earlier(self, value: Value, sums: Found) -> None:
         copies, parameters = self.copies, self.copies.blocks[value.index].parameters
         earlier = self._earlier.pop(value.index, None)
-        views = [] if earlier is None else copies.blocks[value.index].views(copies.bytes_of(earlier))
+        views = {} if earlier is None else copies.blocks[value.index].views(copies.bytes_of(earlier))
         for i, total in sums.items():
             held = views[i].copy_(total) if views and parameters[i].grad is None else total
             _add(parameters[i], held)
@@ -171,7 +171,7 @@ class GradientBook:
         if not self.copies.has(value, self.copies.home_of(value)):
             return frozenset()
         memory = self.copies.bytes_at(value, self.copies.home_of(value))
-        return frozenset(view.data_ptr() for view in self.copies.blocks[block].views(memory))
+        return frozenset(view.data_ptr() for view in self.copies.blocks[block].views(memory).values())
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -128,9 +128,11 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """This action is read as: apply the optimizer's rule to parameter block ``block``."""
+    """This action is read as: apply the optimizer's rule to what part ``part`` of block ``block``'s optimizer state
+    covers."""
 
     block: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@
     end
 
 A node that is used in several places is written once and named in each, so text and time are linear in distinct nodes,
-and nothing nests however deep the tree is. Values are a kind and a number (``STATE 3``, part 1 of it ``STATE 3.1``).
+and nothing nests however deep the tree is. Values are a kind and a number (``STATE 3``, part 1 of it ``STATE 3.1``),
+and so are updates (``Update 3``, ``Update 3.1``).
 """
 
 import re
@@ -186,10 +187,16 @@ class _Reader:
 
 
 def _value_text(value: Value) -> str:
-    return f"{value.kind.name} {value.index}" + (f".{value.part}" if value.part else "")
+    return f"{value.kind.name} {_number_text(value.index, value.part)}"
+
+
+def _number_text(index: int, part: int) -> str:
+    return f"{index}.{part}" if part else str(index)
 
 
 def _action_text(action: Action) -> str:
+    if isinstance(action, Update):
+        return f"Update {_number_text(action.block, action.part)}"
     words = [type(action).__name__]
     for name in type(action).__match_args__:
         field = getattr(action, name)
@@ -203,8 +210,10 @@ def _read_action(text: str) -> Action:
     action: Action
     if kind is Forward:
         action = Forward(_read_number(words), _read_number(words))
-    elif kind is Record or kind is Backward or kind is Keep or kind is Restore or kind is Update:
+    elif kind is Record or kind is Backward or kind is Keep or kind is Restore:
         action = kind(_read_number(words))
+    elif kind is Update:
+        action = Update(*_read_parted(words))
     elif kind is Offload or kind is Prefetch:
         action = kind(_read_value(words), _read_tier(words), _read_tier(words))
     elif kind is Wait or kind is Free:
@@ -234,8 +243,13 @@ def _number(text: str) -> int:
 
 def _read_value(words: list[str]) -> Value:
     kind = _named(Kind.__members__, words, "a kind of value")
+    return Value(kind, *_read_parted(words))
+
+
+def _read_parted(words: list[str]) -> tuple[int, int]:
+    """A number and a part of it, 0 where none is said."""
     index, dot, part = (words.pop() if words else "").partition(".")
-    return Value(kind, _number(index), _number(part) if dot else 0)
+    return _number(index), _number(part) if dot else 0
 
 
 def _read_tier(words: list[str]) -> Tier:

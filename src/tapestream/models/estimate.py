@@ -9,6 +9,9 @@ from torch import Tensor
 from tapestream.costs import BlockCost, Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.models.gpt import GPT, Block, GPTConfig
+from tapestream.optim.parts import Member, part_limits, state_parts
+from tapestream.optim.state import StateShape
+from tapestream.storage.blocks import StatePart, divided
 from tapestream.storage.layout import Layout
 
 # Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
@@ -35,6 +38,8 @@ def estimate(
     optimizer: str = "adamw",
     update: str = "step",
     update_bytes_per_second: float = 5e9,
+    budget_nbytes: int | None = None,
+    finer: bool = False,
 ) -> Profile:
     """The Profile of one training step of ``GPT(config)`` on ``batch`` x ``sequence`` tokens.
 
@@ -43,6 +48,8 @@ def estimate(
     optimizer state (and a float32 master of 16-bit parameters), saved tensors of 15 states a layer plus the statistics
     of attention and LayerNorm. Seconds are operations over ``flops_per_second``, and bytes touched by an update over
     ``update_bytes_per_second``. Real kernels reach a part of a device's peak only: give the rate that they do reach.
+    ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs it);
+    None leaves that of a layer in one.
     Raises InputError for numbers that fit no training step.
     """
     if batch < 1 or not 1 <= sequence <= config.context:
@@ -54,7 +61,8 @@ def estimate(
         raise InputError("estimate: flops_per_second and update_bytes_per_second must be positive")
     tokens, width, size = batch * sequence, config.width, config.dtype.itemsize
     with torch.device("meta"):
-        layer = block_cost(list(Block(config, 0).parameters()), optimizer, update_bytes_per_second)
+        group = list(Block(config, 0).parameters())
+        (layer,) = block_costs([group], optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer)
         outside = _outside_nbytes(config, optimizer)
     stage = _stage(config, tokens, sequence, flops_per_second)
     if update != "backward":  # gradients come one by one and are laid out in one run of bytes afterwards
@@ -69,19 +77,48 @@ def estimate(
     )
 
 
-def block_cost(parameters: Sequence[Tensor], optimizer: str, update_bytes_per_second: float) -> BlockCost:
-    """Bytes and seconds of parameters that move together, as `tapestream.stream` lays them out."""
-    trained = [p for p in parameters if p.requires_grad]
-    nbytes = Layout.of((p.shape, p.dtype) for p in parameters).nbytes
-    state = [pair for p in trained for pair in _state(p, optimizer)]
-    gradient, kept = nbytes if trained else 0, Layout.of(state).nbytes if state else 0
+def block_costs(
+    groups: Sequence[Sequence[Tensor]],
+    optimizer: str,
+    update_bytes_per_second: float,
+    *,
+    budget_nbytes: int | None = None,
+    finer: bool = False,
+) -> list[BlockCost]:
+    """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out."""
+    members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
+    largest = max((sum(member.nbytes for member in group) for group in members), default=0)
+    limits = part_limits(budget_nbytes, largest)
+    limit = limits[-1 if finer else 0] if limits else None
+    return [
+        _block_cost(group, state_parts(known, limit), update_bytes_per_second)
+        for group, known in zip(groups, members, strict=True)
+    ]
+
+
+def _block_cost(parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float) -> BlockCost:
+    trained, frozen = (
+        Layout.of((parameters[i].shape, parameters[i].dtype) for i in numbers).nbytes
+        for numbers in divided([p.requires_grad for p in parameters])
+    )
+    gradient, kept = trained if parts else 0, sum(part.nbytes for part in parts)
     return BlockCost(
-        nbytes,
+        trained,
         gradient_nbytes=gradient,
         optimizer_state_nbytes=kept,
-        update_seconds=(2 * nbytes + gradient + 2 * kept) / update_bytes_per_second if trained else 0.0,
-        update_extra_nbytes=2 * max((p.nbytes for p in trained), default=0),  # the rule's own temporaries
+        buffers_nbytes=frozen,
+        update_seconds=(2 * trained + gradient + 2 * kept) / update_bytes_per_second if parts else 0.0,
+        update_extra_nbytes=max((part.extra_nbytes for part in parts), default=0),
+        state_parts=tuple(part.nbytes for part in parts),
     )
+
+
+def _member(number: int, parameter: Tensor, optimizer: str) -> Member:
+    state = _state(parameter, optimizer)
+    wide = parameter.numel() * max(parameter.dtype.itemsize, 4)  # 16-bit parameters have masters
+    shape = StateShape(tuple((str(name), tuple(size), dtype) for name, (size, dtype) in enumerate(state)))
+    cast = wide if parameter.dtype.itemsize == 2 else 0
+    return Member(number, tuple(parameter.shape), shape, wide, cast, divisible=True)
 
 
 def kept_nbytes(parameter: Tensor, optimizer: str) -> int:

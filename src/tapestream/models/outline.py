@@ -7,7 +7,7 @@ from torch import nn
 
 from tapestream.costs import BlockCost, Carried, Profile, StageCost
 from tapestream.errors import InputError
-from tapestream.models.estimate import block_cost, kept_nbytes
+from tapestream.models.estimate import block_costs, kept_nbytes
 
 
 @dataclass(slots=True)
@@ -74,15 +74,18 @@ class Outline:
         optimizer: str = "adamw",
         update: str = "step",
         update_bytes_per_second: float = 5e9,
+        budget_nbytes: int | None = None,
+        finer: bool = False,
     ) -> tuple[Profile, ...]:
         """One Profile for each chain of blocks, as `tapestream.stream` would find them, with all that lies outside.
 
         Blocks of other chains cost nothing in a Profile; the seconds of what runs outside blocks are in the last one.
+        ``budget_nbytes``, ``finer``: see `tapestream.models.estimate.estimate`.
         Raises InputError for an unknown optimizer and for rates that are not positive.
         """
         if not flops_per_second > 0 or not update_bytes_per_second > 0:
             raise InputError("profiles: flops_per_second and update_bytes_per_second must be positive")
-        costs = [block_cost(group, optimizer, update_bytes_per_second) for group in self.groups]
+        costs = block_costs(self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer)
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         last = self.segments[-1]

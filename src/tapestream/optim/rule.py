@@ -1,5 +1,6 @@
 """`Rule`: applies a torch optimizer to blocks, their state in the bytes that the schedule has brought."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,23 +8,30 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tapestream.executor.updates import PartUpdate
 from tapestream.optim.state import OptimizerClass
-from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.blocks import Piece
 
 Groups: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]]
-Work: TypeAlias = Sequence[tuple[ParameterBlock, Mapping[int, torch.Tensor], Sequence[torch.Tensor]]]
-"""Blocks, their gradients by parameter number, and the views of their state in the order of ``state_slots``."""
 MASTER = "master"
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One parameter to be updated: ``target`` is what the optimizer sees, ``states`` has the places of its state."""
+    """A parameter, or a ``piece`` of one, to be updated: ``bytes`` are its own, ``target`` is what the optimizer sees,
+    ``states`` has the places of its state."""
 
     parameter: torch.Tensor
+    piece: Piece
+    bytes: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, torch.Tensor]
     target: torch.Tensor | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What it is known by."""
+        return id(self.parameter), self.piece.start
 
 
 class Rule:
@@ -38,26 +46,27 @@ class Rule:
     ) -> None:
         self._cls, self._options, self._groups, self._masters = cls, options, groups, masters
         self.scalars: dict[int, dict[str, Any]] = {}  # per parameter id: what is not streamed (Adam's step)
-        self._created: set[int] = set()
+        self._before: dict[int, dict[str, Any]] = {}  # the same as it was before the first piece was updated
+        self._created: set[tuple[int, int]] = set()
         self._group_of: dict[int, int] = {}
         self._inner: torch.optim.Optimizer | None = None  # made once: its constructor takes longer than a small step
 
-    def run(self, work: Work) -> None:
-        """Update the parameters that are the optimizer's and have a gradient, in place, and their state in its
-        views."""
+    def run(self, work: Sequence[PartUpdate]) -> None:
+        """Update what the parts cover of parameters that are the optimizer's and have a gradient, in place, and their
+        state in its views."""
         if not self._group_of:  # groups never lose or gain parameters
             self._group_of.update({id(p): g for g, group in enumerate(self._groups()) for p in group["params"]})
-        for part in [work] if self._tensor_by_tensor(work) else [[block] for block in work]:
-            entries = [entry for block in part for entry in self._entries(*block)]
-            self._step([entry for entry in entries if id(entry.parameter) in self._created])
+        for together in [work] if self._tensor_by_tensor(work) else [[part] for part in work]:
+            entries = [entry for part in together for entry in self._entries(part)]
+            self._step([entry for entry in entries if entry.key in self._created])
             for entry in entries:
                 # The first step makes the state itself; one tensor at a time, so that only one is held twice.
-                if id(entry.parameter) not in self._created:
+                if entry.key not in self._created:
                     self._step([entry])
 
-    def restored(self, parameter: torch.Tensor, scalars: dict[str, Any]) -> None:
-        """A saved state was written to the parameter's home."""
-        self._created.add(id(parameter))
+    def restored(self, parameter: torch.Tensor, scalars: dict[str, Any], pieces: Sequence[Piece]) -> None:
+        """A saved state was written to the home of all the parameter's pieces."""
+        self._created.update((id(parameter), piece.start) for piece in pieces)
         self.scalars[id(parameter)] = scalars
 
     def forget(self) -> None:
@@ -65,23 +74,26 @@ class Rule:
         self._created.clear()
         self.scalars.clear()
 
-    def _tensor_by_tensor(self, work: Work) -> bool:
+    def _tensor_by_tensor(self, work: Sequence[PartUpdate]) -> bool:
         """Whether the optimizer's temporaries are those of one tensor, be there many or few: not in its foreach form,
         which is the default on a GPU."""
-        on_cpu = all(gradient.is_cpu for _, gradients, _ in work for gradient in gradients.values())
+        on_cpu = all(gradient.is_cpu for part in work for gradient in part.gradients.values())
         return all(group.get("fused") or (on_cpu and not group.get("foreach")) for group in self._groups())
 
-    def _entries(
-        self, block: ParameterBlock, gradients: Mapping[int, torch.Tensor], views: Sequence[torch.Tensor]
-    ) -> list[_Entry]:
-        found = {
-            i: _Entry(block.parameters[i], gradient, {})
-            for i, gradient in gradients.items()
-            if id(block.parameters[i]) in self._group_of
-        }
-        for (i, name), view in zip(block.state_slots, views, strict=True):
-            if i in found:
-                found[i].states[name] = view
+    @torch.no_grad()
+    def _entries(self, update: PartUpdate) -> list[_Entry]:
+        block, part, found = update.block, update.part, dict[int, _Entry]()
+        for number, piece in enumerate(() if part is None else part.pieces):
+            parameter, gradient = block.parameters[piece.number], update.gradients.get(piece.number)
+            if gradient is not None and id(parameter) in self._group_of:
+                stride = block.strides[piece.number]
+                # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is
+                # left alone.
+                own, given = piece.of(parameter.detach(), stride), piece.of(gradient, stride)
+                found[number] = _Entry(parameter, piece, own, given, {})
+        for (number, name), view in zip(() if part is None else part.slots, update.views, strict=True):
+            if number in found:
+                found[number].states[name] = view
         return list(found.values())
 
     @torch.no_grad()
@@ -99,18 +111,16 @@ class Rule:
         for entry in entries:
             if id(entry.parameter) in self._masters:
                 assert entry.target is not None
-                entry.parameter.copy_(entry.target)
-            self._created.add(id(entry.parameter))
+                entry.bytes.copy_(entry.target)
+            self._created.add(entry.key)
 
     def _aim(self, entry: _Entry) -> None:
         """What the optimizer is to see: the parameter's bytes, or its master, with the gradient."""
-        parameter, gradient = entry.parameter, entry.gradient
-        # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is left alone.
-        target = parameter.detach()
-        if id(parameter) in self._masters:
+        target, gradient = entry.bytes, entry.gradient
+        if id(entry.parameter) in self._masters:
             target = entry.states[MASTER]
-            if id(parameter) not in self._created:
-                target.copy_(parameter)
+            if entry.key not in self._created:
+                target.copy_(entry.bytes)
             gradient = gradient.to(target.dtype)
         target.grad = gradient
         entry.target = target
@@ -119,12 +129,11 @@ class Rule:
         members: dict[int, list[torch.Tensor | None]] = {}
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for entry in entries:
-            key = id(entry.parameter)
-            members.setdefault(self._group_of[key], []).append(entry.target)
-            if key in self._created:
+            members.setdefault(self._group_of[id(entry.parameter)], []).append(entry.target)
+            if entry.key in self._created:
                 streamed = {k: v for k, v in entry.states.items() if k != MASTER}
                 assert entry.target is not None
-                state[entry.target] = {**self.scalars[key], **streamed}
+                state[entry.target] = {**self._scalars_for(entry), **streamed}
         groups = self._groups()
         chosen = [{**groups[g], "params": targets} for g, targets in sorted(members.items())]
         inner = self._inner
@@ -140,6 +149,17 @@ class Rule:
             assert entry.target is not None
             self._put_away(entry, state.get(entry.target, {}))
 
+    def _scalars_for(self, entry: _Entry) -> dict[str, Any]:
+        """What is not streamed, for one step: a parameter's own with its first piece, so that it steps once; the others
+        get copies of what that was before."""
+        key, piece = id(entry.parameter), entry.piece
+        if piece.whole:
+            return self.scalars[key]
+        if piece.start == 0:
+            self._before[key] = copy.deepcopy(self.scalars[key])
+            return self.scalars[key]
+        return copy.deepcopy(self._before[key])
+
     def _put_away(self, entry: _Entry, made: Mapping[str, Any]) -> None:
         """State that the optimizer made goes to its places; the rest are scalars."""
         scalars = {}
@@ -149,6 +169,8 @@ class Rule:
                 scalars[name] = value
             elif value is not view and value.data_ptr() != view.data_ptr():
                 view.copy_(value)
+        if entry.piece.start:
+            return
         known = self.scalars.get(id(entry.parameter))
         if known is None or known.keys() != scalars.keys() or any(known[k] is not v for k, v in scalars.items()):
             self.scalars[id(entry.parameter)] = scalars  # otherwise the same object shows that nothing is new

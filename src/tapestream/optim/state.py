@@ -1,6 +1,6 @@
 """What state an optimizer keeps for a tensor, found by asking the optimizer itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +57,62 @@ def probe(
             if isinstance(value, torch.Tensor) and value.dim() > 0
         )
     )
+
+
+def is_elementwise(
+    cls: OptimizerClass,
+    options: Mapping[str, Any],
+    required: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether the optimizer treats each element by itself: two steps on a small tensor and on two pieces of it end in
+    the same bits, and so does all the state, which is of the tensor's shape.
+
+    ``options``, ``required``: as for `probe`; the learning rate is one that shows. False for optimizers that look at
+    whole tensors (norms, factors, rows), whatever they may be called.
+    """
+    if "lr" in options:
+        shown = torch.full_like(options["lr"], 1e-2) if isinstance(options["lr"], torch.Tensor) else 1e-2
+        options = {**options, "lr": shown}
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(_TRIED, generator=generator).to(device, dtype) for _ in range(3))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            whole = _after(cls, options, required, start, gradients)
+            pieces = [
+                _after(cls, options, required, start.flatten()[cut], [g.flatten()[cut] for g in gradients])
+                for cut in (slice(_CUT), slice(_CUT, None))
+            ]
+        except Exception:  # it takes no tensor of one dimension, say
+            return False
+    if any(piece.keys() != whole.keys() for piece in pieces):
+        return False
+    return all(_same(value, [piece[name] for piece in pieces], start.shape) for name, value in whole.items())
+
+
+_TRIED, _CUT = (7, 150), 512
+
+
+def _after(
+    cls: OptimizerClass,
+    options: Mapping[str, Any],
+    required: Mapping[str, Any],
+    start: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """The tensor (under the name of none of its state) and the state after a step for each gradient."""
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = cls([{**options, "params": [parameter]}], **required)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return {"": parameter.detach(), **optimizer.state.get(parameter, {})}
+
+
+def _same(whole: Any, pieces: Sequence[Any], shape: torch.Size) -> bool:
+    """Whether the pieces of a state, put together, are the state of the whole."""
+    if not isinstance(whole, torch.Tensor) or whole.dim() == 0:
+        return all(bool(torch.equal(torch.as_tensor(whole), torch.as_tensor(piece))) if whole is not None
+                   else piece is None for piece in pieces)  # fmt: skip
+    return whole.shape == shape and torch.equal(whole.flatten(), torch.cat([piece.flatten() for piece in pieces]))

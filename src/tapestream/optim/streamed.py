@@ -1,29 +1,45 @@
 """`StreamedOptimizer`: any torch optimizer that treats tensors independently, on a streamed model."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
+from tapestream.costs import Budget, Profile
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore, Updater
-from tapestream.ir.actions import Kind, Value
+from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.outside import Outside
+from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.rule import MASTER, Rule
-from tapestream.optim.state import OptimizerClass, StateShape, probe
-from tapestream.storage.blocks import ParameterBlock
-from tapestream.storage.layout import Layout
+from tapestream.optim.showing import Showing
+from tapestream.optim.state import OptimizerClass, StateShape, is_elementwise, probe
+from tapestream.storage.blocks import StatePart
 
 Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class Given(Protocol):
+    """What the optimizer needs of a plan that the user brought."""
+
+    @property
+    def budget(self) -> Budget: ...
+    @property
+    def profile(self) -> Profile: ...
 
 
 class Handle(Protocol):
     """What the optimizer needs of a streamed model."""
 
     store: BlockStore
+    budget: Budget
+
+    @property
+    def given(self) -> "Given | None": ...
+
     update: Literal["step", "backward"] | None
 
     def check_idle(self, what: str) -> None: ...
@@ -36,8 +52,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     """``optimizer_class`` on the blocks of a streamed model, one at a time, and on what lies outside them.
 
     ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
-    live; ``state[p]``
-    shows it there.
+    live, in parts of at most a sixteenth of the device budget, and ``state[p]`` shows it there: as views, or as
+    `StateInParts` where a parameter is so large that it was cut.
     """
 
     def __init__(
@@ -70,11 +86,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._options = dict(options)
         self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
         self._shapes: dict[object, StateShape] = {}
-        self._shown: dict[torch.Tensor, tuple[object, list[torch.Tensor]]] = {}
-        self._lay_out(parameters)
+        self._elementwise: dict[object, bool] = {}
         outside = {id(p) for p in handle.outside_parameters()}
         mine = [p for p in parameters if id(p) in outside]
         self._outside = Outside(self._class, self._options, self.param_groups, mine, self._masters) if mine else None
+        self._lay_out()
+        self._showing = Showing(handle.store, self._rule.scalars)
         handle.attach(self, Updater(self._rule.run, update == "backward"))
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
@@ -83,14 +100,36 @@ class StreamedOptimizer(torch.optim.Optimizer):
             return 0
         return self._shape(parameter).nbytes
 
+    def cut_finer(self) -> bool:
+        """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether
+        there was anything to cut. No call may be under way."""
+        store = self._handle.store
+        if not self._finer:
+            return False
+        cut = self._cut(self._finer.pop())
+        if all(block.state_parts == parts for block, parts in zip(store.blocks, cut, strict=True)):
+            return False
+        store.settle()
+        store.place(frozenset())
+        for block, parts in zip(store.blocks, cut, strict=True):
+            saved = self._showing.saved(block)
+            store.drop(Kind.OPTIMIZER_STATE, block.index)
+            block.state_parts = parts
+            self._showing.follow(block)
+            for parameter, found in saved.items():
+                self._showing.written(parameter, found)
+                self._rule.restored(parameter, self._rule.scalars[id(parameter)], self._showing.pieces_of(parameter))
+        self.state.clear()
+        self._show_state()
+        return True
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what ``update="backward"`` has not updated yet; returns the closure's value."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.update == "step":
-            self._handle.run_step()
+        self._handle.run_step()
         if self._outside is not None:
             self._outside.step(self.param_groups)
         self._show_state()
@@ -103,18 +142,27 @@ class StreamedOptimizer(torch.optim.Optimizer):
         numbers = (number for group in groups for number in group["params"])
         loaded = {p: state_dict["state"].get(n) for p, n in zip(self._listed(), numbers, strict=True)}
         self.state.clear()
-        self._shown.clear()
+        self._showing.forget()
         self._rule.forget()
-        for block in self._handle.store.blocks:
-            views = self._views(block) if any(loaded.get(p) for p in block.parameters) else []
-            for i, parameter in enumerate(block.parameters):
-                found = loaded.pop(parameter, None)
-                if found is not None:
-                    mine = {name: v for (j, name), v in zip(block.state_slots, views, strict=True) if j == i}
-                    self._rule.restored(parameter, _written(mine, found))
+        for parameter, found in list(loaded.items()):
+            pieces = self._showing.pieces_of(parameter)
+            if pieces:
+                del loaded[parameter]
+            if pieces and found is not None:
+                self._rule.restored(parameter, self._showing.written(parameter, found), pieces)
         if self._outside is not None:
             self._outside.restore({p: found for p, found in loaded.items() if found is not None})
         self._show_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it, every state an ordinary whole tensor: views of what lives at home, but copies of the state
+        of parameters that were cut (where it lives on disk these are on disk too, not in memory)."""
+        found = super().state_dict()
+        whole = self._showing.whole
+        found["state"] = {
+            key: {name: whole(value) for name, value in entries.items()} for key, entries in found["state"].items()
+        }
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the state of all blocks has its place already."""
@@ -143,62 +191,83 @@ class StreamedOptimizer(torch.optim.Optimizer):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _shape(self, parameter: torch.Tensor) -> StateShape:
-        options = next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
-        wide = id(parameter) in self._masters
-        dtype = torch.float32 if wide else parameter.dtype
+        options, dtype = self._group_of(parameter), self._target_dtype(parameter)
         key = (parameter.shape, dtype, id(options))
         found = self._shapes.get(key)
         if found is None:
-            plain = {k: v for k, v in options.items() if k != "params"}
-            required = {k: v for k, v in self._options.items() if k not in ("fused", "foreach")}
-            found = self._shapes[key] = probe(self._class, plain, required, parameter.shape, dtype)
-        if wide:
+            found = self._shapes[key] = probe(self._class, *self._asked(options), parameter.shape, dtype)
+        if id(parameter) in self._masters:
             found = StateShape((*found.tensors, (MASTER, tuple(parameter.shape), torch.float32)))
         return found
 
-    def _lay_out(self, parameters: list[torch.Tensor]) -> None:
-        mine = {id(p) for p in parameters}
-        for block in self._handle.store.blocks:
-            slots: list[tuple[int, str]] = []
-            tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
-            for i, parameter in enumerate(block.parameters):
-                if id(parameter) in mine and parameter.requires_grad:
-                    for name, shape, dtype in self._shape(parameter).tensors:
-                        slots.append((i, name))
-                        tensors.append((shape, dtype))
-            block.state_layout = Layout.of(tensors) if tensors else None
-            block.state_slots = tuple(slots)
+    def _may_be_cut(self, parameter: torch.Tensor) -> bool:
+        """Whether its elements may be updated apart from each other."""
+        options, dtype = self._group_of(parameter), self._target_dtype(parameter)
+        plain, required = self._asked(options)
+        if any(shape != tuple(parameter.shape) for _, shape, _ in self._shape(parameter).tensors):
+            return False
+        key = (dtype, id(options))
+        if key not in self._elementwise:
+            self._elementwise[key] = is_elementwise(self._class, plain, required, dtype, self._handle.store.device)
+        return self._elementwise[key]
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
+
+    def _target_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if id(parameter) in self._masters else parameter.dtype
+
+    def _asked(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The entries of a group, and what the optimizer's constructor is to be given."""
+        plain = {k: v for k, v in options.items() if k != "params"}
+        return plain, {k: v for k, v in self._options.items() if k not in ("fused", "foreach")}
+
+    def _lay_out(self) -> None:
+        store = self._handle.store
+        store.settle()
+        store.place(frozenset())
+        store.drop(Kind.OPTIMIZER_STATE)
+        mine = {id(p) for p in self._listed()}
+        members = [
+            [self._member(i, p) for i, p in enumerate(block.parameters) if id(p) in mine] for block in store.blocks
+        ]
+        largest = max((sum(one.nbytes for one in block) for block in members), default=0)
+        self._members = members
+        # What never moves needs no parts; a plan that was given knows those that it was made with.
+        given = self._handle.given
+        budget = (self._handle.budget if given is None else given.budget).device_nbytes
+        limits = part_limits(None if store.home is Tier.DEVICE else budget, largest)
+        cuts = [self._cut(limit) for limit in limits or (None,)]
+        known = None if given is None else [cost.state_parts for cost in given.profile.blocks]
+        sizes = [[tuple(part.nbytes for part in parts) for parts in cut] for cut in cuts[1:]]
+        chosen = 1 if known is not None and known in sizes else 0
+        self._finer = [] if chosen else list(limits[1:])
+        for block, parts in zip(store.blocks, cuts[chosen], strict=True):
+            block.state_parts = parts
+
+    def _cut(self, limit: int | None) -> list[tuple[StatePart, ...]]:
+        """The parts of every block for a limit of their bytes."""
+        cut = []
+        for block, members in zip(self._handle.store.blocks, self._members, strict=True):
+            large = [one for one in members if limit is not None and one.nbytes > limit]
+            divisible = {one.number for one in large if self._may_be_cut(block.parameters[one.number])}
+            cut.append(state_parts([replace(one, divisible=one.number in divisible) for one in members], limit))
+        return cut
+
+    def _member(self, number: int, parameter: torch.Tensor) -> Member:
+        shape, dtype = tuple(parameter.shape), self._target_dtype(parameter)
+        if not parameter.requires_grad:  # its state, if it ever has any, is kept with the scalars
+            return Member(number, shape, StateShape(()), 0)
+        nbytes = parameter.numel() * dtype.itemsize
+        return Member(number, shape, self._shape(parameter), nbytes, nbytes if dtype is not parameter.dtype else 0)
 
     def _show_state(self) -> None:
-        store = self._handle.store
-        for block in store.blocks:
-            exists = block.state_slots and store.exists(Value(Kind.OPTIMIZER_STATE, block.index))
-            views = self._views(block) if exists else []
-            for i, parameter in enumerate(block.parameters):
-                scalars = self._rule.scalars.get(id(parameter))
-                shown, mine = self._shown.get(parameter), self.state.get(parameter)
-                if scalars is None or (shown and mine and shown[0] is scalars and shown[1] is views):
-                    continue
-                tensors = {name: v for (j, name), v in zip(block.state_slots, views, strict=False) if j == i}
-                self.state[parameter] = {**scalars, **tensors}
-                self._shown[parameter] = scalars, views
+        self._showing.show(self.state)
         if self._outside is not None:
             self.state.update(self._outside.shown())
 
     def _listed(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _views(self, block: ParameterBlock) -> list[torch.Tensor]:
-        store = self._handle.store
-        return store.state_views(block.index, store.memory_of(Value(Kind.OPTIMIZER_STATE, block.index)))
-
-
-def _written(views: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what has a place into it; returns copies of the rest."""
-    for name, view in views.items():
-        if name in found:
-            view.copy_(found[name])
-    return {name: copy.deepcopy(value) for name, value in found.items() if name not in views}
 
 
 def _as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:

@@ -209,6 +209,8 @@ class _Walk:
 
     def _retire(self, position: int) -> None:
         """Take note of copies that have ended: values that left, values half-way in that may go on."""
+        for pair in self.clock.pairs.values():
+            pair.advance(self.clock.now)
         for transit in tuple(self.moving):
             while not transit.ended and self._complete(transit):
                 if not transit.outward and not transit.last and not self._fits(transit.stay, position):
@@ -216,11 +218,8 @@ class _Walk:
                 self._advance(transit, position)
 
     def _complete(self, transit: _Transit) -> bool:
-        if transit.job is None:
-            return True
-        source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
-        self.clock.pairs[min(source, target), max(source, target)].advance(self.clock.now)
-        return not isnan(transit.job.end) and transit.job.end <= self.clock.now
+        job = transit.job
+        return job is None or (not isnan(job.end) and job.end <= self.clock.now)
 
     def _look_ahead(self, position: int) -> None:
         """Start copies of later stays, in order of need, as far as memory goes."""

@@ -70,8 +70,8 @@ def compute_seconds(action: Action, profile: Profile) -> float:
             return profile.stages[stage].recorded_seconds
         case Backward(stage):
             return profile.stages[stage].backward_seconds
-        case Update(block):
-            return profile.blocks[block].update_seconds
+        case Update(block, part):
+            return profile.blocks[block].part_seconds(part)
         case Phase(PhaseKind.BACKWARD):
             return profile.turn_seconds
         case _:
@@ -201,7 +201,14 @@ def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
             (Kind.PARAMETERS, block.parameters_nbytes),
             (Kind.BUFFERS, block.buffers_nbytes),
             (Kind.GRADIENT, block.gradient_nbytes),
-            (Kind.OPTIMIZER_STATE, block.optimizer_state_nbytes),
         ):
             if nbytes > 0:
                 yield Value(kind, index), nbytes
+        for part, nbytes in enumerate(block.parts):
+            if nbytes > 0:
+                yield Value(Kind.OPTIMIZER_STATE, index, part), nbytes
+
+
+def updates_of(block: int, profile: Profile) -> Iterable[Update]:
+    """The updates of one block, part by part."""
+    return (Update(block, part) for part in range(len(profile.blocks[block].parts)))

@@ -17,13 +17,12 @@ from tapestream.ir import (
     Record,
     Schedule,
     Tier,
-    Update,
     Value,
     distinct_nodes,
     series,
 )
 from tapestream.ir.homes import HomeTiers, home_tiers
-from tapestream.passes.memory import block_values
+from tapestream.passes.memory import block_values, updates_of
 from tapestream.passes.residency import UpdateMode, traffic, uses_of_blocks
 from tapestream.passes.stays import Occupancy
 from tapestream.passes.streaming import Streaming, lying
@@ -78,7 +77,7 @@ def _step_phase(schedule: Schedule, profile: Profile, update: UpdateMode) -> Ite
     used = uses_of_blocks(profile)
     trained = [index for index, block in enumerate(profile.blocks) if block.gradient_nbytes and used[index]]
     yield Phase(PhaseKind.STEP)
-    yield from (Update(index) for index in trained)
+    yield from (action for index in trained for action in updates_of(index, profile))
     # Users see gradients as .grad until the step has ended.
     yield from (Free(Value(Kind.GRADIENT, index), Tier.DEVICE) for index in trained)
 

@@ -58,9 +58,9 @@ def worthiest_first(profile: Profile, update: UpdateMode) -> list[Value]:
     bits = len(profile.blocks).bit_length()
     order = {kind: number for number, kind in enumerate(Kind)}
 
-    def key(value: Value) -> tuple[int, int, int, int]:
+    def key(value: Value) -> tuple[int, int, int, int, int]:
         spread = int(f"{value.index:0{bits}b}"[::-1], 2)
-        return (-crossings[value], sizes[value], spread, order[value.kind])
+        return (-crossings[value], sizes[value], spread, order[value.kind], value.part)
 
     return sorted((value for value in sizes if crossings[value]), key=key)
 

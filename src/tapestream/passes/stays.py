@@ -93,14 +93,15 @@ def blocks_of(action: Action, profile: Profile) -> frozenset[int]:
 
 def needs(action: Action, profile: Profile) -> Iterator[Value]:
     """The block values with bytes that must be on the device during ``action``, those that it makes included."""
+    unread = isinstance(action, Backward) and not profile.stages[action.stage].reads_parameters
     for index in blocks_of(action, profile):
         block = profile.blocks[index]
-        if block.parameters_nbytes:
+        if block.parameters_nbytes and not unread:
             yield Value(Kind.PARAMETERS, index)
         if isinstance(action, Update):
-            if block.optimizer_state_nbytes:
-                yield Value(Kind.OPTIMIZER_STATE, index)
-        elif block.buffers_nbytes:
+            if block.parts[action.part]:
+                yield Value(Kind.OPTIMIZER_STATE, index, action.part)
+        elif block.buffers_nbytes and not unread:
             yield Value(Kind.BUFFERS, index)
         if block.gradient_nbytes and isinstance(action, Backward | Update):
             yield Value(Kind.GRADIENT, index)

@@ -7,7 +7,7 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
 from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.issue import issue
-from tapestream.passes.memory import Footprint, block_values, footprint
+from tapestream.passes.memory import Footprint, block_values, footprint, updates_of
 from tapestream.passes.residency import UpdateMode
 from tapestream.passes.stays import Stay, blocks_of, needs
 
@@ -107,7 +107,7 @@ class Streaming:
             yield Stay(value, nbytes, first, end, free=(Tier.DEVICE,))
         else:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
-            yield Stay(value, nbytes, last, last, route, free=(Tier.DEVICE, route[0]))
+            yield Stay(value, nbytes, runs[-1].start, last, route, free=(Tier.DEVICE, route[0]))
 
 
 def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_Run]]:
@@ -156,13 +156,14 @@ def _with_updates(computation: list[Action], profile: Profile, update: UpdateMod
     if update is None or not last:
         return computation
     if update == "step":
-        return [*computation, Phase(PhaseKind.STEP), *(Update(block) for block in sorted(last))]
+        steps = (action for block in sorted(last) for action in updates_of(block, profile))
+        return [*computation, Phase(PhaseKind.STEP), *steps]
     due = {position: block for block, position in last.items()}
     found: list[Action] = []
     for position, action in enumerate(computation):
         found.append(action)
         if position in due:
-            found.append(Update(due[position]))
+            found.extend(updates_of(due[position], profile))
     return found
 
 

@@ -3,13 +3,14 @@
 from tapestream.costs import Profile, UniformStages
 from tapestream.ir import Kind, Tier, Value
 from tapestream.simulate.clock import Clock
-from tapestream.simulate.places import DEVICE, Places, broken
+from tapestream.simulate.places import DEVICE, Places, broken, number_of
 
 
 class Blocks:
-    """The rules about blocks. ``summed``: blocks whose gradient holds something that no update has used yet."""
+    """The rules about blocks. ``summed``: blocks whose gradient holds something that no update has used yet;
+    ``updated``: those of which every part was updated, ``begun``: parts updated of those of which some were."""
 
-    __slots__ = ("clock", "last_stage_of", "places", "profile", "summed", "updated")
+    __slots__ = ("begun", "clock", "last_stage_of", "places", "profile", "summed", "updated")
 
     def __init__(self, profile: Profile, places: Places, clock: Clock) -> None:
         self.profile = profile
@@ -18,6 +19,7 @@ class Blocks:
         self.last_stage_of = _first_uses(profile)  # backwards run downwards
         self.summed: set[int] = set()
         self.updated: set[int] = set()
+        self.begun: dict[int, int] = {}
 
     def need(self, block: int) -> None:
         """A run reads parameters and buffers (those that have bytes) on the device."""
@@ -45,31 +47,37 @@ class Blocks:
             places.make(Kind.GRADIENT, block)
             self.summed.add(block)
 
-    def update(self, block: int, next_backward: int) -> None:
-        """Update: wherever parameters, gradient and optimizer state of the block are current together."""
+    def update(self, block: int, part: int, next_backward: int) -> None:
+        """Update: wherever parameters, gradient and that part of the block's optimizer state are current together."""
         places = self.places
         places.check(Value(Kind.PARAMETERS, block))
+        places.check(Value(Kind.OPTIMIZER_STATE, block, part))
         cost = self.profile.blocks[block]
         if block in self.updated:
             broken(f"block {block} was updated already; each block is updated at most once a step")
+        if part != self.begun.get(block, 0):
+            broken(f"the parts of block {block} are updated in order, once each; {self.begun.get(block, 0)} is next")
         if next_backward >= self.last_stage_of.get(block, len(self.profile)):
             broken(f"Backward({self.last_stage_of[block]}) still uses block {block}; update it afterwards")
-        kinds = [Kind.PARAMETERS, Kind.GRADIENT]
-        if cost.optimizer_state_nbytes:
-            kinds.append(Kind.OPTIMIZER_STATE)
-        tier = next((t for t in Tier if all(places.is_current(Value(kind, block), t) for kind in kinds)), None)
+        needed = [(Kind.PARAMETERS, block), (Kind.GRADIENT, block)]
+        if cost.parts[part]:
+            needed.append((Kind.OPTIMIZER_STATE, number_of(block, part)))
+        tier = next((t for t in Tier if all(places.current[k].get(n, 0) >> t & 1 for k, n in needed)), None)
         if tier is None:
             broken(
                 f"parameters, gradient and optimizer state of block {block} must be current in one tier; "
-                + "; ".join(places.whereabouts(kind, block) for kind in kinds)
+                + "; ".join(places.whereabouts(kind, number) for kind, number in needed)
             )
         places.memory.touch(tier, cost.update_extra_nbytes)
-        for kind in kinds:
+        for kind, number in needed:
             if kind is not Kind.GRADIENT:
-                places.write(kind, block, tier)
-        self.updated.add(block)
-        self.summed.discard(block)
-        self.clock.compute(cost.update_seconds, "Update", block)
+                places.write(kind, number, tier)
+        self.clock.compute(cost.part_seconds(part), "Update", block)
+        self.begun[block] = part + 1
+        if part + 1 == len(cost.parts):
+            del self.begun[block]
+            self.updated.add(block)
+            self.summed.discard(block)
 
 
 def _first_uses(profile: Profile) -> dict[int, int]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tapestream.ir import Kind, PhaseKind, Tier, Value
 from tapestream.simulate.explain import name_of
-from tapestream.simulate.places import BLOCK_KINDS, DEVICE, broken
+from tapestream.simulate.places import BLOCK_KINDS, DEVICE, broken, number_of
 
 if TYPE_CHECKING:
     from tapestream.simulate.judge import Judge
@@ -19,7 +19,7 @@ def check_start(judge: "Judge") -> None:
         places.check(value)
         if places.is_current(value, tier):
             broken(f"resident names {name_of(value)} in {tier.name} twice")
-        places.make(value.kind, value.index, tier)
+        places.make(value.kind, number_of(value.index, value.part), tier)
         memory.touch(tier)
         if value.kind is Kind.GRADIENT:
             judge.blocks.summed.add(value.index)
@@ -30,7 +30,7 @@ def check_end(judge: "Judge") -> None:
     places, states = judge.places, judge.states
     if places.flights:
         value = next(iter(places.flights))
-        broken(f"{places.whereabouts(value.kind, value.index)}; put Wait before the end")
+        broken(f"{places.whereabouts(value.kind, number_of(value.index, value.part))}; put Wait before the end")
     if judge.phase is None:
         broken("the schedule is empty; it must start with Phase(FORWARD)")
     if places.recorded:
@@ -49,6 +49,8 @@ def check_end(judge: "Judge") -> None:
         broken(f"Backward({judge.next_backward}) and those below it are missing")
     elif judge.phase is PhaseKind.BACKWARD and not places.is_current(Value(Kind.COTANGENT, 0), DEVICE):
         broken(f"{places.whereabouts(Kind.COTANGENT, 0)}, it must be current on DEVICE for the caller")
+    for block, parts in judge.blocks.begun.items():
+        broken(f"only {parts} of the {len(judge.profile.blocks[block].parts)} parts of block {block} were updated")
     _check_residency(judge)
 
 
@@ -56,20 +58,21 @@ def _check_residency(judge: "Judge") -> None:
     places = judge.places
     wanted: dict[Kind, dict[int, int]] = {kind: {} for kind in BLOCK_KINDS}
     for value, tier in judge.schedule.resident:
-        wanted[value.kind][value.index] = wanted[value.kind].get(value.index, 0) | 1 << tier
+        number = number_of(value.index, value.part)
+        wanted[value.kind][number] = wanted[value.kind].get(number, 0) | 1 << tier
     for kind in BLOCK_KINDS:
         current, stale = places.current[kind], places.stale[kind]
-        for index in sorted(current.keys() | stale.keys() | wanted[kind].keys()):
-            found, goal = current.get(index, 0), wanted[kind].get(index, 0)
-            if kind is Kind.GRADIENT and not stale.get(index, 0):
-                consumed = judge.phase is PhaseKind.STEP or index in judge.blocks.updated
+        for number in sorted(current.keys() | stale.keys() | wanted[kind].keys()):
+            found, goal = current.get(number, 0), wanted[kind].get(number, 0)
+            if kind is Kind.GRADIENT and not stale.get(number, 0):
+                consumed = judge.phase is PhaseKind.STEP or number in judge.blocks.updated
                 if not found and consumed:
                     continue
                 if found and not goal and not consumed and not judge.blocks.updated:
                     continue
-            if found != goal or stale.get(index, 0):
+            if found != goal or stale.get(number, 0):
                 places_wanted = ", ".join(tier.name for tier in Tier if goal >> tier & 1) or "nowhere"
-                broken(f"{places.whereabouts(kind, index)} at the end; where the step started it was: {places_wanted}")
+                broken(f"{places.whereabouts(kind, number)} at the end; where the step started it was: {places_wanted}")
     if judge.phase is PhaseKind.BACKWARD:
         for block in sorted(judge.blocks.summed):
             if not places.current[Kind.GRADIENT].get(block, 0):

@@ -1,7 +1,7 @@
 """What the judge says: a broken rule with the actions around it, and any action of a tree by its position."""
 
 from tapestream.errors import ScheduleError
-from tapestream.ir import Action, Node, Repeat, Schedule, Series, Shift, Value, distinct_nodes, shifted
+from tapestream.ir import Action, Node, Repeat, Schedule, Series, Shift, Update, Value, distinct_nodes, shifted
 
 _AROUND = 3
 
@@ -17,6 +17,8 @@ def name_of(value: Value) -> str:
 
 def describe(action: Action) -> str:
     """The action as one short line, for messages and timelines."""
+    if isinstance(action, Update):
+        return f"Update({action.block}" + (f" part {action.part})" if action.part else ")")
     fields = (getattr(action, name) for name in type(action).__match_args__)
     words = (name_of(f) if isinstance(f, Value) else getattr(f, "name", None) or str(f) for f in fields)
     return f"{type(action).__name__}({', '.join(words)})"

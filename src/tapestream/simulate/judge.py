@@ -97,7 +97,7 @@ class Judge:
                     broken("Prefetch goes to a faster tier; use Offload for a slower one")
                 self.places.copy(action.value, action.source, action.target)
             case Update():
-                self.blocks.update(action.block, self.next_backward)
+                self.blocks.update(action.block, action.part, self.next_backward)
             case Phase():
                 self.enter(action.kind)
             case _:
@@ -204,7 +204,7 @@ class Judge:
         if not places.recorded.get(k, 0) & 1:
             broken(f"{places.whereabouts(Kind.SAVED, k)}, it must be current on DEVICE")
         cost = self.stages[k]
-        if cost.block is not None:
+        if cost.block is not None and cost.reads_parameters:
             self.blocks.need(cost.block)
         if states.live == k + 1:
             states.live = None

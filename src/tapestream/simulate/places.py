@@ -13,6 +13,18 @@ DEVICE = Tier.DEVICE
 BLOCK_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
 # Nothing in a schedule makes these again, so the last current copy must not be dropped.
 _IRREPLACEABLE = frozenset((Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER_STATE, Kind.COTANGENT))
+_PART = 1 << 40  # more than there are stages or blocks
+
+
+def number_of(index: int, part: int) -> int:
+    """What `Places` knows a value of some kind by: its index, with parts after the first far above."""
+    return index + part * _PART
+
+
+def value_of(kind: Kind, number: int) -> Value:
+    """The inverse of `number_of`."""
+    part, index = divmod(number, _PART)
+    return Value(kind, index, part)
 
 
 def broken(rule: str) -> NoReturn:
@@ -30,7 +42,7 @@ class Flight:
 
 
 class Places:
-    """Current and stale copies of every value as sets of tiers (bit 1 << tier), by kind and index.
+    """Current and stale copies of every value as sets of tiers (bit 1 << tier), by kind and number (`number_of`).
 
     The device copies of states are not in these sets but in `States`, because several holders share them.
     """
@@ -58,24 +70,25 @@ class Places:
         self.flights: dict[Value, Flight] = {}
         self.moved: dict[tuple[Tier, Tier], int] = {}
 
-    def nbytes_of(self, kind: Kind, index: int) -> int:
+    def nbytes_of(self, kind: Kind, number: int) -> int:
         """Bytes of one copy."""
         profile = self.profile
         match kind:
             case Kind.STATE:
-                return profile.full_state_nbytes(index)
+                return profile.full_state_nbytes(number)
             case Kind.SAVED:
-                return profile.stages[index].saved_nbytes
+                return profile.stages[number].saved_nbytes
             case Kind.COTANGENT:
-                return profile.cotangent_nbytes(index)
+                return profile.cotangent_nbytes(number)
             case Kind.PARAMETERS:
-                return profile.blocks[index].parameters_nbytes
+                return profile.blocks[number].parameters_nbytes
             case Kind.BUFFERS:
-                return profile.blocks[index].buffers_nbytes
+                return profile.blocks[number].buffers_nbytes
             case Kind.GRADIENT:
-                return profile.blocks[index].gradient_nbytes
+                return profile.blocks[number].gradient_nbytes
             case Kind.OPTIMIZER_STATE:
-                return profile.blocks[index].optimizer_state_nbytes
+                part, index = divmod(number, _PART)
+                return profile.blocks[index].parts[part]
             case _:
                 return 0
 
@@ -85,49 +98,55 @@ class Places:
             count = len(self.profile.blocks)
         else:
             count = len(self.profile) + (value.kind in (Kind.STATE, Kind.COTANGENT))
-        if not 0 <= value.index < count or value.part:
-            broken(f"there is no {name_of(value)}: the profile has {count} of this kind, numbered from 0, of one part")
+        parts = 1
+        if value.kind is Kind.OPTIMIZER_STATE and 0 <= value.index < count:
+            parts = len(self.profile.blocks[value.index].parts)
+        if not 0 <= value.index < count or not 0 <= value.part < parts:
+            broken(
+                f"there is no {name_of(value)}: the profile has {count} of this kind, numbered from 0, "
+                f"of {parts if parts > 1 else 'one'} part{'s' * (parts > 1)}"
+            )
 
     def is_current(self, value: Value, tier: Tier) -> bool:
         """True when compute may read the value in ``tier``."""
         if value.kind is Kind.STATE and tier is DEVICE:
             flight = self.flights.get(value)
             return value.index in self.states.holds and not (flight and flight.target is DEVICE)
-        return bool(self.current[value.kind].get(value.index, 0) >> tier & 1)
+        return bool(self.current[value.kind].get(number_of(value.index, value.part), 0) >> tier & 1)
 
-    def whereabouts(self, kind: Kind, index: int) -> str:
+    def whereabouts(self, kind: Kind, number: int) -> str:
         """For messages: every copy of the value."""
-        value = Value(kind, index)
+        value = value_of(kind, number)
         words = [f"current in {tier.name}" for tier in Tier if self.is_current(value, tier)]
-        words += [f"stale in {tier.name}" for tier in Tier if self.stale[kind].get(index, 0) >> tier & 1]
+        words += [f"stale in {tier.name}" for tier in Tier if self.stale[kind].get(number, 0) >> tier & 1]
         if flight := self.flights.get(value):
             words.append(f"in flight from {flight.source.name} to {flight.target.name}")
-        return f"{kind.name} {index} is {', '.join(words) or 'nowhere'}"
+        return f"{name_of(value)} is {', '.join(words) or 'nowhere'}"
 
-    def make(self, kind: Kind, index: int, tier: Tier = DEVICE) -> None:
+    def make(self, kind: Kind, number: int, tier: Tier = DEVICE) -> None:
         """A new current copy in ``tier``, where there was none."""
         copies = self.current[kind]
-        copies[index] = copies.get(index, 0) | 1 << tier
-        self.memory.nbytes[tier] += self.nbytes_of(kind, index)
+        copies[number] = copies.get(number, 0) | 1 << tier
+        self.memory.nbytes[tier] += self.nbytes_of(kind, number)
 
-    def drop_all(self, kind: Kind, index: int) -> None:
+    def drop_all(self, kind: Kind, number: int) -> None:
         """Every copy goes."""
-        if self.flights and (flight := self.flights.get(Value(kind, index))):
-            broken(f"this drops {kind.name} {index} while it is in flight to {flight.target.name}; put Wait before it")
-        tiers = self.current[kind].pop(index, 0) | self.stale[kind].pop(index, 0)
-        nbytes = self.nbytes_of(kind, index)
+        if self.flights and (flight := self.flights.get(value_of(kind, number))):
+            broken(f"this drops {kind.name} {number} while it is in flight to {flight.target.name}; put Wait before it")
+        tiers = self.current[kind].pop(number, 0) | self.stale[kind].pop(number, 0)
+        nbytes = self.nbytes_of(kind, number)
         for tier in Tier:
             if tiers >> tier & 1:
                 self.memory.nbytes[tier] -= nbytes
 
-    def write(self, kind: Kind, index: int, tier: Tier) -> None:
+    def write(self, kind: Kind, number: int, tier: Tier) -> None:
         """The copy in ``tier`` changes, so those elsewhere are stale from now on."""
-        if self.flights and (flight := self.flights.get(Value(kind, index))):
-            broken(f"this writes {kind.name} {index} while it is in flight to {flight.target.name}; put Wait before it")
-        others = self.current[kind][index] & ~(1 << tier)
+        if self.flights and (flight := self.flights.get(value := value_of(kind, number))):
+            broken(f"this writes {name_of(value)} while it is in flight to {flight.target.name}; put Wait before it")
+        others = self.current[kind][number] & ~(1 << tier)
         if others:
-            self.current[kind][index] = 1 << tier
-            self.stale[kind][index] = self.stale[kind].get(index, 0) | others
+            self.current[kind][number] = 1 << tier
+            self.stale[kind][number] = self.stale[kind].get(number, 0) | others
 
     def release(self, k: int) -> None:
         """One holder of state ``k`` on the device fewer; its copies must not be in flight when the last one goes."""
@@ -143,19 +162,19 @@ class Places:
     def copy(self, value: Value, source: Tier, target: Tier) -> None:
         """Offload, Prefetch."""
         self.check(value)
-        kind, index = value.kind, value.index
+        kind, number = value.kind, number_of(value.index, value.part)
         if value in self.flights:
-            broken(f"{self.whereabouts(kind, index)}; a value has at most one copy in flight, put Wait before this")
+            broken(f"{self.whereabouts(kind, number)}; a value has at most one copy in flight, put Wait before this")
         if not self.is_current(value, source):
-            broken(f"{self.whereabouts(kind, index)}, so it cannot be copied from {source.name}")
+            broken(f"{self.whereabouts(kind, number)}, so it cannot be copied from {source.name}")
         if self.is_current(value, target):
-            broken(f"{self.whereabouts(kind, index)}: there is nothing to copy, leave this action out")
-        nbytes = self.nbytes_of(kind, index)
+            broken(f"{self.whereabouts(kind, number)}: there is nothing to copy, leave this action out")
+        nbytes = self.nbytes_of(kind, number)
         if kind is Kind.STATE and target is DEVICE:
-            self.states.kept.add(index)
-            self.states.hold(index)
-        elif self.stale[kind].get(index, 0) >> target & 1:
-            self.stale[kind][index] &= ~(1 << target)
+            self.states.kept.add(number)
+            self.states.hold(number)
+        elif self.stale[kind].get(number, 0) >> target & 1:
+            self.stale[kind][number] &= ~(1 << target)
         else:
             self.memory.nbytes[target] += nbytes
         self.memory.touch(target)
@@ -165,42 +184,42 @@ class Places:
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Wait."""
-        flight = self.flights.get(value)
+        flight, number = self.flights.get(value), number_of(value.index, value.part)
         if flight is None or flight.target is not tier:
             self.check(value)
-            broken(f"{self.whereabouts(value.kind, value.index)}, not in flight to {tier.name}")
+            broken(f"{self.whereabouts(value.kind, number)}, not in flight to {tier.name}")
         del self.flights[value]
         self.clock.wait(name_of(value), flight.source, flight.target, flight.job)
         if value.kind is not Kind.STATE or tier is not DEVICE:
             copies = self.current[value.kind]
-            copies[value.index] = copies.get(value.index, 0) | 1 << tier
+            copies[number] = copies.get(number, 0) | 1 << tier
 
     def free(self, value: Value, tier: Tier) -> None:
         """Free."""
         self.check(value)
-        kind, index = value.kind, value.index
+        kind, number = value.kind, number_of(value.index, value.part)
         flight = self.flights.get(value)
         if flight and tier in (flight.source, flight.target):
-            broken(f"{self.whereabouts(kind, index)}; put Wait before Free")
+            broken(f"{self.whereabouts(kind, number)}; put Wait before Free")
         if kind is Kind.STATE and tier is DEVICE:
-            if index not in self.states.kept:
-                broken(f"STATE {index} is not kept on DEVICE, so there is nothing to free")
-            self.states.kept.remove(index)
-            self.release(index)
+            if number not in self.states.kept:
+                broken(f"STATE {number} is not kept on DEVICE, so there is nothing to free")
+            self.states.kept.remove(number)
+            self.release(number)
             return
-        current, stale, bit = self.current[kind].get(index, 0), self.stale[kind].get(index, 0), 1 << tier
+        current, stale, bit = self.current[kind].get(number, 0), self.stale[kind].get(number, 0), 1 << tier
         if not (current | stale) & bit:
-            broken(f"{self.whereabouts(kind, index)}, so there is nothing to free in {tier.name}")
+            broken(f"{self.whereabouts(kind, number)}, so there is nothing to free in {tier.name}")
         if current == bit and kind in _IRREPLACEABLE:
-            broken(f"{self.whereabouts(kind, index)}: this is its last current copy, copy it elsewhere first")
-        self.memory.nbytes[tier] -= self.nbytes_of(kind, index)
-        self.stale[kind][index] = stale & ~bit
+            broken(f"{self.whereabouts(kind, number)}: this is its last current copy, copy it elsewhere first")
+        self.memory.nbytes[tier] -= self.nbytes_of(kind, number)
+        self.stale[kind][number] = stale & ~bit
         if current & ~bit:
-            self.current[kind][index] = current & ~bit
+            self.current[kind][number] = current & ~bit
         elif current:
-            del self.current[kind][index]
+            del self.current[kind][number]
             if kind is Kind.SAVED:
-                self.forget(index)
+                self.forget(number)
 
     def forget(self, stage: int) -> None:
         """The record of ``stage`` is gone: the tape no longer holds the states that its backward reads."""

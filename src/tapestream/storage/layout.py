@@ -48,3 +48,10 @@ class Layout:
             memory.narrow(0, offset, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
         ]
+
+
+def in_memory_order(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The elements of ``tensor`` in one dimension, in the order in which a dense tensor of these strides holds them: a
+    view where ``tensor`` holds them so, a copy elsewhere."""
+    order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
+    return tensor.permute(order).reshape(-1)

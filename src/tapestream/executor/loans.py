@@ -1,0 +1,112 @@
+"""`Loans`: blocks whose parameters are brought to the device where no plan says so."""
+
+from collections.abc import Sequence
+
+from tapestream.errors import BudgetError
+from tapestream.executor.copies import BlockCopies
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.pool import Pool
+
+
+class Loans:
+    """Blocks that are lent: for a call that no plan covers, one without gradients, or an update."""
+
+    def __init__(self, pool: Pool, blocks: Sequence[ParameterBlock], copies: BlockCopies) -> None:
+        self._pool, self._blocks, self._copies = pool, blocks, copies
+        self._home = copies.home_of(Value(Kind.PARAMETERS, 0))
+        self._one_hop = self._home is Tier.HOST or copies.direct
+        self._ahead: list[Value] = []  # what `look_ahead` has started to bring, in that order
+        self._brought: dict[int, list[Value]] = {}  # by block, what the last `lend` has brought
+
+    def lend(self, block: int) -> bool:
+        """Bring a block's parameters to the device now, if they are not there; returns whether any were brought.
+        `BlockStore.settle` returns them."""
+        brought = self._brought[block] = [value for value in self._copies.shown_values(block) if self.bring(value)]
+        return bool(brought)
+
+    def bring(self, value: Value) -> bool:
+        """The same for one value that a block's parameters show."""
+        copies = self._copies
+        for tier in (Tier.HOST, Tier.DEVICE):
+            copies.wait(value, tier)
+        ahead = value in self._ahead
+        if ahead:
+            self._ahead.remove(value)
+        if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
+            if ahead and self._home is Tier.DISK:
+                copies.release(value, Tier.HOST)
+            return ahead
+        if ahead:  # half way
+            copies.start(value, Tier.HOST, Tier.DEVICE)
+            copies.wait(value, Tier.DEVICE)
+            copies.release(value, Tier.HOST)
+        else:
+            copies.copy_now(value, self._home, Tier.DEVICE)
+            copies.show(value, Tier.DEVICE)
+        return True
+
+    def look_ahead(self, block: int, limit_nbytes: int) -> bool:
+        """Start bringing a block that will be lent, unless more than ``limit_nbytes`` of the device would be held; by
+        way of the host, two blocks at a time. Returns whether it is there or on its way."""
+        copies = self._copies
+        away = [tier for tier in (Tier.DEVICE, Tier.HOST) if tier is not self._home]
+        missing = [
+            value
+            for value in copies.shown_values(block)
+            if copies.tier_of(value) is not Tier.DEVICE and not any(copies.has(value, tier) for tier in away)
+        ]
+        if not missing:
+            return True
+        if self._one_hop:
+            fits = self._pool.held_nbytes(Tier.DEVICE) + sum(map(self._nbytes, missing)) <= limit_nbytes
+        else:
+            fits = len({value.index for value in self._ahead}) < 2
+        for value in missing if fits else ():
+            try:
+                copies.start(value, self._home, Tier.DEVICE if self._one_hop else Tier.HOST)
+            except BudgetError:  # the host is full
+                return False
+            self._ahead.append(value)
+        return fits
+
+    def advance_ahead(self, limit_nbytes: int) -> None:
+        """Let the next of the blocks that are half way go on to the device, within ``limit_nbytes`` there."""
+        if self._one_hop or not self._ahead:
+            return
+        copies, block = self._copies, self._ahead[0].index
+        for value in [value for value in self._ahead if value.index == block]:
+            held = self._pool.held_nbytes(Tier.DEVICE)
+            if not copies.has(value, Tier.DEVICE) and held + self._nbytes(value) <= limit_nbytes:
+                copies.wait(value, Tier.HOST)
+                copies.start(value, Tier.HOST, Tier.DEVICE)
+
+    def drop_ahead(self) -> None:
+        """Give up what `look_ahead` has started to bring and nobody was lent, where no other call uses the store."""
+        self._ahead.clear()
+        self._copies.settle()
+
+    def forget(self) -> None:
+        """Everything is about to be settled."""
+        self._ahead.clear()
+        self._brought.clear()
+
+    def give_back(self, block: int) -> None:
+        """End a `lend` that has brought something."""
+        for value in self._brought.pop(block, []):
+            self._copies.show(value, self._home)
+            self._copies.release(value, Tier.DEVICE)
+
+    def keep(self, block: int) -> bool:
+        """End a `lend` by letting what it has brought live on the device, until `BlockStore.place` moves it. Not where
+        the block has gradients, which live with their parameters: returns whether it stays."""
+        if any(p.grad is not None for p in self._blocks[block].parameters):
+            return False
+        for value in self._brought.pop(block, []):
+            self._copies.resident |= {value}
+            self._copies.staying |= {value}
+            self._copies.release(value, self._home)
+        return True
+
+    def _nbytes(self, value: Value) -> int:
+        return self._blocks[value.index].nbytes_of(value.kind)

@@ -1,0 +1,155 @@
+"""`Updates`: the optimizer's rule on parameter blocks, part by part of their state."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tapestream.executor.copies import BlockCopies
+from tapestream.executor.gradients import Found, GradientBook
+from tapestream.executor.loans import Loans
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.storage.blocks import ParameterBlock, StatePart
+from tapestream.storage.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class PartUpdate:
+    """What one update works on: the block, the part and what it covers, gradients by parameter number, and the state
+    in the order of the part's slots."""
+
+    block: ParameterBlock
+    part: StatePart | None
+    gradients: Found
+    views: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """How blocks are updated: ``run`` applies the optimizer's rule in place.
+
+    ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept.
+    """
+
+    run: Callable[[Sequence[PartUpdate]], None]
+    eager: bool
+
+
+class Updates:
+    """Runs updates. ``done``: blocks all of whose parts were updated since this was last cleared."""
+
+    def __init__(self, pool: Pool, copies: BlockCopies, gradients: GradientBook, loans: Loans) -> None:
+        self._pool, self._copies, self._gradients, self._loans = pool, copies, gradients, loans
+        self._on_device = copies.home_of(Value(Kind.PARAMETERS, 0)) is Tier.DEVICE
+        self.updater: Updater | None = None
+        self.done: set[int] = set()
+        self.pinned: frozenset[int] = frozenset()  # blocks that are plain tensors on the device
+        self._under_way: dict[int, tuple[int, Found]] = {}  # the part that is next, and the gradients
+        self._views: dict[Value, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
+
+    @property
+    def eager(self) -> bool:
+        """Whether blocks are updated within the backward."""
+        return self.updater is not None and self.updater.eager
+
+    def has_begun(self, block: int) -> bool:
+        """Whether some parts of the block were updated and others are still to be."""
+        return block in self._under_way
+
+    def run(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Apply the rule to (block, part) pairs whose values are on the device; nothing where there is no gradient."""
+        assert self.updater is not None
+        work: list[PartUpdate] = []
+        found = [(block, part, gradients) for block, part in parts if (gradients := self._take(block, part))]
+        for block, part, gradients in found:
+            this = self._copies.blocks[block]
+            what = this.state_parts[part] if this.state_parts else None
+            work.append(PartUpdate(this, what, gradients, self._state(block, part)))
+        if not work:
+            return
+        used = [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]
+        self._pool.trim()  # released regions must not linger beside the rule's temporaries
+        try:
+            self._copies.engine.compute_begins(used)
+            self.updater.run(work)
+            self._copies.engine.compute_ended(used)
+        except BaseException:
+            for one in work:  # their gradients are gone
+                self._under_way.pop(one.block.index, None)
+            raise
+        for block, part, gradients in found:
+            if not self._on_device:
+                self._copies.dirty |= {Value(Kind.PARAMETERS, block), Value(Kind.OPTIMIZER_STATE, block, part)}
+            if self.eager and block not in self._under_way and block not in self.pinned:
+                self._gradients.stepped(block, gradients)
+
+    def finish(self) -> None:
+        """Update what is left of blocks of which some parts were updated."""
+        for block in list(self._under_way):
+            self.now(block)
+
+    def now(self, block: int) -> None:
+        """All that a schedule does for the updates of a block, at once."""
+        self._loans.bring(Value(Kind.PARAMETERS, block))
+        first = self._under_way[block][0] if block in self._under_way else 0
+        for part in range(first, self._copies.blocks[block].updates):
+            state = Value(Kind.OPTIMIZER_STATE, block, part)
+            brought = self._bring(state)
+            self.run(((block, part),))
+            if brought:
+                self._send_home(state)
+
+    def state_views(self, block: int, part: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The optimizer's state in a part of a block over ``memory``; where that never moves the views are kept."""
+        value = Value(Kind.OPTIMIZER_STATE, block, part)
+        known = self._views.get(value)
+        if known is not None and known[0] is memory:
+            return known[1]
+        views = self._copies.blocks[block].state_parts[part].views(memory)
+        if self._on_device:
+            self._views[value] = memory, views
+        return views
+
+    def forget(self) -> None:
+        """The state of another optimizer will come."""
+        self._views.clear()
+
+    def _take(self, block: int, part: int) -> Found:
+        """The gradients for one part: found for the first, kept for those that follow."""
+        last = part + 1 == self._copies.blocks[block].updates
+        if part == 0:
+            self._under_way.pop(block, None)
+            eager = self.eager and block not in self.pinned
+            found = self._gradients.hooked(block) if eager else self._gradients.at_step(block)
+        else:
+            due, found = self._under_way.pop(block, (part, {}))
+            assert due == part, f"part {due} of block {block} was to be updated, not {part}"
+        if found and not last:
+            self._under_way[block] = part + 1, found
+        if last:
+            self.done.add(block)
+        return found
+
+    def _state(self, block: int, part: int) -> list[torch.Tensor]:
+        state = Value(Kind.OPTIMIZER_STATE, block, part)
+        if not self._copies.blocks[block].nbytes_of(state.kind, part):
+            return []
+        return self.state_views(block, part, self._copies.region(state, Tier.DEVICE).memory)
+
+    def _bring(self, state: Value) -> bool:
+        """Fetch a part of the state, if it is not there; returns whether it was fetched."""
+        copies = self._copies
+        for tier in (Tier.HOST, Tier.DEVICE):
+            copies.wait(state, tier)
+        if copies.tier_of(state) is Tier.DEVICE or copies.has(state, Tier.DEVICE):
+            return False
+        if not copies.blocks[state.index].nbytes_of(state.kind, state.part):
+            return False
+        copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+        return True
+
+    def _send_home(self, state: Value) -> None:
+        copies = self._copies
+        if state in copies.dirty:
+            copies.copy_now(state, Tier.DEVICE, copies.home_of(state))
+        copies.release(state, Tier.DEVICE)

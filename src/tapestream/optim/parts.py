@@ -1,0 +1,102 @@
+"""How the optimizer's state of a block is cut into parts that are moved and updated one after the other."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tapestream.optim.state import StateShape
+from tapestream.storage.blocks import Piece, StatePart
+from tapestream.storage.layout import Layout
+
+LEAST_PART_NBYTES = 2**20  # smaller copies cost more in latency than they spare in memory
+_SHARE = 16  # of the device budget, at most one in so many bytes is a part
+_MOST = 64  # parts of a block: more would make plans long
+GRAIN = 1024  # elements: cuts at multiples lie at multiples of 512 bytes for every width of element
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Parameter ``number`` of a block and the ``state`` that an optimizer keeps for it. ``rule_nbytes``: of each
+    temporary that the rule makes, a tensor like what it updates; ``cast_nbytes``: of the gradient in another type;
+    ``divisible``: whether the optimizer treats its elements independently."""
+
+    number: int
+    shape: tuple[int, ...]
+    state: StateShape
+    rule_nbytes: int
+    cast_nbytes: int = 0
+    divisible: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the parameter holds."""
+        return math.prod(self.shape)
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Transient bytes of an update of it all: two temporaries of the rule, and the gradient's cast."""
+        return 2 * self.rule_nbytes + self.cast_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """What counts for the size of a part: the state, or the temporaries where they are more."""
+        return max(self.state.nbytes, self.extra_nbytes)
+
+
+def part_limits(device_nbytes: int | None, largest_nbytes: int) -> tuple[int, ...]:
+    """The most bytes that a part may have, as is preferred under a device budget, then the least that is tried where a
+    plan needs less; none without a budget. ``largest_nbytes``: of a block's whole state."""
+    if device_nbytes is None:
+        return ()
+    least = max(LEAST_PART_NBYTES, largest_nbytes // _MOST)
+    return tuple(dict.fromkeys((max(least, device_nbytes // _SHARE), least)))
+
+
+def state_parts(members: Sequence[Member], limit_nbytes: int | None) -> tuple[StatePart, ...]:
+    """The parts of a block's state, of at most ``limit_nbytes`` bytes each but for alignment and for parameters that
+    cannot be cut; a parameter that is larger than a part is cut into about equal pieces."""
+    found: list[StatePart] = []
+    pieces: list[tuple[Member, Piece]] = []
+    held = 0
+    for member, piece in (pair for one in members for pair in _pieces(one, limit_nbytes)):
+        nbytes = _share(member, piece, member.state.nbytes if piece.whole else member.nbytes)
+        if pieces and limit_nbytes is not None and held + nbytes > limit_nbytes:
+            found.append(_part(pieces))
+            pieces, held = [], 0
+        pieces.append((member, piece))
+        held += nbytes
+    return (*found, _part(pieces)) if pieces else ()
+
+
+def _pieces(member: Member, limit_nbytes: int | None) -> Iterator[tuple[Member, Piece]]:
+    elements = member.elements
+    if limit_nbytes is None or member.nbytes <= limit_nbytes or not member.divisible or elements <= GRAIN:
+        yield member, Piece(member.number, 0, elements)
+        return
+    count = -(-member.nbytes // limit_nbytes)
+    length = -(-elements // (count * GRAIN)) * GRAIN
+    for start in range(0, elements, length):
+        stop = min(elements, start + length)
+        yield member, Piece(member.number, start, stop, whole=stop - start == elements)
+
+
+def _part(pieces: Sequence[tuple[Member, Piece]]) -> StatePart:
+    slots: list[tuple[int, str]] = []
+    tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
+    for number, (member, piece) in enumerate(pieces):
+        for name, shape, dtype in member.state.tensors:
+            slots.append((number, name))
+            tensors.append((shape if piece.whole else (piece.stop - piece.start,), dtype))
+    return StatePart(
+        tuple(piece for _, piece in pieces),
+        tuple(slots),
+        Layout.of(tensors) if tensors else None,
+        max(_share(member, piece, member.extra_nbytes) for member, piece in pieces),
+    )
+
+
+def _share(member: Member, piece: Piece, nbytes: int) -> int:
+    """As much of ``nbytes`` as the piece has of the member's elements."""
+    return nbytes if piece.whole else -(-nbytes * (piece.stop - piece.start) // member.elements)
