@@ -30,14 +30,15 @@ def plan(
     of arguments).
 
     A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients,
-    buffers and random generators stay as they are. For a model with several chains of blocks: the plan of the first.
+    buffers and random generators stay as they are. For a model with several chains of blocks: the plan of the first
+    of repeated blocks.
     Raises BudgetError when nothing fits.
     """
     if is_streamed(model):
-        return handle_of(model).prepare_for(_arguments(batch)).plans[0]
+        return handle_of(model).prepare_for(_arguments(batch)).plan
     stream(model, budget=budget, device=device, machine=machine, **arguments)
     try:
-        return handle_of(model).prepare_for(_arguments(batch)).plans[0]
+        return handle_of(model).prepare_for(_arguments(batch)).plan
     finally:
         unstream(model)
 
@@ -46,20 +47,16 @@ def plan(
 class Report:
     """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
 
-    ``plans``: of the last call, one for each chain of blocks. ``peak_nbytes``: most bytes that parameter blocks held
-    per tier (the tape is in the plans' simulations). ``bytes_moved`` by (source, target) and ``wait_seconds`` are sums
-    since the last call of `report`.
+    ``plan``: of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``: most
+    bytes that parameter blocks held per tier (the tape is in the plans' simulations). ``bytes_moved`` by (source,
+    target) and ``wait_seconds`` are sums since the last call of `report`.
     """
 
+    plan: Plan
     plans: tuple[Plan, ...]
     peak_nbytes: dict[Tier, int]
     bytes_moved: dict[tuple[Tier, Tier], int]
     wait_seconds: float
-
-    @property
-    def plan(self) -> Plan:
-        """That of the first chain."""
-        return self.plans[0]
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -86,7 +83,8 @@ def report(model: nn.Module) -> Report:
     if handle.last is None:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
     moved, waited = handle.homes.statistics_since()
-    return Report(handle.last.plans, {tier: handle.pool.peak_nbytes(tier) for tier in Tier}, moved, waited)
+    held = {tier: handle.pool.peak_nbytes(tier) for tier in Tier}
+    return Report(handle.last.plan, handle.last.plans, held, moved, waited)
 
 
 def verify(model: nn.Module, batch: Any) -> None:

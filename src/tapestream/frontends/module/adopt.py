@@ -8,12 +8,16 @@ from torch import nn
 from tapestream.errors import InputError
 
 
-def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[list[int]], list[int | None]]:
+def parameter_groups(
+    model: nn.Module, blocks: Sequence[nn.Module], wide: Sequence[nn.Module] = ()
+) -> tuple[list[list[int]], list[int | None]]:
     """Blocks that share parameters form one group: positions per group, and the group of each position (None: no
-    parameters).
+    parameters). ``wide``: modules that come after the blocks.
 
-    Raises InputError for a parameter that a block shares with code outside the blocks.
+    Raises InputError for a parameter that a block shares with code outside of both. What ``wide`` modules share with
+    other modules is looked at when these are called.
     """
+    blocks, ordinary = [*blocks, *wide], len(blocks)
     inside = {id(m) for block in blocks for m in block.modules()}
     outside = {
         id(p): name
@@ -26,13 +30,13 @@ def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[lis
     leader = list(range(len(blocks)))
     for position, block in enumerate(blocks):
         for name, parameter in block.named_parameters():
-            if id(parameter) in outside:
+            if id(parameter) in outside and position < ordinary:
                 raise InputError(
                     f"parameter {name!r} of block {position} ({type(block).__name__}) is shared with "
                     f"{outside[id(parameter)] or 'the model itself'}, outside the blocks; "
                     "this is not supported yet: untie it, or name other blocks with blocks=[...]"
                 )
-            _check_ordinary(name, position, parameter)
+            check_movable(f"parameter {name!r} of block {position}", parameter)
             earlier = first.setdefault(id(parameter), position)
             _join(leader, earlier, position)
     members: dict[int, list[int]] = {}
@@ -49,9 +53,9 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[nn.Parameter, ...]:
     return tuple({id(p): p for module in modules for p in module.parameters()}.values())
 
 
-def _check_ordinary(name: str, position: int, parameter: torch.Tensor) -> None:
-    """Streaming moves a parameter's bytes: there must be nothing else to it."""
-    where = f"parameter {name!r} of block {position} is a {type(parameter).__name__}"
+def check_movable(what: str, parameter: torch.Tensor) -> None:
+    """Streaming moves a parameter's bytes: raise InputError if there is more to it."""
+    where = f"{what} is a {type(parameter).__name__}"
     if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
         kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
         raise InputError(

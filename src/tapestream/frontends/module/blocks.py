@@ -84,13 +84,14 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _shape(module: nn.Module) -> object:
+def kind_of(module: nn.Module) -> object:
+    """What repeated modules have in common: their class and the shapes of their parameters."""
     return type(module), tuple(p.shape for p in module.parameters())
 
 
 def _alike(container: nn.Module) -> bool:
     """Most of the children are of one class and one shape."""
-    shapes = Counter(_shape(child) for child in container.children())
+    shapes = Counter(kind_of(child) for child in container.children())
     return 2 * max(shapes.values()) >= sum(shapes.values())
 
 

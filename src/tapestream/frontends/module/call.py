@@ -4,14 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore
+from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
+from tapestream.frontends.module.wide import adds_once
 from tapestream.ir.actions import Tier
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
@@ -44,18 +47,23 @@ class StreamCall:
         self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward"
         self.anchor = torch.empty(0) if self.plain else self._anchored()
         self.closed = False
-        self._views: list[SegmentView] = []
+        self._views: dict[int, SegmentView] = {}
+        self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
         self.link = Link()
         live.calls.add(self)
 
     def _anchored(self) -> torch.Tensor:
         root = torch.empty(0, requires_grad=True).view(0)
-        parameters = [p for block in self.store.blocks for p in block.parameters if p.requires_grad and not _hooked(p)]
+        blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
+        parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not _hooked(p)]
         anchor: torch.Tensor = _Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
         assert root.grad_fn is not None
         assert anchor.grad_fn is not None
         self._ends = root.grad_fn, anchor.grad_fn
+        self._watched = [get_gradient_edge(p).node for p in self.prepared.watched]
+        for node in self._watched:
+            node.register_prehook(_refusing(root.grad_fn))
         return anchor
 
     def end_forward(self) -> None:
@@ -93,6 +101,11 @@ class StreamCall:
         blocks_wrote = any(self.prepared.segments[segment].traits[k].buffers for segment, k in run)
         raise UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside)
 
+    def has_place(self, position: int) -> bool:
+        """Whether the plan has a call of this block still to come."""
+        rest = self.prepared.order[self.done :]
+        return any(self.prepared.segments[segment].positions[k] == position for segment, k in rest)
+
     def run_plain(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -114,8 +127,10 @@ class StreamCall:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
         stages = self.stages[segment] = list(planned.stages)
         uses = [self.store.uses[position] for position in planned.positions]
-        view = SegmentView(self.store, uses)
-        self._views.append(view)
+        borrowed = {b for b, shared in self.prepared.shared.items() if shared.owner != segment}
+        unread = {k for k, cost in enumerate(planned.costs) if not cost.reads_parameters}
+        view = SegmentView(self.store, uses, borrowed, unread)
+        self._views[segment] = view
         store = self.store  # not self: a call that holds itself would outlive its result
         once = self.prepared.once[segment]
         runner = Runner(
@@ -145,14 +160,33 @@ class StreamCall:
             )
         if not self._differentiating:
             self._begin_backward()
-        block = self.store.uses[self.prepared.segments[segment].positions[k]]
-        if block is not None and self.store.gradients.together:
-            self.store.gradients.seed(block, interpreter.sums)
+        self._seed(segment, k, interpreter.sums)
         try:
             return interpreter.run_backward(k, cotangents)
         except BaseException:
             self.abort()
             raise
+
+    def _seed(self, segment: int, k: int, sums: Sums) -> None:
+        """Let the backward of a block go on from what others of this backward have added up."""
+        position = self.prepared.segments[segment].positions[k]
+        block = self.store.uses[position]
+        if block is None:
+            return
+        shared = self.prepared.shared.get(block)
+        if shared is not None and block in self._ended and segment != shared.owner:
+            raise GradientError(
+                f"backward reached {self.prepared.segments[segment].stages[k].name} after the first use of its shared "
+                "parameters, other than in the reverse order of the forward; use the model without stream(...)"
+            )
+        if self.store.gradients.together:
+            self.store.gradients.seed(block, sums)
+        elif shared is not None:
+            view = self._views[segment]
+            once = adds_once(self.store.modules[position])
+            self.store.gradients.seed(block, view.seeds if once else sums)
+            if (segment, k) == shared.places[0]:
+                self._ended.add(block)
 
     def _begin_backward(self) -> None:
         self._differentiating = True
@@ -164,7 +198,7 @@ class StreamCall:
                 "backward(inputs=...); they arrive in their home, not there: call backward() and read .grad, or "
                 "freeze the others with requires_grad_(False)"
             )
-        for view in self._views:
+        for view in self._views.values():
             view.wanted = wanted
         before, self.live.differentiated = self.live.differentiated, self
         if before is not None:
@@ -188,7 +222,7 @@ class StreamCall:
 
     def _collect(self, interpreter: Interpreter) -> None:
         """Gradients of blocks whose first stage the backward did not reach."""
-        for block in self.store.blocks if all(view.wanted for view in self._views) else ():
+        for block in self.store.blocks if all(view.wanted for view in self._views.values()) else ():
             self.store.take_gradients(block.index, interpreter.sums)
 
     def _end(self) -> None:
@@ -220,6 +254,20 @@ class StreamCall:
 def _handed_on(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """A block that is left out of a call."""
     return state
+
+
+def _refusing(root: Node) -> Callable[[Any], None]:
+    """A hook of the node where gradients of a parameter arrive that its module's calls do not make."""
+
+    def refuse(gradients: Any) -> None:
+        if gradients[0] is not None and torch._C._will_engine_execute_node(root):
+            raise GradientError(
+                f"a parameter of shape {tuple(gradients[0].shape)} that comes and goes with its module (an embedding, "
+                "a head) was used otherwise than by calling that module, in one backward with it; call the module, or "
+                "keep it on the device by naming the modules to stream with blocks=[...]"
+            )
+
+    return refuse
 
 
 def _hooked(parameter: torch.nn.Parameter) -> bool:

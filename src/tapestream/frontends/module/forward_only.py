@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tapestream.executor.blocks import BlockStore
+from tapestream.executor.copies import SHOWN
 from tapestream.frontends.module.prepare import outside_nbytes
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.planning.profile import collector_off
@@ -219,7 +220,7 @@ class ForwardOnly:
             with torch.inference_mode(False):
                 store.engine.compute_ended(regions)
                 if staying and brought and store.keep(block):
-                    self._kept |= {Value(Kind.PARAMETERS, block)}
+                    self._kept |= frozenset(store.copies.shown_values(block))
                 elif brought:
                     store.give_back(block)
                 if self._walk is not None:
@@ -260,7 +261,8 @@ class ForwardOnly:
         store = self._handle.store
         copies, excess = store.copies, store.pool.held_nbytes(Tier.DEVICE) + needed - limit
         leaving: set[Value] = set()
-        for value in sorted(copies.resident, key=lambda v: (v.kind is Kind.PARAMETERS, v not in self._kept, -v.index)):
+        movable = copies.resident - self._handle.pinned.values()
+        for value in sorted(movable, key=lambda v: (v.kind in SHOWN, v not in self._kept, -v.index)):
             if excess > 0 and copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
                 leaving.add(value)
                 excess -= copies.region(value, Tier.DEVICE).nbytes
@@ -271,7 +273,7 @@ class ForwardOnly:
     def _chosen(self, order: Sequence[int], limit: int) -> frozenset[int]:
         """Blocks that may stay: beside what lives on the device already, and two that come and go."""
         store = self._handle.store
-        coming = [b for b in dict.fromkeys(order) if store.copies.tier_of(Value(Kind.PARAMETERS, b)) is not Tier.DEVICE]
+        coming = [b for b in dict.fromkeys(order) if not store.copies.lives_on_device(b)]
         total, largest = sum(_nbytes(store, b) for b in coming), self._largest(coming)
         room = limit - store.pool.held_nbytes(Tier.DEVICE)
         if total <= room:
@@ -291,7 +293,7 @@ class ForwardOnly:
 
 
 def _nbytes(store: BlockStore, block: int) -> int:
-    return store.blocks[block].layout.nbytes
+    return store.blocks[block].parameters_nbytes
 
 
 @contextlib.contextmanager

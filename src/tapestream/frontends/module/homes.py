@@ -35,6 +35,7 @@ class Homes:
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
+        wide: Sequence[nn.Module],
         *,
         device: torch.device,
         budget: Budget,
@@ -47,7 +48,8 @@ class Homes:
         self._path = folder
         self._counted: EngineStatistics | None = None
         with ExitStack() as undo:
-            groups, uses = parameter_groups(model, blocks)
+            groups, uses = parameter_groups(model, blocks, wide)
+            blocks = [*blocks, *wide]
             check_own_bytes(model, blocks)
             maker = Maker(model, blocks, None if weights is None else Weights(weights, model))
             self.engine = make_engine(engine, device)

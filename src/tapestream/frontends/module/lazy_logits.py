@@ -5,6 +5,7 @@ What models do with logits before the cross entropy (cut off rows, cap, widen, f
 by chunk; anything else gets the logits themselves, made at that moment by the operations of plain PyTorch, and kept.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any
@@ -15,57 +16,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends.loss import (
-    ChunkLoss,
-    Chunks,
-    Pointwise,
-    Reduction,
-    autocast_dtype,
-    by_chunks,
-    cast_dtype,
-    lowered,
-    without_autocast,
-)
-
-
-class Projection:
-    """One call of the head: its operands, and what autocast made of them. ``used``: a loss was made of it by chunks."""
-
-    __slots__ = ("_versions", "bias", "cast", "chunks", "hidden", "used", "weight")
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> None:
-        self.hidden, self.weight, self.bias, self.chunks = hidden, weight, bias, chunks
-        self.cast = autocast_dtype(hidden.device.type)
-        self.used = False
-        self._versions = self._found()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the logits."""
-        return cast_dtype(self.hidden.dtype, self.cast)
-
-    def check(self) -> None:
-        """Raise GradientError when an operand is not what it was."""
-        if self._versions != self._found():
-            raise GradientError(
-                "logits of a model streamed with loss_chunks were read after the head's weight, bias or input had "
-                "changed (by optimizer.step(), say), so they cannot be made any more; read them before, or pass "
-                "loss_chunks=None"
-            )
-
-    def logits(self) -> Tensor:
-        """All of them, as the head would have made them."""
-        self.check()
-        kind = self.hidden.device.type
-        if autocast_dtype(kind) == self.cast:
-            return F.linear(self.hidden, self.weight, self.bias)
-        operands = (lowered(t, self.cast) for t in (self.hidden, self.weight, self.bias))
-        with without_autocast(kind):
-            return F.linear(*operands)  # type: ignore[arg-type]
-
-    def _found(self) -> object:
-        operands = (self.hidden, self.weight, self.bias)
-        return [None if t is None else (t._version, t.data_ptr()) for t in operands]
+from tapestream.frontends.loss import ChunkLoss, Chunks, Pointwise, Reduction, autocast_dtype, cast_dtype
+from tapestream.frontends.module.projection import Projection, Within
 
 
 class LazyLogits(Tensor):
@@ -164,18 +116,28 @@ class LazyLogits(Tensor):
         )
 
 
-def compute_lazily(head: nn.Linear, chunks: Chunks) -> None:
-    """From now on ``head`` returns LazyLogits where gradients are on, and its hooks do not need its output."""
+def compute_lazily(head: nn.Linear, chunks: Chunks, within: Callable[[], Within] | None = None) -> None:
+    """From now on ``head`` returns LazyLogits where gradients are on, and its hooks do not need its output.
+
+    ``within`` is asked at each call for what runs the functions that read the weight.
+    """
     base = type(head)
 
+    @functools.wraps(base.forward)
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        hooked = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
-        if not hooked and torch.is_grad_enabled() and _fits(x, self.weight, self.bias):
-            projection = Projection(x, self.weight, self.bias, chunks)
+        if is_lazy(self, (x,), {}):
+            projection = Projection(x, self.weight, self.bias, chunks, None if within is None else within())
             return LazyLogits.of(projection, x, projection.dtype)
         return base.forward(self, x)
 
     head.__class__ = type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})
+
+
+def is_lazy(head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a head given to `compute_lazily` returns LazyLogits."""
+    hooked = head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
+    fits = len(args) == 1 and not kwargs and _fits(args[0], head.weight, head.bias)
+    return not hooked and torch.is_grad_enabled() and fits
 
 
 def find_head(model: nn.Module, name: str | None, blocks: Sequence[nn.Module]) -> nn.Linear:
@@ -211,7 +173,7 @@ def _fits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and hidden.dim() > 1
         and hidden.is_floating_point()
         and hidden.shape[-1] == weight.shape[1]
-        and len({(cast_dtype(t.dtype, cast), t.device) for t in operands}) == 1
+        and len({cast_dtype(t.dtype, cast) for t in operands}) == 1
         and any(t.requires_grad for t in operands)
     )
 
@@ -275,11 +237,8 @@ def _cross_entropy(
     fits = logits.dim() == 2 and target.dtype == torch.int64 and target.shape == logits.shape[:1]
     if not (usual and fits and type(target) is Tensor):
         return None
-    projection = logits.projection
-    projection.check()
-    projection.used = True
-    loss = ChunkLoss(projection.cast, logits.pointwise, ignore_index, reduction, label_smoothing)
-    return by_chunks(loss, logits.rows, (projection.weight, projection.bias), target, projection.chunks)
+    loss = ChunkLoss(logits.projection.cast, logits.pointwise, ignore_index, reduction, label_smoothing)
+    return logits.projection.loss(loss, logits.rows, target)
 
 
 def _reshaped(logits: LazyLogits, shape: tuple[Any, ...]) -> Tensor | None:

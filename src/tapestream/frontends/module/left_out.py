@@ -1,14 +1,23 @@
 """Blocks that the profiled call has left out (layers dropped at random): profiled all the same, where they stand."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy
+import torch
 from torch import nn
 
+from tapestream.errors import InputError
 from tapestream.frontends.module.arguments import BlockRun, Link
+from tapestream.frontends.module.blocks import kind_of
+from tapestream.planning.profile import unchanged_generators
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.observe import Segment
+
+# A model that drops layers at random is tried this often before it is said to call no block.
+_TRIES = 16
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -21,7 +30,7 @@ class LeftOut:
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         parents = {id(child): id(parent) for parent in model.modules() for child in parent.children()}
-        self._container = [(parents.get(id(block)), type(block), shapes_of(block)) for block in blocks]
+        self._container = [(parents.get(id(block)), kind_of(block)) for block in blocks]
         self._drops = model.training
         self._seen: set[int] = set()
         self._last: dict[object, tuple[Arguments, Link, Segment]] = {}
@@ -57,6 +66,13 @@ class LeftOut:
                 yield position, args, kwargs, link, segment
 
 
-def shapes_of(block: nn.Module) -> tuple[object, ...]:
-    """The shapes of its parameters."""
-    return tuple(p.shape for p in block.parameters())
+def check_called_by_chance(model: nn.Module, device: torch.device, some: Callable[[], bool]) -> None:
+    """A call has called no block: raise InputError unless it would have with other random numbers, as ``some`` says."""
+    for number in range(_TRIES if model.training else 0):
+        with unchanged_generators(device):
+            torch.manual_seed(number)
+            random.seed(number)
+            numpy.random.seed(number)
+            if some():
+                return
+    raise InputError("the model's forward called none of its blocks; name the right ones with blocks=[...]")

@@ -2,9 +2,11 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
@@ -46,24 +48,53 @@ class Live:
 
 
 class SegmentView:
-    """The store as one segment's interpreter sees it: stages numbered within the segment."""
+    """The store as one segment's interpreter sees it: stages numbered within the segment.
 
-    def __init__(self, store: BlockStore, uses: list[int | None]) -> None:
-        self._store, self._uses = store, uses
+    ``borrowed``: blocks that another segment's plan owns; they come for each run and go after it, and what is added up
+    for them is left to that other. ``unread``: stages whose backward needs no parameters. ``seeds``: sums for the
+    stage at hand that its backward does not start from but is added to.
+    """
+
+    def __init__(
+        self, store: BlockStore, uses: list[int | None], borrowed: Container[int] = (), unread: Container[int] = ()
+    ) -> None:
+        self._store, self._uses, self._borrowed, self._unread = store, uses, borrowed, unread
         self.wanted = True  # whether the backward at hand asks for gradients of parameters
+        self.seeds: Sums = {}
+        self._running: int | None = None
+        self._brought = False
         self._last_use = {b: k for k, b in reversed(list(enumerate(uses))) if b is not None}
         self.start, self.wait, self.free = store.start, store.wait, store.free
         self.update, self.has_gradient = store.update, store.has_gradient
 
-    def compute_begins(self, stage: int) -> None:
-        self._store.compute_begins(self._uses[stage])
+    def compute_begins(self, stage: int, *, backward: bool = False) -> None:
+        block = self._running = None if backward and stage in self._unread else self._uses[stage]
+        there = block is None or self._store.copies.on_device(block)
+        self._store.compute_begins(block)
+        self._brought = block in self._borrowed and not there
 
     def compute_ended(self, stage: int) -> None:
-        self._store.compute_ended(self._uses[stage])
+        block = self._running
+        self._store.compute_ended(block)
+        if self._brought and block is not None:
+            self._store.give_back(block)
+            self._brought = False
 
     def backward_ended(self, stage: int, sums: Sums) -> None:
         block = self._uses[stage]
+        for key, (parameter, seed) in self.seeds.items():
+            made = sums.get(key)
+            sums[key] = parameter, seed if made is None else _added(made[1], seed)
+        self.seeds = {}
         if not self.wanted:
             sums.clear()
         elif block is not None and self._last_use[block] == stage:
-            self._store.take_gradients(block, sums)
+            if block in self._borrowed:
+                self._store.gradients.take(block, sums)
+            else:
+                self._store.take_gradients(block, sums)
+
+
+def _added(gradient: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """The sum that autograd makes of a seed and the one gradient that follows. A matrix product is nobody else's."""
+    return gradient.add_(seed) if gradient.dim() > 1 else seed + gradient

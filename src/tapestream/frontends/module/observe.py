@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.hooks import hooks_unchanged
+from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
+from tapestream.frontends.module.swap import class_of
+from tapestream.frontends.module.wide import DirectUse, reads_parameters
 from tapestream.planning.profile import Alike, Travellers, collector_off, profile_stage, unchanged_generators
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
@@ -48,7 +51,7 @@ class Observed:
 
     ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs
     after the last block's forward and before its backward (head, loss). ``writes_outside``: whether what runs outside
-    blocks wrote buffers.
+    blocks wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
     """
 
     segments: list[Segment]
@@ -56,6 +59,7 @@ class Observed:
     turn_nbytes: int
     turn_seconds: float
     writes_outside: bool
+    used_directly: frozenset[int]
 
 
 class Observation:
@@ -70,14 +74,17 @@ class Observation:
         device: torch.device,
         progress: Callable[[str, int, int], None],
         *,
+        wide: int,
         verify: bool,
     ) -> None:
+        """``wide``: the position of the first of the blocks that are modules outside of the repeated ones."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
-        self.progress, self.verify = progress, verify
+        self.progress, self.verify, self._wide = progress, verify, wide
+        self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
         self._alike: Alike = {}
         self.segments: list[Segment] = []
         self._link = Link()
-        self._left_out = LeftOut(model, blocks)
+        self._left_out = LeftOut(model, blocks[:wide])
         self._root = torch.empty(0, requires_grad=True)
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
         self._meter: MemoryMeter | None = None
@@ -107,7 +114,9 @@ class Observation:
             written = bool(snapshot.changed())
         finally:
             snapshot.put_back()
-        return Observed(self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written)
+        return Observed(
+            self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written, frozenset(self._direct.found)
+        )
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
         """Casts made here must not be found by the call itself: a weight's parts would be added in another order."""
@@ -116,8 +125,9 @@ class Observation:
 
     def _turn(self, result: Any) -> tuple[int, float]:
         """Differentiate what the model returned down to the last block's output, as the user's backward will."""
-        roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-        roots = [t for t in roots if t.dim() == 0] or roots  # a loss that the model computes itself is what is used
+        found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
+        roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
         leaves = [t for t in self._link.tensors if t.requires_grad]
         start = time.perf_counter()
         made: tuple[torch.Tensor | None, ...] = ()
@@ -136,6 +146,8 @@ class Observation:
         assert self._watch is not None
         self._held = held
         self._outside = contextlib.ExitStack()
+        if self._wide < len(self.blocks):
+            self._outside.enter_context(self._direct)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
 
@@ -152,6 +164,8 @@ class Observation:
     ) -> Any:
         """Profile one block, and what its container has left out before it; returns its output, cut off from the
         graph."""
+        if position >= self._wide:
+            return self._observe(position, original, args, kwargs)[0]
         for other in self._left_out.before(position):
             args, kwargs = self._observe_left_out(other, args, kwargs, None)
         result, run = self._observe(position, original, args, kwargs)
@@ -164,7 +178,7 @@ class Observation:
         """Profile a block that this call has dropped. Returns what the next block would be given: if this one cannot
         be run here, the same."""
         block, link = self.blocks[position], self._link
-        base = type(block).__mro__[1]
+        base = class_of(block)
         try:
             _, run = self._observe(position, lambda *a, **k: base.__call__(block, *a, **k), args, kwargs, segment)
         except Exception:
@@ -212,7 +226,7 @@ class Observation:
                 self.store.give_back(block)
         _check_own(position, self.blocks[position], traits)
         segment.positions.append(position)
-        segment.costs.append(cost)
+        segment.costs.append(replace(cost, reads_parameters=reads_parameters(self.blocks[position])))
         segment.traits.append(traits)
         segment.stages.append(bare)
         segment.clones.append(run.writes)
@@ -232,6 +246,12 @@ class Observation:
 
 def _nbytes(state: State) -> int:
     return sum(storages(state.tensors).values())
+
+
+def _parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int]:
+    """The block of each parameter of the blocks at ``positions``, by ``id``."""
+    blocks = {block for position in positions if (block := store.uses[position]) is not None}
+    return {id(p): block for block in blocks for p in store.blocks[block].parameters}
 
 
 def _check_own(position: int, block: nn.Module, traits: Traits) -> None:

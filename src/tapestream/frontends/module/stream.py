@@ -12,10 +12,13 @@ from tapestream.errors import InputError
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.home import Home, tiers_for
-from tapestream.frontends.module.lazy_logits import compute_lazily, find_head
+from tapestream.frontends.module.later import calling
+from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.streamed import Site, Streamed
 from tapestream.frontends.module.swap import Swaps, swap_back
 from tapestream.frontends.module.weights import Source
+from tapestream.frontends.module.wide import wide_modules
+from tapestream.ir.actions import Kind, Tier
 from tapestream.planning.plan import Plan
 
 _HANDLE = "_tapestream_handle"
@@ -48,12 +51,12 @@ def stream(
     (None: what is free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
     that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a
     `Home` with one of these for each kind. ``blocks``: the modules to stream, or their classes or names (None: the
-    repeated children of the largest ModuleLists and Sequentials). What was made on the ``meta`` device is made real
+    repeated children of the largest ModuleLists and Sequentials, and embeddings, heads and other modules without
+    children that hold a quarter of the bytes of a block, and 1 MiB). What was made on the ``meta`` device is made real
     one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
     names must match, dtypes are the model's) or else by its ``initialize()``, ``_init_weights()`` or
     ``reset_parameters()``. ``plan`` fixes the plan; ``verify`` runs every block twice the first time; ``machine``
-    replaces measured speeds; ``engine`` names a
-    copy engine (``"adversarial"`` for tests).
+    replaces measured speeds; ``engine`` names a copy engine (``"adversarial"`` for tests).
 
     ``loss_chunks``: the number of chunks of rows in which the cross entropy that the model computes of its logits is
     made (None: one, with all the logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these
@@ -70,14 +73,15 @@ def stream(
     _check_device(where)
     found = find_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
+    tiers = tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine)
+    moves = blocks is None and tiers[Kind.PARAMETERS] is not Tier.DEVICE
     handle = Streamed(
-        model, found, device=where, budget=Budget.of(budget),
-        home=tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine), folder=folder,
-        planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights,
-        progress=progress,
+        model, found, wide_modules(model, found) if moves else [], device=where, budget=Budget.of(budget), home=tiers,
+        folder=folder, planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine,
+        weights=weights, progress=progress,
     )  # fmt: skip
     if linear is not None and loss_chunks is not None:
-        compute_lazily(linear, loss_chunks)
+        compute_lazily(linear, loss_chunks, calling(handle, linear))
         handle.head = linear
     _swap(handle)
     return model
@@ -130,6 +134,8 @@ def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
 
 def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     site: Site = getattr(self, _SITE)
+    if isinstance(self, nn.Linear) and self is site.handle.head and is_lazy(self, args, kwargs):
+        return original(*args, **kwargs)  # what reads the logits is a call of this block
     return site.handle.call_block(site.position, original, args, kwargs)
 
 

@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -21,24 +19,24 @@ from tapestream.frontends.module.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
 from tapestream.frontends.module.homes import Homes
+from tapestream.frontends.module.left_out import check_called_by_chance
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
 from tapestream.frontends.module.observe import Observation, Observed
+from tapestream.frontends.module.pinned import Pinned
 from tapestream.frontends.module.prepare import Prepared, Update, prepare, prepare_beside
+from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.weights import Source
+from tapestream.frontends.module.wide import trains
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
-from tapestream.planning.profile import unchanged_generators
 from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
-
-# A model that drops layers at random is tried this often before it is said to call no block.
-_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,7 @@ class Streamed:
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
+        wide: Sequence[nn.Module],
         *,
         device: torch.device,
         budget: Budget,
@@ -70,17 +69,19 @@ class Streamed:
         weights: Source | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
-        self.model, self.blocks, self.device = model, list(blocks), device
+        self.model, self.blocks, self.device = model, [*blocks, *wide], device
+        self.wide = len(blocks)  # the position of the first of those that are not repeated
         self.budget = budget if budget.device_nbytes is not None else _with_device(budget, free_nbytes(device))
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self._machine = machine
         self.homes = Homes(
-            model, self.blocks, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
+            model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
             weights=weights, progress=self.progress
         )  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
+        self.pinned = Pinned(self.store)
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
         self._known = tuple(model.parameters())
@@ -88,7 +89,7 @@ class Streamed:
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
-        self._call: StreamCall | None = None  # the one whose forward is under way
+        self.call: StreamCall | None = None  # the one whose forward is under way
         self._live = Live()
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
@@ -102,6 +103,7 @@ class Streamed:
             return original(*args, **kwargs)
         with self._live.working():
             if not torch.is_grad_enabled():
+                self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
             return self._call_live(original, args, kwargs)
@@ -127,7 +129,7 @@ class Streamed:
         self.store.settle()
         self.store.place(prepared.resident)
         self.store.copies.staying = prepared.at_step
-        self._call = call = StreamCall(self.store, prepared, self.device, self._live)
+        self.call = call = StreamCall(self.store, prepared, self.device, self._live)
         self.last = prepared
         try:
             return original(*args, **kwargs)
@@ -135,31 +137,37 @@ class Streamed:
             call.abort()
             raise
         finally:
-            self._call = None
+            self.call = None
             call.end_forward()
 
     def call_block(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A block's ``__call__``, within the model's."""
-        if self._bypass:
+        block = self.store.uses[position]
+        if self._bypass or block in self.pinned.blocks:
             return original(*args, **kwargs)
         if self._observation is not None:
             return self._observation.observe(position, original, args, kwargs)
         if not torch.is_grad_enabled():
-            block = self.store.uses[position]
             if block is None:
                 return original(*args, **kwargs)
             return self._forward_only.call_block(block, original, args, kwargs)
-        if self._call is None or self._call.closed:
+        if self.call is None or self.call.closed:
+            if position >= self.wide and block is not None and not trains(self.blocks[position], args, kwargs):
+                return self._forward_only.call_block(block, original, args, kwargs)  # nothing will be differentiated
             raise InputError(
                 f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
                 f"itself; call the model that was given to "
                 "stream(), or call the block under torch.no_grad()"
             )
-        if self._call.plain:
-            return self._call.run_plain(position, original, args, kwargs)
-        return apply_block(self._call, position, original, args, kwargs)
+        if self.call.plain:
+            return self.call.run_plain(position, original, args, kwargs)
+        return apply_block(self.call, position, original, args, kwargs)
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls that end do not disturb the store."""
+        return self._live.working()
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +186,7 @@ class Streamed:
     def prepare_for(self, args: tuple[Any, ...]) -> Prepared:
         """The plans for a call with these arguments, without running it."""
         self._forward_only.end()
-        base = type(self.model).__mro__[1]
+        base = class_of(self.model)
         with torch.enable_grad():
             found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
         if found is None:
@@ -199,41 +207,38 @@ class Streamed:
 
     def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
         """Plans for this call, None where it drops every block at random."""
+        if self.store.divide_thawed(live=bool(self._live.calls)):
+            self.replan()
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
         kind, shapes = key_of(state, self._mode(), self.device), shapes_of(state)
         found = self._prepared.find(kind, shapes)
         if found is None:
             observed = self._observe(original, args, kwargs)
             if not observed.segments:
-                self._check_that_blocks_are_called(original, args, kwargs)
+                some = lambda: bool(self._observe(original, args, kwargs).segments)  # noqa: E731
+                check_called_by_chance(self.model, self.device, some)
                 return None
             found = prepare(self, observed)
             self._prepared.add(kind, shapes, found)
         return found
 
     def _observe(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-        self.store.settle()
-        self._observation = Observation(
-            self.model, self.store, self.blocks, self.device, self.progress, verify=self.verify
-        )
-        try:
-            return self._observation.run(original, *copies_of((args, kwargs)))
-        finally:
-            self._observation = None
+        """One observed call, in which no parameter is used that a block might have sent home."""
+        while True:
             self.store.settle()
-
-    def _check_that_blocks_are_called(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """This call has called none: raise InputError unless it would have with other random numbers."""
-        for number in range(_TRIES if self.model.training else 0):
-            with unchanged_generators(self.device):
-                torch.manual_seed(number)
-                random.seed(number)
-                numpy.random.seed(number)
-                if self._observe(original, args, kwargs).segments:
-                    return
-        raise InputError("the model's forward called none of its blocks; name the right ones with blocks=[...]")
+            self.pinned.bring()
+            self._observation = Observation(
+                self.model, self.store, self.blocks, self.device, self.progress, wide=self.wide, verify=self.verify
+            )
+            try:
+                found = self._observation.run(original, *copies_of((args, kwargs)))
+            finally:
+                self._observation = None
+                self.store.settle()
+            if found.used_directly <= self.pinned.blocks:
+                return found
+            self.pinned.add(found.used_directly)
+            self.replan()
 
     def _beside_live(self, prepared: Prepared) -> Prepared:
         """``prepared``, or plans for the same call in what calls that await their backward leave of the budget."""
@@ -281,16 +286,23 @@ class Streamed:
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, SteppedGradient):
                 parameter.grad = None
-        self.optimizer, self.update, self.store.updater = optimizer, optimizer.update, updater
+        self.optimizer, self.update, self.store.updates.updater = optimizer, optimizer.update, updater
         self.replan()
+
+    def cut_finer(self) -> bool:
+        """Let updates need less memory, where no call is under way; returns whether they do now."""
+        if self.optimizer is None or self._live.calls or not self.optimizer.cut_finer():
+            return False
+        self.replan()
+        return True
 
     def run_step(self) -> None:
         """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated
-        once."""
+        once. With update="backward" the latter alone, of blocks that are plain tensors."""
         with self._live.working():
             self._forward_only.end()
             self.store.settle()
-            self.store.updated.clear()
+            self.store.updates.done.clear()
             prepared = self.last
             try:
                 # Where blocks are at home on the device, no plan has anything to move: all of them are left.
@@ -301,7 +313,7 @@ class Streamed:
                         blocks = SegmentView(self.store, [])
                         Interpreter(plan.schedule, Runner([], [], self.device), blocks=blocks).run_step()
                     self.store.settle()
-                self.store.update_left()
+                self.store.update_left(self.pinned.blocks if self.update == "backward" else None)
             finally:
                 self.store.settle()
 

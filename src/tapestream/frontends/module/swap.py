@@ -77,7 +77,13 @@ class Swaps:
 
 def swap_back(module: nn.Module) -> None:
     """Undo `Swaps.swap`."""
-    module.__class__ = type(module).__mro__[1]
+    module.__class__ = class_of(module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a swapped module had before."""
+    base: type[nn.Module] = type(module).__mro__[1]
+    return base
 
 
 def _part(tensors: dict[str, Any], prefix: str) -> None:
