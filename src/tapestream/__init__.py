@@ -10,11 +10,13 @@ from tapestream.errors import (
     TapestreamError,
 )
 from tapestream.frontends.chain import Chain
+from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.loss import linear_cross_entropy
 from tapestream.frontends.module.home import Home
 from tapestream.frontends.module.optimizer import optimizer
 from tapestream.frontends.module.stream import stream, unstream
 from tapestream.frontends.plan import plan, report, verify
+from tapestream.frontends.saving.save import load, save
 from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
 from tapestream.planning.measure import measure_machine
@@ -32,6 +34,7 @@ __all__ = [
     "Home",
     "InputError",
     "Link",
+    "Loop",
     "Machine",
     "Plan",
     "Profile",
@@ -43,12 +46,14 @@ __all__ = [
     "TapestreamError",
     "Tier",
     "linear_cross_entropy",
+    "load",
     "measure_machine",
     "optimizer",
     "plan",
     "planners",
     "recomputing",
     "report",
+    "save",
     "simulate",
     "stream",
     "track_memory",

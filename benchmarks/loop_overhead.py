@@ -1,0 +1,109 @@
+"""What `Loop` adds to a step: a forward sweep beside a bare loop, and a gradient beside torch.utils.checkpoint.
+
+A tanh recurrence (batch 64) with one weight. "forward": the loop's first sweep against the same step in a Python loop
+under ``no_grad``. "gradient": forward and backward of 10,000 steps against ``torch.utils.checkpoint`` in sqrt(n)
+segments, the loop being given the bytes that checkpoint takes, and a tenth of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tapestream as ts
+from benchmarks.common import Row, Run, Settings, alternate, mebibytes, peak_nbytes, same_bits, save, settings, yes
+
+Step = Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    """Run and write the table."""
+    given = settings(rounds=5)
+    steps = 400 if given.quick else 10_000
+    rows = (row for width in (8, 64, 256) for row in (forward(width, steps, given), *gradients(width, steps, given)))
+    save("loop_overhead", "Loop beside a bare loop and torch.utils.checkpoint", given, rows, steps=steps)
+
+
+def recurrence(width: int) -> tuple[Step, Tensor, list[Tensor]]:
+    """A step, its initial state, and the tensors that get a gradient."""
+    torch.manual_seed(0)
+    weight = (torch.randn(width, width) / width**0.5).requires_grad_()
+    bias, start = torch.randn(width).requires_grad_(), torch.randn(64, width).requires_grad_()
+    return lambda h: torch.tanh(torch.addmm(bias, h, weight)), start, [start, weight, bias]
+
+
+def forward(width: int, steps: int, given: Settings) -> Row:
+    """Microseconds that the first sweep adds to a step."""
+    step, start, _ = recurrence(width)
+    loop = ts.Loop(step, planner="revolve", slots=40)
+
+    def bare() -> Tensor:
+        h = start
+        with torch.no_grad():
+            for _ in range(steps):
+                h = step(h)
+        return h
+
+    timings = alternate({"loop": lambda: loop(start, steps=steps), "bare": bare}, given.rounds, given.device)
+    added = [(a - b) / steps * 1e6 for a, b in zip(timings.cpu["loop"], timings.cpu["bare"], strict=True)]
+    return {
+        "what": "forward", "width": width, "steps": steps,
+        "us a step": round(timings.seconds("loop") / steps * 1e6, 2),
+        "added us a step (processor time)": round(sorted(added)[len(added) // 2], 2),
+        **timings.ratio("loop", "bare"),
+    }  # fmt: skip
+
+
+def gradients(width: int, steps: int, given: Settings) -> Iterator[Row]:
+    """Time and bytes of a gradient."""
+    step, start, leaves = recurrence(width)
+
+    def segment(h: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            h = step(h)
+        return h
+
+    def checkpointed() -> Tensor:
+        h, count = start, math.isqrt(steps)
+        for first in range(0, steps, count):
+            h = checkpoint(segment, h, min(count, steps - first), use_reentrant=False)
+        return h
+
+    theirs = differentiating(checkpointed, leaves)
+    taken = peak_nbytes(theirs, given.device)
+    for share in (1, 3) if given.quick else (1, 10):
+        loop = ts.Loop(step, budget=taken // share)
+        ours = differentiating(lambda loop=loop: loop(start, steps=steps), leaves)  # type: ignore[misc]
+        ours()
+        same = same_bits(gradients_of(ours, leaves), gradients_of(theirs, leaves))
+        timings = alternate({"loop": ours, "checkpoint": theirs}, given.rounds, given.device)
+        assert loop.plan is not None
+        yield {
+            "what": "gradient", "width": width, "steps": steps,
+            "us a step": round(timings.seconds("loop") / steps * 1e6, 2), **timings.ratio("loop", "checkpoint"),
+            "MiB": mebibytes(peak_nbytes(ours, given.device)), "MiB of checkpoint": mebibytes(taken),
+            "forwards a step": round(loop.plan.simulation.forwards / len(loop.plan.profile), 2), "same bits": yes(same),
+        }  # fmt: skip
+
+
+def differentiating(run: Callable[[], Tensor], leaves: list[Tensor]) -> Run:
+    """Forward and backward."""
+
+    def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        run().sum().backward()  # type: ignore[no-untyped-call]
+
+    return both
+
+
+def gradients_of(run: Run, leaves: list[Tensor]) -> list[Tensor | None]:
+    """What it leaves behind."""
+    run()
+    return [leaf.grad for leaf in leaves]
+
+
+if __name__ == "__main__":
+    main()

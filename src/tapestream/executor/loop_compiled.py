@@ -1,0 +1,73 @@
+"""`CompiledSteps`: a stage is a chunk of steps that went through ``torch.compile`` as one function."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tapestream.errors import InputError
+from tapestream.executor.loop_steps import TensorSteps
+from tapestream.executor.loop_sweep import paired
+from tapestream.executor.loop_traits import Body
+
+Chunk = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
+"""From a state and an input for each step (or none) to the state after them and the output of each (or none)."""
+
+
+def unrolled(body: Body, length: int) -> Chunk:
+    """``length`` steps one after the other, to be compiled."""
+    function, given, paid = body.function, body.source is not None, body.sink is not None
+
+    def chunk(state: Any, xs: list[Any]) -> tuple[Any, list[Any]]:
+        outputs = []
+        for number in range(length):
+            state = function(state, xs[number]) if given else function(state)
+            if paid:
+                state, output = paired(state, number)
+                outputs.append(output)
+        return state, outputs
+
+    return chunk
+
+
+class CompiledSteps(TensorSteps):
+    """As `TensorSteps`; ``chunks`` gives the compiled function of a length. Only whole stages are run."""
+
+    def __init__(
+        self,
+        body: Body,
+        steps: int | None,
+        tick: Callable[[int], None] | None = None,
+        *,
+        chunks: Callable[[int], Chunk],
+    ) -> None:
+        super().__init__(body, steps, tick)
+        self._chunks = chunks
+
+    def _swept(
+        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
+    ) -> Any:
+        if ended is not None:
+            raise InputError("Loop: a compiled loop cannot stop inside a chunk; use steps=, or compile=False")
+        fresh = function is not self.body.function  # the sweep runs with gradients on
+        size, sink = self.body.chunk, self.body.sink
+        chunk = self._chunks(size)
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            if last - first < size:
+                chunk = self._chunks(last - first)
+            state, outputs = chunk(self.detached(state, requires=True) if fresh else state, self._xs(first, last))
+            self.form.check(state, last - 1)
+            if sink is not None and self.first_run:
+                for step, output in enumerate(outputs, first):
+                    if sink.wants(step):
+                        sink.add(step, output)
+        if self.tick is not None:
+            self.tick(stop - start)
+        return state
+
+    def _run(self, state: Any, xs: Iterator[tuple[Any, ...]], first: int, last: int) -> Iterator[tuple[Any, Any]]:
+        found, outputs = self._chunks(last - first)(state, [x for (x,) in xs] if self.body.source is not None else [])
+        for step in range(last - first):
+            yield found, outputs[step] if outputs else None
+
+    def _xs(self, first: int, last: int) -> list[Any]:
+        return [] if self.body.source is None else list(self.body.source.read(first, last))

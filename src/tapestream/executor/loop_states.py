@@ -1,0 +1,84 @@
+"""`ParcelStates`: restart checkpoints of a loop on their way to a slower tier and back."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tapestream.executor.loop_form import Form
+from tapestream.executor.loop_keep import Kept, versions
+from tapestream.executor.parcel import Parcels
+from tapestream.ir.actions import Kind, Tier, Value
+
+
+class ParcelStates:
+    """See `executor.loop.States`. Generator states and buffers travel with the state's tensors."""
+
+    def __init__(self, parcels: Parcels, form: Form) -> None:
+        self._parcels, self._form = parcels, form
+        self._rest: dict[int, Kept] = {}
+
+    def start(self, kept: dict[int, Any], stage: int, source: Tier, target: Tier) -> None:
+        """Start a copy of restart checkpoint ``stage``. Raises StorageError or BudgetError where ``target`` is full."""
+        value = Value(Kind.STATE, stage)
+        if source is Tier.DEVICE:
+            item: Kept = kept[stage]
+            self._parcels.pack(value, _tensors(item, self._form))
+            self._rest[stage] = _without(item, self._form)
+        self._parcels.start(value, source, target)
+
+    def wait(self, kept: dict[int, Any], stage: int, tier: Tier) -> None:
+        """Until the copy is there; on DEVICE it is a restart checkpoint again. Raises StorageError if it failed."""
+        value = Value(Kind.STATE, stage)
+        self._parcels.wait(value, tier)
+        if tier is Tier.DEVICE:
+            kept[stage] = _with(self._rest[stage], self._form, list(self._parcels.unpack(value)))
+
+    def free(self, stage: int, tier: Tier) -> None:
+        """Drop the copy in ``tier``."""
+        value = Value(Kind.STATE, stage)
+        self._parcels.free(value, tier)
+        if not self._parcels.holds(value):
+            del self._rest[stage]
+
+    def close(self) -> None:
+        """Drop all copies: the call has ended, or nobody will differentiate it."""
+        self._rest.clear()
+        self._parcels.close()
+
+
+def _tensors(kept: Kept, form: Form) -> list[torch.Tensor]:
+    """All that moves, each tensor once and in a fixed order: those of the state, generator states, buffers."""
+    leaves = [leaf for leaf in form.leaves(kept.state) if isinstance(leaf, torch.Tensor)]
+    generators = () if kept.torch_generators is None else (kept.torch_generators.cpu,)
+    buffers = () if kept.buffers is None else kept.buffers.copies
+    return [*{id(leaf): leaf for leaf in leaves}.values(), *generators, *buffers]
+
+
+def _without(kept: Kept, form: Form) -> Kept:
+    """The same with numbers in place of the state's tensors, one that appears twice having one number."""
+    leaves = list(form.leaves(kept.state))
+    number = {key: i for i, key in enumerate(dict.fromkeys(id(x) for x in leaves if isinstance(x, torch.Tensor)))}
+    for i in form.tensors:
+        leaves[i] = number[id(leaves[i])]
+    generators, buffers = kept.torch_generators, kept.buffers
+    if generators is not None:
+        generators = replace(generators, cpu=torch.empty(0))
+    if buffers is not None:
+        buffers = replace(buffers, copies=())
+    return Kept(form.build(leaves), [], generators, kept.host_generators, buffers)
+
+
+def _with(rest: Kept, form: Form, tensors: list[torch.Tensor]) -> Kept:
+    leaves = list(form.leaves(rest.state))
+    count = len({leaves[i] for i in form.tensors})
+    for i in form.tensors:
+        leaves[i] = tensors[leaves[i]]
+    beside = tensors[count:]
+    generators, buffers = rest.torch_generators, rest.buffers
+    if generators is not None:
+        generators = replace(generators, cpu=beside.pop(0))
+    if buffers is not None:
+        buffers = replace(buffers, copies=tuple(beside))
+    state = form.build(leaves)
+    return Kept(state, versions(form, form.tensors, state), generators, rest.host_generators, buffers)

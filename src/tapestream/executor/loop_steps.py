@@ -1,0 +1,269 @@
+"""`TensorSteps`: runs the steps of a loop by autograd, one or a chunk of them at a time.
+
+A sweep that keeps nothing is a bare Python loop over the user's function. Gradients of parameters come out bit for bit
+as from plain autograd: each recorded stage is seeded with the sum of all later ones (DESIGN, "sums in the same order").
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tapestream.errors import GradientError, InputError
+from tapestream.executor.loop_keep import Keeper, Kept
+from tapestream.executor.loop_sweep import NAME, Sweeps, paired
+from tapestream.executor.loop_traits import Body
+from tapestream.executor.stand_ins import StandIns
+from tapestream.runner.graph import next_sequence_number, reached_leaves
+from tapestream.runner.state import replica
+
+Cotangent = list[torch.Tensor | None]
+_LOOK_EVERY = 16  # records, of those that build graphs of a size seen before
+
+
+@dataclass(slots=True)
+class _Tape:
+    """One recorded stage, by leaf: where cotangents leave and enter; by step: where those of outputs and inputs do."""
+
+    inputs: list[GradientEdge | None]
+    edges: list[GradientEdge | None]
+    outputs: list[tuple[int, list[GradientEdge | None]]]
+    given: list[tuple[int, list[torch.Tensor]]]
+
+
+class TensorSteps(Sweeps):
+    """See `executor.loop.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
+
+    ``sums``: by place in ``traits.leaves``, the gradient accumulated so far.
+    """
+
+    def __init__(self, body: Body, steps: int | None, tick: Callable[[int], None] | None = None) -> None:
+        super().__init__(body, tick)
+        self.steps = steps
+        self.keeper = Keeper(body)
+        self.stands = StandIns.of(body.traits)
+        self.sums: Cotangent = [None] * len(body.traits.leaves)
+        self._targets = self.stands.targets(body.traits.leaves)
+        self._sizes: set[int] = set()
+        self._records = 0
+        self._versions = [leaf._version for leaf in body.traits.leaves]
+
+    def forward(self, state: Any, start: int, stop: int) -> Any:
+        """Stages start .. stop-1, keeping nothing."""
+        return self.sweep(state, start * self.body.chunk, self._end(stop))
+
+    def record(self, state: Any, stage: int) -> tuple[Any, _Tape]:
+        """Run a stage and keep its graph."""
+        first, last = stage * self.body.chunk, self._end(stage + 1)
+        with torch.enable_grad(), self.stands.standing_in():
+            since = next_sequence_number()
+            inside, inputs = self._guarded(state, self.traits.requires if first else self.traits.requires_first)
+            tape = _Tape(inputs, [], [], [])
+            after = inside
+            xs = iter(self._fresh_inputs(first, last, tape))
+            roots: list[torch.Tensor] = []
+            for step, (after, output) in enumerate(self._run(inside, xs, first, last), first):
+                if self.body.sink is not None:
+                    self._note_output(step, last, output, tape, roots)
+                self.form.check(after, step)
+        live = self.stands.originals_out(self.form.leaves(after))
+        tape.edges, state = self._closed(live, last)
+        self._look(live, roots, inside, tape, since)
+        if self.tick is not None:
+            self.tick(last - first)
+        return state, tape
+
+    def backward(self, tape: _Tape, stage: int, cotangent: Cotangent) -> Cotangent:
+        """Consume the graph of a stage."""
+        roots: list[Any] = []
+        seeds: list[torch.Tensor] = []
+
+        def seed(edge: Any, gradient: torch.Tensor | None) -> None:
+            if edge is not None and gradient is not None:
+                roots.append(edge)
+                seeds.append(gradient)
+
+        sink = self.body.sink
+        before = stage * self.body.chunk - 1
+        if sink is not None and sink.early and self.traits.aliases and before >= 0 and sink.wants(before):
+            found = sink.cotangents(before)
+            for out, leaf in self.traits.aliases if found else ():
+                seed(tape.inputs[leaf], found[out])
+        if sink is not None and sink.early:
+            self._seed_outputs(tape, seed)
+        for edge, gradient in zip(tape.edges, cotangent, strict=True):
+            seed(edge, gradient)
+        if sink is not None and not sink.early:
+            self._seed_outputs(tape, seed)
+        if not roots:
+            return [None] * len(tape.inputs)
+        for target, gradient in zip(self._targets, self.sums, strict=True):
+            seed(target, gradient)
+        wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
+        given = [tensor for _, tensors in tape.given for tensor in tensors]
+        asked = (*wanted, *self._targets, *given)
+        if not asked:
+            return [None] * len(tape.inputs)
+        answer = torch.autograd.grad(roots, asked, seeds, allow_unused=True)
+        self.sums = list(answer[len(wanted) : len(wanted) + len(self.sums)])
+        of_given = iter(answer[len(wanted) + len(self.sums) :])
+        for step, tensors in tape.given:
+            assert self.body.source is not None
+            self.body.source.add(step, [next(of_given) for _ in tensors])
+        of_inputs = iter(answer)
+        return [None if edge is None else next(of_inputs) for edge in tape.inputs]
+
+    def keep(self, state: Any) -> Kept:
+        """A restart checkpoint."""
+        return self.keeper.keep(state)
+
+    def restore(self, kept: Kept, last: bool) -> Any:
+        """The live state of a restart checkpoint."""
+        return self.keeper.restore(kept, last)
+
+    def begin_backward(self) -> None:
+        """From here on steps are recomputed. Raises GradientError when what they use has changed since."""
+        self.first_run = False
+        if self._versions != [leaf._version for leaf in self.traits.leaves]:
+            raise GradientError(
+                "Loop: a parameter or captured tensor was modified by an in-place operation after the loop had run, so "
+                "recomputing would use the new values; run backward before the optimizer's step, or clone() the tensor"
+            )
+        self.keeper.end_forward()
+
+    def gradients(self) -> Cotangent:
+        """The sums, in the dtypes of ``traits.leaves``."""
+        pairs = zip(self.sums, self.traits.leaves, strict=True)
+        return [None if g is None else g.to(leaf.dtype) for g, leaf in pairs]
+
+    def _run(self, tree: Any, xs: Iterator[tuple[Any, ...]], first: int, last: int) -> Iterator[tuple[Any, Any]]:
+        """State and output after each of the steps first .. last-1, in one graph."""
+        for step in range(first, last):
+            found = self.body.function(tree, *next(xs))
+            tree, output = (found, None) if self.body.sink is None else paired(found, step)
+            yield tree, output
+
+    # -- one record ---------------------------------------------------------------------------------------------
+
+    def _end(self, stage: int) -> int:
+        end = stage * self.body.chunk
+        return end if self.steps is None else min(end, self.steps)
+
+    def _guarded(self, state: Any, requires: tuple[bool, ...]) -> tuple[Any, list[GradientEdge | None]]:
+        """The state with leaves of its own where gradients flow, and where the cotangents leave."""
+        fresh: dict[int, torch.Tensor] = {}
+        leaves = list(self.form.leaves(state))
+        edges: list[GradientEdge | None] = [None] * len(leaves)
+        for i, wanted in enumerate(requires):
+            leaf, written = leaves[i], i in self.traits.mutates
+            if not wanted and not written:
+                continue
+            if id(leaf) not in fresh:
+                # What a sweep under no_grad made, a step with a graph may not write into.
+                entered = replica(leaf) if written else leaf
+                fresh[id(leaf)] = self._entering(entered) if wanted else entered
+                edges[i] = get_gradient_edge(fresh[id(leaf)]) if wanted else None
+            leaves[i] = fresh[id(leaf)]
+        return self.form.build(leaves), edges
+
+    def _fresh_inputs(self, first: int, last: int, tape: _Tape) -> Iterator[tuple[Any, ...]]:
+        source = self.body.source
+        if source is None:
+            for _ in range(first, last):
+                yield ()
+            return
+        for step, x in enumerate(source.read(first, last), first):
+            if source.differentiable:
+                x, tensors = source.fresh(x)
+                tape.given.append((step, list(tensors)))
+            yield (x,)
+
+    def _note_output(self, step: int, last: int, output: Any, tape: _Tape, roots: list[torch.Tensor]) -> None:
+        sink = self.body.sink
+        assert sink is not None
+        if not sink.wants(step):
+            return
+        if self.first_run:
+            sink.add(step, output)
+        assert sink.form is not None
+        leaves = self.stands.originals_out(sink.form.leaves(output))
+        if not sink.early:  # the cotangent of a sum arrives in its turn, after those of the steps that follow
+            for i, _ in self.traits.aliases:
+                leaves[i] = leaves[i].view_as(leaves[i])
+        edges = [edge_of(leaf) for leaf in leaves]
+        if sink.early and step == last - 1 and last != self.steps:
+            for i, _ in self.traits.aliases:
+                edges[i] = None  # its cotangent comes first among those of the next stage's input
+        roots += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tape.outputs.append((step, edges))
+
+    def _seed_outputs(self, tape: _Tape, seed: Callable[[Any, torch.Tensor | None], None]) -> None:
+        sink = self.body.sink
+        assert sink is not None
+        for step, edges in tape.outputs:
+            for edge, gradient in zip(edges, sink.cotangents(step), strict=False):
+                seed(edge, gradient)
+
+    def _closed(self, live: list[Any], last: int) -> tuple[list[GradientEdge | None], Any]:
+        """Where cotangents enter, and the state without its graph."""
+        edges: list[GradientEdge | None] = [None] * len(live)
+        fresh: dict[int, torch.Tensor] = {}
+        out = list(live)
+        for i, leaf in enumerate(live):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if id(leaf) not in fresh:
+                fresh[id(leaf)] = leaf.detach()
+                if leaf.requires_grad:
+                    if not self.traits.requires[i]:
+                        raise self._late(i, last)
+                    edges[i] = get_gradient_edge(leaf)
+            out[i] = fresh[id(leaf)]
+        return edges, self.form.build(out)
+
+    def _late(self, leaf: int, last: int) -> GradientError:
+        return GradientError(
+            f"Loop: {self.form.parts[leaf].name} begins to require a gradient at step {last - 1}, while it did not "
+            "in the first steps; let it require one from the start (requires_grad_() on the initial state)"
+        )
+
+    def _look(self, live: list[Any], roots: list[torch.Tensor], inside: Any, tape: _Tape, since: int) -> None:
+        """Whether the graph ends where it may: at every record that builds one of a size not seen before, and at every
+        sixteenth of the others (a look takes longer than a small step's operations)."""
+        size = next_sequence_number() - since
+        self._records += 1
+        if size in self._sizes and self._records % _LOOK_EVERY:
+            return
+        self._sizes.add(size)
+        own = [t for t in self.form.leaves(inside) if isinstance(t, torch.Tensor)]
+        own += [t for _, tensors in tape.given for t in tensors]
+        known = {id(t) for t in (*own, *self._targets, self._root)}
+        ends = [t for t in (*live, *roots) if isinstance(t, torch.Tensor)]
+        strangers = [t for t in reached_leaves(ends, since, NAME, frozenset(known)) if id(t) not in known]
+        if strangers and not self.traits.makes_leaves:
+            raise InputError(
+                f"Loop: {NAME} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and that it "
+                "neither used in its first steps nor holds in a module or closure; make it a parameter of a module "
+                "that the step uses, or use it in every step"
+            )
+
+
+def edge_of(leaf: Any) -> GradientEdge | None:
+    """Where the cotangent of a tensor enters its graph, None where it has none."""
+    return get_gradient_edge(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
+
+
+@contextlib.contextmanager
+def hooks_off(leaves: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Hooks that users registered on parameters see the sum once, when it leaves the loop, not every part."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks

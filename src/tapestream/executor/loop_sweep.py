@@ -1,0 +1,125 @@
+"""`Sweeps`: runs steps that keep nothing, a bare Python loop over the user's function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tapestream.errors import InputError
+from tapestream.executor.loop_traits import Body, Sweep
+from tapestream.runner.guards import Guard, escaped
+
+NAME = "a step of the loop"
+
+
+class Sweeps:
+    """``tick`` hears of steps done. ``first_run``: outputs still count."""
+
+    def __init__(self, body: Body, tick: Callable[[int], None] | None = None) -> None:
+        self.body, self.form, self.traits = body, body.form, body.traits
+        self.first_run = True
+        self.reached, self.over = 0, False
+        self.tick = tick
+        self._root = torch.empty(0, requires_grad=True)
+
+    def sweep(self, state: Any, start: int, stop: int, ended: Callable[[Any], bool] | None = None) -> Any:
+        """Steps start .. stop-1, keeping nothing, or fewer: up to the first whose state ``ended`` accepts.
+
+        ``reached`` is then the number of steps made from the loop's beginning, ``over`` whether one was accepted.
+        """
+        if self.traits.sweep is Sweep.PLAIN:
+            with torch.no_grad():
+                return self.plain(state, start, stop, ended)
+        with torch.enable_grad():
+            if self.traits.sweep is Sweep.GRAPH:
+                return self.detached(self._swept(state, start, stop, self._on_fresh, ended))
+            with saved_tensors_hooks(_keep_nothing, _refuse):
+                return self.detached(self._swept(state, start, stop, self._on_fresh, ended))
+
+    def plain(self, state: Any, start: int, stop: int, ended: Callable[[Any], bool] | None = None) -> Any:
+        """The same as a bare loop runs it."""
+        return self._swept(state, start, stop, self.body.function, ended)
+
+    def _swept(
+        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
+    ) -> Any:
+        source, matches = self.body.source, self.form.matches
+        self.over, self.reached = False, stop
+        if self.body.sink is not None or ended is not None:
+            state = self._observed(state, start, stop, function, ended or _never)
+        elif source is None:
+            for step in range(start, stop):
+                state = function(state)
+                if not matches(state):
+                    raise self.form.changed(state, step)
+        else:
+            for step, x in enumerate(source.read(start, stop), start):
+                state = function(state, x)
+                if not matches(state):
+                    raise self.form.changed(state, step)
+        if self.tick is not None:
+            self.tick(self.reached - start)
+        return state
+
+    def _observed(
+        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool]
+    ) -> Any:
+        """As `_swept`, with outputs to collect or a condition to ask."""
+        source, sink, matches = self.body.source, self.body.sink, self.form.matches
+        given = iter(()) if source is None else ((x,) for x in source.read(start, stop))
+        for step in range(start, stop):
+            state = function(state, *next(given, ()))
+            if sink is not None:
+                state, output = paired(state, step)
+                if self.first_run and sink.wants(step):
+                    sink.add(step, output)
+            if not matches(state):
+                raise self.form.changed(state, step)
+            if ended(state):
+                self.over, self.reached = True, step + 1
+                break
+        return state
+
+    def _on_fresh(self, state: Any, *x: Any) -> Any:
+        return self.body.function(self.detached(state, requires=True), *x)
+
+    def detached(self, state: Any, *, requires: bool = False) -> Any:
+        """``state`` without its graph; its leaves that carry gradients require one again, if asked for."""
+        fresh: dict[int, torch.Tensor] = {}
+        leaves = list(self.form.leaves(state))
+        for i, wanted in enumerate(self.traits.requires):
+            leaf = leaves[i]
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in fresh:
+                    fresh[id(leaf)] = self._entering(leaf) if wanted and requires else leaf.detach()
+                leaves[i] = fresh[id(leaf)]
+        return self.form.build(leaves)
+
+    def _entering(self, leaf: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state at the step's border: it requires a gradient, and may be written into where needed."""
+        if self.traits.guarded:
+            return Guard.apply(self._root, leaf, NAME)  # type: ignore[no-untyped-call, no-any-return]
+        return leaf.detach().requires_grad_()
+
+
+def paired(found: Any, step: int) -> tuple[Any, Any]:
+    """The state and the output that a step returned."""
+    if type(found) is not tuple or len(found) != 2:
+        raise InputError(
+            f"Loop: outputs= was given, so step {step} must return (state, output); it returned "
+            f"{type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}"
+        )
+    return found
+
+
+def _keep_nothing(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _never(state: Any) -> bool:
+    return False
+
+
+def _refuse(nothing: None) -> torch.Tensor:
+    raise escaped(NAME)

@@ -1,0 +1,96 @@
+"""What the executor is told about one loop: its step, its inputs and outputs, and what watching one step has shown."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from tapestream.executor.loop_form import Form
+from tapestream.runner.buffers import Slot
+
+
+class Sweep(Enum):
+    """How steps run that keep nothing."""
+
+    PLAIN = "under no_grad, which gives the same bits"
+    HOOKS = "with gradients on, saving nothing"
+    GRAPH = "with gradients on, its graph dropped when it ends, since it differentiates something itself"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraits:
+    """One step. Tuples go by leaf of the state.
+
+    ``requires_first`` / ``requires``: which leaves of state 0 and of later states carry a gradient. ``mutates``: leaves
+    that the step writes into. ``guarded``: its inputs need guards (it writes into them, or a graph outlives it).
+    ``makes_leaves``: its graph ends at leaves made inside, too. ``buffers``: those that it writes. ``leaves``: tensors
+    that may get a gradient from it beside state and input; ``stand_ins``: by place in ``leaves``, the dtype in
+    which a leaf stands in for that tensor while a step is recorded: tensors computed before the loop (a backward
+    through what made them must happen once, afterwards), and weights that autocast casts. ``aliases``: pairs (leaf of
+    the output, leaf of the new state) that are one tensor.
+    """
+
+    sweep: Sweep
+    requires_first: tuple[bool, ...]
+    requires: tuple[bool, ...]
+    mutates: frozenset[int] = frozenset()
+    guarded: bool = False
+    makes_leaves: bool = False
+    draws_host: bool = False
+    draws_torch: bool = False
+    buffers: tuple[Slot, ...] = ()
+    leaves: tuple[torch.Tensor, ...] = ()
+    stand_ins: tuple[tuple[int, torch.dtype], ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def bare(cls, form: Form) -> "StepTraits":
+        """Those of a step of which no gradient is wanted."""
+        none = (False,) * len(form.parts)
+        return cls(Sweep.PLAIN, none, none)
+
+
+class Source(Protocol):
+    """Where a step's second argument comes from."""
+
+    differentiable: bool
+
+    def read(self, start: int, stop: int) -> Iterable[Any]:
+        """The inputs of steps start .. stop-1, without a graph."""
+
+    def fresh(self, x: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+        """``x`` with leaves in place of its tensors that get a gradient, and these."""
+
+    def add(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of what `fresh` gave for this step."""
+
+
+class Sink(Protocol):
+    """What becomes of a step's outputs. ``early``: their cotangents come before any other, as those of a stack do."""
+
+    form: Form | None
+    early: bool
+
+    def wants(self, step: int) -> bool:
+        """Whether this step's output counts."""
+
+    def add(self, step: int, output: Any) -> None:
+        """Take an output, the first time that the step runs."""
+
+    def cotangents(self, step: int) -> Sequence[torch.Tensor | None]:
+        """By leaf of the output; empty where no gradient arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The loop itself: ``function`` is called with the state, and with an input where there is a source."""
+
+    function: Callable[..., Any]
+    form: Form
+    traits: StepTraits
+    source: Source | None
+    sink: Sink | None
+    device: torch.device
+    chunk: int = 1

@@ -1,0 +1,83 @@
+"""What a call of a loop is given, checked."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.errors import InputError
+from tapestream.executor.loop_form import Form
+from tapestream.frontends.loop.inputs import Inputs
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """A whole number of at least ``least``. Raises InputError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"Loop: {name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def count_of(steps: object, source: Inputs | None, until: Callable[[Any], Any] | None, max_steps: object) -> int | None:
+    """How many steps there are, or may be at most: None where only the condition says."""
+    rows = None if source is None else source.length
+    if until is None:
+        if max_steps is not None:
+            raise InputError(f"Loop: max_steps={max_steps!r} limits a run until=..., and none was given; use steps=")
+        if steps is None:
+            if rows is None:
+                raise InputError("Loop: give steps=, inputs= with a length, or until=")
+            return rows
+    elif steps is not None:
+        raise InputError(f"Loop: steps={steps!r} and until= say two things; limit a run until=... with max_steps=")
+    else:
+        if max_steps is None:
+            return rows
+        steps = whole("max_steps", max_steps, 0)
+    count = whole("steps", steps, 0)
+    if rows is not None and rows < count:
+        if until is not None:
+            return rows
+        raise InputError(f"Loop: {count} steps were asked for, but inputs= has {rows} rows; give a row for each step")
+    return count
+
+
+def fulfilled(condition: Callable[[Any], Any], state: Any) -> bool:
+    """Whether ``condition`` accepts ``state``. Raises InputError where it returns no single truth value."""
+    with torch.no_grad():
+        found = condition(state)
+    if isinstance(found, torch.Tensor) and found.numel() != 1:
+        raise InputError(
+            f"Loop: until= returned a tensor of shape {tuple(found.shape)}; it must say one thing of the whole state "
+            "(use .all() or .any())"
+        )
+    return bool(found)
+
+
+def device_of(form: Form, state: Any, modules: Iterable[nn.Module]) -> torch.device:
+    """The one device of the state's tensors and the step's parameters."""
+    named = {leaf.device: part.name for part, leaf in zip(form.parts, form.leaves(state), strict=True)
+             if isinstance(leaf, torch.Tensor)}  # fmt: skip
+    if not named:
+        raise InputError("Loop: the state holds no tensor; pass a tensor or a pytree of tensors")
+    if len(named) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in named.items())
+        raise InputError(f"Loop: the state lies on several devices ({found}); move it to one with .to(...)")
+    (device,) = named
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device != device:
+                raise InputError(
+                    f"Loop: the step's parameter {name} lies on {parameter.device} while the state lies on {device}; "
+                    f"call .to({str(device)!r}) on the module or move the state"
+                )
+    return device
+
+
+def roots_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Of ``modules``, with those below each other among them, the ones that hold the rest."""
+    known: set[int] = set()
+    for module in modules:
+        if id(module) not in known:
+            known.update(id(below) for below in module.modules())
+            yield module

@@ -1,0 +1,152 @@
+"""One live call of a loop whose number of steps is known."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestream.executor.loop import LoopDriver
+from tapestream.executor.loop_program import Program
+from tapestream.executor.loop_states import ParcelStates
+from tapestream.executor.loop_steps import TensorSteps, hooks_off
+from tapestream.executor.loop_traits import Body
+from tapestream.frontends.loop.inputs import Inputs
+from tapestream.frontends.loop.outputs import Collected
+from tapestream.frontends.loop.progress import Progress
+from tapestream.planning.profile import unchanged_generators
+from tapestream.runner.ambient import Autocast, as_recompute
+from tapestream.runner.buffers import BufferSnapshot
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a call is about: the loop's body, its initial and a later state; where inputs, outputs, progress go."""
+
+    body: Body
+    state: Any
+    source: Inputs | None
+    sink: Collected | None
+    output_requires: tuple[bool, ...]
+    progress: Progress | None
+    later: Any = None
+    runner: Callable[..., TensorSteps] = TensorSteps
+
+    def inputs(self) -> list[torch.Tensor]:
+        """What the call's node hangs on: leaves of the state, parameters and captured tensors, inputs."""
+        leaves = self.body.form.leaves(self.state)
+        given = () if self.source is None else self.source.tensors
+        return [*(leaves[i] for i in self.body.form.tensors), *self.body.traits.leaves, *given]
+
+
+class TensorCall:
+    """See `node.Call`. ``held`` is called once, when nothing is held any more."""
+
+    def __init__(self, task: Task, orders: Program | None, steps: int | None, held: Callable[[], None]) -> None:
+        self.task, self.orders, self.steps, self._held = task, orders, steps, held
+        self.autocast = Autocast.capture(task.body.device)
+        self.runner: TensorSteps | None = None
+        self.driver: LoopDriver | None = None
+        self.states: ParcelStates | None = None
+        self.rebuild: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: tensors
+
+    def using(self, states: ParcelStates | None) -> "TensorCall":
+        """The same with tiers below the device."""
+        self.states = states
+        return self
+
+    def run(self) -> tuple[list[torch.Tensor], list[bool]]:
+        """The forward phase."""
+        try:
+            with self._autocast():
+                self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
+                state = self.runner.keeper.own(self.runner.detached(self.task.state))
+                return self._result(self._forward(self.runner, state))
+        except BaseException:
+            self.release()
+            raise
+
+    def _forward(self, runner: TensorSteps, state: Any) -> Any:
+        assert self.orders is not None
+        self.driver = LoopDriver(self.orders, runner, self.states)
+        return self.driver.forward(state)
+
+    def _result(self, final: Any) -> tuple[list[torch.Tensor], list[bool]]:
+        """The tensors to return, each once and none that anything here holds (it would hold the node)."""
+        form, sink = self.task.body.form, self.task.sink
+        leaves = list(form.leaves(final))
+        at = {id(leaves[i]): i for i in reversed(form.tensors)}
+        order = sorted(at.values())
+        out = [torch.as_tensor(leaves[i]).detach() for i in order]
+        requires = [self.task.body.traits.requires[i] for i in order]
+        place = {i: order.index(at[id(leaves[i])]) for i in form.tensors}
+        for i in form.tensors:
+            leaves[i] = None
+        rows, build = ([], None) if sink is None else sink.take(self.steps or 0)
+        self._places = order
+        states = len(out)
+
+        def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+            state = form.build([tensors[place[i]] if i in place else leaf for i, leaf in enumerate(leaves)])
+            return state if build is None else (state, build(tensors[states:]))
+
+        self.rebuild = rebuild
+        return [*out, *rows], [*requires, *self.task.output_requires[: len(rows)]]
+
+    def differentiate(self, cotangents: Gradients) -> Gradients:
+        """The backward phase."""
+        runner, driver, task = self.runner, self.driver, self.task
+        assert runner is not None
+        assert driver is not None
+        arrived: list[torch.Tensor | None] = [None] * len(task.body.form.parts)
+        for place, cotangent in zip(self._places, cotangents, strict=False):
+            arrived[place] = cotangent
+        if task.sink is not None:
+            task.sink.arrived(cotangents[len(self._places) :])
+        with self._recomputing():
+            runner.begin_backward()
+            initial = driver.backward(arrived)
+        if task.progress is not None:
+            task.progress.end()
+        of_inputs = () if task.source is None else task.source.gradients
+        return [*(initial[i] for i in task.body.form.tensors), *runner.gradients(), *of_inputs]
+
+    @contextlib.contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        traits, device = self.task.body.traits, self.task.body.device
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(as_recompute())
+            stack.enter_context(unchanged_generators(device))
+            stack.enter_context(self._autocast())
+            stack.enter_context(hooks_off(traits.leaves))
+            if traits.buffers:
+                stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
+            yield
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        return casting(self.autocast, self.task.body.device)
+
+    def release(self) -> None:
+        """Drop what is held, once."""
+        self.runner = self.driver = None
+        if self.states is not None:
+            self.states.close()
+        held, self._held = self._held, _nothing
+        held()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def casting(autocast: Autocast, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """``autocast`` without its cache: casts made without gradients must not be found by a step that is recorded."""
+    if autocast.enabled or Autocast.capture(device) != autocast:
+        return autocast.entered(cache=False)
+    return contextlib.nullcontext()
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,121 @@
+"""``compile=True``: chunks of steps through ``torch.compile``, their length found by measurement."""
+
+import time
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tapestream.costs import StageCost
+from tapestream.errors import InputError
+from tapestream.executor.loop_compiled import Chunk, CompiledSteps, unrolled
+from tapestream.executor.loop_traits import Body, Sweep
+from tapestream.frontends.loop.call import Task
+from tapestream.frontends.loop.costs import cost_of
+from tapestream.runner.stage import Stage
+
+_LONGEST = 32
+_SHARE = 0.1
+"""What a call of a compiled function may take of a chunk's time, beside its steps."""
+_SAMPLE_SECONDS = 0.01
+
+
+class Compiler:
+    """The compiled chunks of one step, each length once. ``backend``: torch.compile's."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._known: dict[tuple[object, int], Chunk] = {}
+
+    def chunks(self, body: Body) -> Callable[[int], Chunk]:
+        """For a step with or without inputs and outputs."""
+        return partial(self._chunk, body)
+
+    def _chunk(self, body: Body, length: int) -> Chunk:
+        key = (body.source is None, body.sink is None), length
+        if key not in self._known:
+            made: Any = unrolled(body, length)
+            # The compiler remembers code, and gives up on code that it has compiled for many functions.
+            made = types.FunctionType(
+                made.__code__.replace(co_name=f"chunk_of_{length}"), made.__globals__, None, None, made.__closure__
+            )
+            compiled: Any = torch.compile(made, fullgraph=True, dynamic=False, backend=self.backend)
+            self._known[key] = partial(_explained, compiled)
+        return self._known[key]
+
+
+def _explained(compiled: Chunk, state: Any, xs: list[Any]) -> tuple[Any, list[Any]]:
+    try:
+        return compiled(state, xs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise InputError(
+            f"Loop: compile=True was asked for, but torch.compile cannot take the step as one graph; leave it out, or "
+            f"change the step ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def compiled_task(
+    task: Task, stage: Stage, compiler: Compiler, count: int, chunk: int | None
+) -> tuple[Task, StageCost, int]:
+    """The task with compiled steps, what one of them costs, and how many make a chunk."""
+    body = task.body
+    if body.traits.stand_ins:
+        raise InputError(
+            "Loop: compile=True cannot take tensors that were computed before the loop and are captured, nor autocast; "
+            "pass such tensors through the state (return them unchanged), or leave compile out"
+        )
+    if body.traits.mutates or body.traits.sweep is Sweep.GRAPH:
+        raise InputError(
+            "Loop: compile=True needs a step that neither writes into its state nor differentiates inside; leave it out"
+        )
+    chunks = compiler.chunks(body)
+    made = replace(task, runner=partial(CompiledSteps, chunks=chunks))
+    length = min(count, chunk or _measured(made, chunks, count))
+    body = replace(body, chunk=length, traits=replace(body.traits, sweep=_sweep(made, chunks, length)))
+    made = replace(made, body=body)
+    cost = cost_of(stage, body, task.later, count, made.runner)
+    return made, cost, length
+
+
+def _measured(task: Task, chunks: Callable[[int], Chunk], count: int) -> int:
+    """Steps enough for the call of a compiled function to be a small part of its time."""
+    if count < 8:
+        return count
+    one, eight = (_seconds(task, chunks, length) for length in (1, 8))
+    step = max((eight - one) / 7, 1e-7)
+    call = max(0.0, one - step)
+    needed = call / step / _SHARE
+    return max(4, min(_LONGEST, 1 << max(0, int(needed) - 1).bit_length()))
+
+
+def _seconds(task: Task, chunks: Callable[[int], Chunk], length: int) -> float:
+    chunk, source = chunks(length), task.body.source
+    xs = [] if source is None else list(source.read(0, length))
+    fastest, spent = float("inf"), 0.0
+    with torch.no_grad():
+        chunk(task.later, xs)
+        while spent < _SAMPLE_SECONDS:
+            began = time.perf_counter()
+            chunk(task.later, xs)
+            seconds = time.perf_counter() - began
+            fastest, spent = min(fastest, seconds), spent + seconds
+    return fastest
+
+
+def _sweep(task: Task, chunks: Callable[[int], Chunk], length: int) -> Sweep:
+    """PLAIN where the compiled chunk gives the same bits without a graph. The compiler makes two programs."""
+    runner = task.runner(replace(task.body, chunk=length), None, None)
+    xs = [] if task.body.source is None else list(task.body.source.read(0, length))
+    generators = torch.get_rng_state()
+    with torch.no_grad():
+        bare, _ = chunks(length)(task.later, xs)
+    torch.set_rng_state(generators)
+    with torch.enable_grad():
+        full, _ = chunks(length)(runner.detached(task.later, requires=True), xs)
+    torch.set_rng_state(generators)
+    pairs = zip(task.body.form.leaves(bare), task.body.form.leaves(full), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+    return Sweep.PLAIN if same else Sweep.HOOKS

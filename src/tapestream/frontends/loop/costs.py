@@ -1,0 +1,109 @@
+"""What a step costs: bytes and seconds, measured on the loop's own executor."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tapestream.costs import StageCost
+from tapestream.executor.loop_steps import TensorSteps, hooks_off
+from tapestream.executor.loop_traits import Body
+from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.runner.ambient import as_recompute
+from tapestream.runner.graph import next_sequence_number
+from tapestream.runner.stage import Stage
+from tapestream.runner.state import storages
+from tapestream.storage.meter import MemoryWatch, watch_memory
+
+_TENSOR_NBYTES = 700
+"""What a tensor takes beside its numbers: the Python object, the C++ object and malloc's share."""
+_NODE_NBYTES = 450
+"""What a node of an autograd graph takes, its edges included."""
+_GENERATORS_NBYTES = {True: 5_300, False: 0}
+_SAMPLE_SECONDS = 2e-3
+_MOST_STEPS = 8
+
+
+@as_recompute()
+@collector_off()
+def cost_of(
+    stage: Stage, body: Body, state: Any, steps: int | None, make: Callable[..., TensorSteps] = TensorSteps
+) -> StageCost:
+    """The cost of one step from ``state``, a state of the loop other than its first (where it has two steps).
+
+    Bytes count what Python and autograd keep beside the numbers, which is most of it for tiny states. Generators,
+    buffers and gradients are afterwards as before. ``steps``: how many steps inputs reach for at least. ``make`` makes
+    the executor's part, whose stages are of ``body.chunk`` steps: the cost is their share.
+    """
+    device, chunk = body.device, body.chunk
+    number = 0 if steps is not None and steps < 2 * chunk else 1
+    most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps, _MOST_STEPS)) // chunk)
+    with undisturbed((stage,), device), hooks_off(body.traits.leaves), watch_memory(device) as watch:
+        runner = make(body, None)
+        runner.first_run = False
+        own = runner.keeper.own
+        _reversed(runner, own(state), number, watch)  # the process may never have run such kernels
+        cost = _reversed(runner, own(state), number, watch)
+        with watch.paused():
+            seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most)) / most
+    leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
+    written = (module._buffers[name] for module, name in body.traits.buffers)
+    buffers = sum(buffer.nbytes for buffer in written if buffer is not None)
+    beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[body.traits.draws_torch] + buffers
+    return replace(
+        cost,
+        forward_seconds=seconds,
+        backward_seconds=cost.backward_seconds / chunk,
+        record_seconds=cost.recorded_seconds / chunk,
+        saved_nbytes=-(-cost.saved_nbytes // chunk),
+        output_nbytes=cost.output_nbytes + beside,
+    )
+
+
+def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) -> StageCost:
+    """Record and reverse one step, measured."""
+    before = next_sequence_number()
+    with watch.measured() as recording:
+        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(state, number))
+    nodes = next_sequence_number() - before
+    inputs, outputs = _storages(runner, state), _storages(runner, out)
+    output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
+    cotangents = [
+        torch.ones_like(leaf) if edge is not None else None
+        for leaf, edge in zip(runner.form.leaves(out), tape.edges, strict=True)
+    ]
+    made = sum(g.nbytes for g in cotangents if g is not None)
+    with watch.measured() as reversing:
+        backward_seconds, found = _clock(watch.device, lambda: runner.backward(tape, number, cotangents))
+    returned = sum(g.nbytes for g in found if g is not None)
+    return StageCost(
+        forward_seconds=0.0,
+        backward_seconds=backward_seconds,
+        output_nbytes=output_nbytes,
+        saved_nbytes=max(0, recording.end_nbytes - output_nbytes) + _NODE_NBYTES * nodes,
+        record_seconds=seconds,
+        forward_extra_nbytes=max(0, recording.peak_nbytes - recording.end_nbytes),
+        backward_extra_nbytes=max(0, reversing.peak_nbytes - returned) + max(0, made - output_nbytes),
+    )
+
+
+def _storages(runner: TensorSteps, state: Any) -> dict[int, int]:
+    return storages([leaf for leaf in runner.form.leaves(state) if isinstance(leaf, torch.Tensor)])
+
+
+def _clock(device: torch.device, run: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, found
+
+
+def _fastest(device: torch.device, run: Callable[[], Any]) -> float:
+    fastest, spent = float("inf"), 0.0
+    while spent < _SAMPLE_SECONDS:
+        seconds, _ = _clock(device, run)
+        fastest, spent = min(fastest, seconds), spent + seconds
+    return fastest

@@ -1,0 +1,149 @@
+"""Watching the first two steps of a loop: what they write, draw and reach, and whether they need a graph to run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.executor.loop_form import Form
+from tapestream.executor.loop_traits import StepTraits, Sweep
+from tapestream.frontends.loop.reach import tensors_behind
+from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
+from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
+from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.stage import Stage
+from tapestream.runner.state import replica
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The traits, a later state and its output, and which leaves of outputs carry a gradient."""
+
+    traits: StepTraits
+    state: Any
+    output: Any
+    output_requires: Mask
+
+
+@as_recompute()
+@collector_off()
+def look_at(
+    stage: Stage, state: Any, form: Form, given: Sequence[tuple[Any, ...]], split: Split, device: torch.device,
+    *, verify: bool = False,
+) -> Look:  # fmt: skip
+    """Watch one step for each of ``given`` (at most two), from ``state``.
+
+    Generators and buffers are as before afterwards. Raises InputError where the form of the state changes, and with
+    ``verify`` GradientError where a step gives two results for one input.
+    """
+    step, first = stage.function, requires_of(form.leaves(state))
+    with undisturbed((stage,), device):
+        torch_before, host_before = TorchGenerators.capture(device), HostGenerators.capture()
+        buffers = BufferSnapshot.take(stage.buffer_slots())
+
+        def again() -> None:
+            torch_before.restore(device)
+            host_before.restore()
+            buffers.put_back()
+
+        found = [watch(step, state, first, form, given[0], split, 0)]
+        mask = found[0].requires
+        for _ in range(2 * (len(given) > 1)):
+            found.append(watch(step, found[0].state, mask, form, given[1], split, 1))
+            if _either(mask, found[-1].requires) == mask:
+                break
+            mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
+        drew = not torch_before.equals(TorchGenerators.capture(device))
+        drew_host = not host_before.equals(HostGenerators.capture())
+        written = buffers.changed()
+        traits = _merged(stage, found, first, mask, device)
+        traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host)
+        again()
+        # With a third run the generators were elsewhere when the second began.
+        runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
+        if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, given, split, len(runs)), runs):
+            traits = replace(traits, sweep=Sweep.PLAIN)
+        if verify:
+            again()
+            check_repeats(found[0], watch(step, state, first, form, given[0], split, 0), form)
+    outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
+    return Look(traits, found[-1].state, found[-1].output, outputs)
+
+
+def _merged(stage: Stage, found: list[Watched], first: Mask, mask: Mask, device: torch.device) -> StepTraits:
+    autocast = Autocast.capture(device)
+    leaves = {id(leaf): leaf for one in found for leaf in (*one.leaves, *one.captured)}
+    leaves |= {id(leaf): leaf for leaf in (*stage.parameters(), *tensors_behind(stage.function)) if leaf.requires_grad}
+    stand_ins = [(i, leaf.dtype) for i, leaf in enumerate(leaves.values()) if leaf.grad_fn is not None]
+    if autocast.enabled:
+        casts = frozenset[int]().union(*(one.casts for one in found)).difference(*(one.uncast for one in found))
+        dtype = autocast.dtype(device)
+        stand_ins += [(i, dtype) for i, (key, leaf) in enumerate(leaves.items()) if key in casts and leaf.is_leaf]
+    mutates = frozenset[int]().union(*(one.mutates for one in found))
+    return StepTraits(
+        sweep=Sweep.GRAPH if any(one.calls_autograd for one in found) else Sweep.HOOKS,
+        requires_first=first,
+        requires=mask,
+        mutates=mutates,
+        guarded=bool(mutates) or any(one.escapes for one in found),
+        makes_leaves=any(one.makes_leaves for one in found),
+        leaves=tuple(leaves.values()),
+        stand_ins=tuple(stand_ins),
+        aliases=tuple(sorted(frozenset.intersection(*(one.aliases for one in found)))),
+    )
+
+
+def _bare_runs(
+    step: Callable[..., Any], state: Any, form: Form, given: Sequence[tuple[Any, ...]], split: Split, count: int
+) -> list[tuple[Any, Any]]:
+    """The same steps under ``no_grad``: states and outputs; none where one raises."""
+    leaves = [replica(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(state)]
+    pairs: dict[int, Any] = {}
+    for old, new in zip(form.leaves(state), leaves, strict=True):
+        pairs.setdefault(id(old), new)
+    tree, out = form.build([pairs[id(old)] for old in form.leaves(state)]), []
+    with torch.no_grad():
+        for number in range(count):
+            try:
+                tree, output = split(step(tree, *given[number]), number)
+            except Exception:  # the step differentiates something of its own, or needs its graph otherwise
+                return []
+            copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(tree)]
+            out.append((copied, list(Form.of(output).leaves(output))))
+    return out
+
+
+def _same(runs: list[tuple[Any, Any]], found: list[Watched]) -> bool:
+    if len(runs) != len(found):
+        return False
+    for (state, output), one in zip(runs, found, strict=True):
+        expected = (*Form.of(one.state).leaves(one.state), *Form.of(one.output).leaves(one.output))
+        if not all(_equal(a, b) for a, b in zip((*state, *output), expected, strict=True)):
+            return False
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return True
+    both = isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return both and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def check_repeats(one: Watched, other: Watched, form: Form) -> None:
+    """Raise GradientError naming the first leaf in which two runs from one state differ."""
+    pairs = zip(form.parts, form.leaves(one.state), form.leaves(other.state), strict=True)
+    for part, a, b in pairs:
+        if not _equal(a, b) or (part.kind is None and a is not b and a != b):
+            raise GradientError(
+                f"Loop: the step is not deterministic: two runs with the same state, random state and buffers give "
+                f"different {part.name}. Gradients of a recomputed step would be wrong; take its randomness from "
+                "torch's, Python's or NumPy's global generator"
+            )
+
+
+def _either(a: Mask, b: Mask) -> Mask:
+    return tuple(x or y for x, y in zip(a, b, strict=True))

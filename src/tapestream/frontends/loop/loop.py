@@ -1,0 +1,293 @@
+"""`Loop`: one step applied again and again, differentiated within a budget whatever the number of steps."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.costs import Budget, Machine, StageCost
+from tapestream.errors import BudgetError, InputError
+from tapestream.executor.loop_form import Form
+from tapestream.executor.loop_states import ParcelStates
+from tapestream.executor.loop_steps import TensorSteps
+from tapestream.executor.loop_sweep import paired
+from tapestream.executor.loop_traits import Body, StepTraits
+from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.below import NEVER_MOVE, Below, check_home
+from tapestream.frontends.loop import arrays
+from tapestream.frontends.loop.arguments import count_of, device_of, fulfilled, roots_of, whole
+from tapestream.frontends.loop.call import Task, TensorCall, casting
+from tapestream.frontends.loop.compiled import Compiler, compiled_task
+from tapestream.frontends.loop.costs import cost_of
+from tapestream.frontends.loop.inputs import source_of
+from tapestream.frontends.loop.look import look_at
+from tapestream.frontends.loop.node import differentiable
+from tapestream.frontends.loop.open_call import OpenCall, exhausted
+from tapestream.frontends.loop.outputs import check_tensors, sink_of
+from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of
+from tapestream.frontends.loop.progress import Progress, progress_of
+from tapestream.frontends.loop.tier_plans import choose_below
+from tapestream.planning.plan import Plan
+from tapestream.runner.ambient import Autocast
+from tapestream.runner.stage import Stage, mode_of
+
+Condition = Callable[[Any], Any]
+_MOST_PLANS = 16
+
+
+class Loop(nn.Module):
+    """``step`` applied again and again: ``state = run(state, steps=1_000_000)``, differentiable in ``budget`` bytes.
+
+    ``step(state)`` or ``step(state, x)`` returns the next state, a tensor or any pytree of tensors, numbers and flags;
+    its structure, shapes and dtypes stay the same. Gradients reach the initial state, the inputs, parameters of modules
+    and tensors that the step captures, and equal those of a plain Python loop bit for bit. ``budget``: bytes that may
+    be held beyond arguments, parameters and result (``"64MiB"``, int, Budget; None: what is free now less 5%).
+    ``planner``: a name in `tapestream.planners` with its ``knobs``, or "auto". ``chunk``: steps that are recorded at
+    once (None: 1 for a named planner, what is fastest for "auto"). ``compile=True``: chunks of steps go through
+    ``torch.compile`` (a text names its backend), and gradients equal those of the compiled step.
+    ``adjoint(state, cotangent)`` returns the cotangent of the state before the step: then ``step`` is given NumPy
+    arrays in place of tensors, and autograd is not used inside. ``plan``: a Plan to use as it is, so that several
+    processes agree. ``verify=True`` runs the first step twice and compares. ``progress``: True for a line on standard
+    error, or a function of (done, of, seconds_left). ``folder`` (on a GPU also host memory), ``home``, ``machine``,
+    ``engine``: where restart checkpoints may go beside the device, as for `Chain`.
+
+    Raises BudgetError when no plan fits, InputError for steps and arguments that cannot be used, GradientError where a
+    gradient would be wrong.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        budget: Budget | str | int | None = None,
+        planner: str = "auto",
+        compile: bool | str = False,
+        chunk: int | None = None,
+        adjoint: Callable[..., Any] | None = None,
+        plan: Plan | None = None,
+        verify: bool = False,
+        progress: bool | Callable[[int, int | None, float | None], object] | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        home: str = "auto",
+        machine: Machine | None = None,
+        engine: str = "auto",
+        **knobs: Any,
+    ) -> None:
+        super().__init__()
+        if not callable(step):
+            raise InputError(f"Loop: the step must be a module or function, found {type(step).__name__}")
+        if chunk is not None:
+            whole("chunk", chunk, 1)
+        self._stage = Stage(0, step)
+        self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
+        self.budget = Budget.of(budget)
+        self.planner, self.chunk, self.verify = planner, chunk, verify
+        self._adjoint = adjoint
+        backend = "inductor" if compile is True else compile
+        self._compiler = Compiler(backend) if backend else None
+        check_home(home, folder, host=True)
+        self._tiers: dict[str, Any] = {"home": home, "folder": folder, "machine": machine, "engine": engine}
+        self._below: Below | None = None
+        self._knobs, self._given, self._progress = knobs, plan, progress_of(progress)
+        self._costs: dict[object, StageCost] = {}
+        self._plans: dict[object, Chosen] = {}
+        self._live_nbytes = 0
+        self.plan: Plan | None = plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Costs are known by shapes and modes; live calls are this object's own.
+        return {**self.__dict__, "_costs": {}, "_plans": {}, "_live_nbytes": 0, "_below": None}
+
+    def forward(
+        self,
+        state: Any,
+        steps: int | None = None,
+        *,
+        inputs: Any = None,
+        outputs: str | Callable[[Any], object] | None = None,
+        every: int = 1,
+        until: Condition | None = None,
+        max_steps: int | None = None,
+    ) -> Any:
+        """The state after ``steps`` steps, or after the first step whose state fulfils ``until``.
+
+        ``inputs``: a tensor or (memory-mapped) NumPy array with a row for each step, a function of the step's number,
+        or a range; step t is called with row t. Steps left out, there are as many as rows. ``outputs``: the step
+        returns (state, output), and the call (state, outputs of every ``every``-th step): "stack" makes one tensor of
+        them, "sum" adds them up one after the other, a function is called with each and what it returns is collected
+        (no gradient flows through that). ``max_steps``: reaching it without ``until``
+        being fulfilled raises InputError.
+        """
+        if self._adjoint is not None:
+            return self._adjointly(self._adjoint, state, steps, inputs, outputs, until, max_steps)
+        form = Form.of(state)
+        device = device_of(form, state, self._stage.modules)
+        source = source_of(inputs, device)
+        count = count_of(steps, source, until, max_steps)
+        sink = sink_of(outputs, every, count if until is None else None)
+        if count == 0 or (until is not None and fulfilled(until, state)):
+            return state if sink is None else (state, [] if callable(sink.how) else None)
+        bare = Body(self._stage.function, form, StepTraits.bare(form), source, sink, device)
+        task = Task(bare, state, source, sink, (), None)
+        if not torch.is_grad_enabled():
+            return self._plainly(task, count, until)
+        task = self._looked(task, count)
+        if not any(t.requires_grad for t in task.inputs()):
+            return self._plainly(task, count, until)
+        if self._compiler is None:
+            return self._within_budget(task, self._cost(task, count), count, until)
+        return self._compiled(task, self._compiler, count, until)
+
+    def _compiled(self, task: Task, compiler: Compiler, count: int | None, until: Condition | None) -> Any:
+        """A call whose stages are compiled chunks."""
+        if until is not None or count is None:
+            raise InputError("Loop: a compiled loop cannot stop inside a chunk; give steps=, or compile=False")
+        task, cost, chunk = compiled_task(task, self._stage, compiler, count, self.chunk)
+        return self._within_budget(task, cost, count, None, chunk)
+
+    def _within_budget(
+        self, task: Task, cost: StageCost, count: int | None, until: Condition | None, chunk: int | None = None
+    ) -> Any:
+        """A differentiable call."""
+        if until is not None:
+            return self._openly(task, cost, count, until)
+        assert count is not None
+        chosen = self._chosen(cost, count, task.body.device, chunk or self.chunk)
+        self.plan = chosen.plan
+        task = replace(task, body=replace(task.body, chunk=chosen.chunk), progress=self._progressing(chosen))
+        call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
+        below = self._below_on(task.body.device)
+        moves = any(chosen.plan.simulation.bytes_moved.values())
+        states = ParcelStates(below.parcels(task.inputs()), task.body.form) if moves else None
+        return self._called(call.using(states))
+
+    def _below_on(self, device: torch.device) -> Below:
+        if self._below is None or self._below.device != device:
+            self._below = Below(device, budget=self.budget, **self._tiers)
+        return self._below
+
+    def _adjointly(
+        self, adjoint: Callable[..., Any], state: Any, steps: int | None, inputs: Any, outputs: object,
+        until: Condition | None, max_steps: int | None,
+    ) -> Any:  # fmt: skip
+        """A call with NumPy arrays inside."""
+        if outputs is not None:
+            raise InputError("Loop: adjoint= knows no outputs=; make the output a part of the state")
+        cpu = torch.device("cpu")
+        source = arrays.source_of_arrays(inputs)
+        count = count_of(steps, source, until, max_steps)
+        if count == 0 or (until is not None and fulfilled(until, arrays.as_arrays(state))):
+            return state
+        form = Form.of(arrays.as_arrays(state))
+        body = Body(self._stage.function, form, StepTraits.bare(form), source, None, cpu)
+        task = Task(body, arrays.as_tensors(state), source, None, (), None, runner=arrays.runner_with(adjoint))
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in task.inputs())
+        if not wanted:
+            found = self._plainly(replace(task, state=arrays.as_arrays(state)), count, until)
+            return arrays.as_tensors(found) if arrays.has_tensors(state) else found
+        return self._within_budget(*arrays.looked(task, self._stage, adjoint, count), count, until)
+
+    def _looked(self, task: Task, count: int | None) -> Task:
+        """The task with what watching two steps shows."""
+        body, most = task.body, 2 if count is None else min(count, 2)
+        given = [(x,) for x in body.source.read(0, most)] if body.source is not None else [()] * most
+        split = _alone if task.sink is None else paired
+        with casting(Autocast.capture(body.device), body.device):
+            look = look_at(self._stage, task.state, body.form, given, split, body.device, verify=self.verify)
+        if task.sink is not None:
+            task.sink.form = Form.of(look.output, "output")
+            check_tensors(task.sink, task.sink.form)
+        body = replace(body, traits=look.traits)
+        return replace(task, body=body, output_requires=look.output_requires, later=look.state)
+
+    def _cost(self, task: Task, count: int | None) -> StageCost:
+        """What one step costs, measured once for each combination of shapes and modes."""
+        form, traits = task.body.form, task.body.traits
+        leaves = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in traits.leaves)
+        key = (
+            tuple(map(str, form.parts)), str(form.spec), traits.requires, traits.sweep, traits.stand_ins, leaves,
+            mode_of(list(self._stage.modules)), Autocast.capture(task.body.device), task.body.device,
+            task.sink is not None, count == 1,
+        )  # fmt: skip
+        if key not in self._costs:
+            with casting(Autocast.capture(task.body.device), task.body.device):
+                self._costs[key] = cost_of(self._stage, task.body, task.later, count)
+        return self._costs[key]
+
+    def _chosen(self, cost: StageCost, count: int, device: torch.device, chunk: int | None) -> Chosen:
+        room = self._room(device)
+        if self._given is not None:
+            return given_plan(self._given, cost, count, room)
+        # Where the user names no budget, what is free now moves all the time.
+        key = (cost, count, chunk, room if self.budget.device_nbytes is not None else None)
+        found = self._plans.get(key)
+        if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
+            below = self._below_on(device)
+            asked = room, self.planner, chunk, self._knobs
+            if below.tiers and self._adjoint is None and self.planner not in NEVER_MOVE:
+                found = choose_below(cost, count, below.machine(), *asked)
+            else:
+                found = choose(cost, count, *asked)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = found
+        return found
+
+    def _room(self, device: torch.device) -> Budget:
+        allowed = self.budget.device_nbytes
+        if allowed is None:
+            return Budget(free_nbytes(device))
+        if self._live_nbytes >= allowed:
+            raise BudgetError(
+                f"this loop's budget of {allowed} bytes is taken by a call whose backward has not run yet; "
+                "run that backward first, drop its result, or allow more"
+            )
+        return Budget(allowed - self._live_nbytes)
+
+    def _holding(self, nbytes: int) -> Callable[[], None]:
+        """Take bytes of the budget; what is returned gives them back."""
+        self._live_nbytes += nbytes
+
+        def give_back() -> None:
+            self._live_nbytes -= nbytes
+
+        return give_back
+
+    def _called(self, call: TensorCall) -> Any:
+        inputs = call.task.inputs()
+        out = differentiable(call, inputs)
+        return call.rebuild(out)
+
+    def _plainly(self, task: Task, count: int | None, until: Condition | None) -> Any:
+        """The bare loop, for calls of which nobody wants a gradient."""
+        runner = TensorSteps(task.body, count, None)
+        if until is None:
+            state = runner.plain(task.state, 0, count or 0)
+        else:
+            limit = 1 << 62 if count is None else count
+            state = runner.plain(task.state, 0, limit, lambda found: fulfilled(until, found))
+            if not runner.over:
+                raise exhausted(limit)
+        if task.sink is None:
+            return state
+        rows, build = task.sink.take(runner.reached)
+        return state, build(rows)
+
+    def _openly(self, task: Task, cost: StageCost, count: int | None, until: Condition) -> Any:
+        """A run of unknown length."""
+        room = self._room(task.body.device)
+        online, chunk, nbytes = online_of(cost, room, self.planner, self.chunk, self._knobs)
+        progress = None if self._progress is None else Progress(self._progress, None)
+        task = replace(task, body=replace(task.body, chunk=chunk), progress=progress)
+        return self._called(OpenCall(task, online, until, count, self._holding(nbytes)))
+
+    def _progressing(self, chosen: Chosen) -> Progress | None:
+        of = chosen.plan.simulation.forwards * chosen.chunk
+        return None if self._progress is None else Progress(self._progress, of)
+
+
+def _alone(found: Any, step: int) -> tuple[Any, None]:
+    return found, None

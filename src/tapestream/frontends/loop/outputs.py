@@ -1,0 +1,110 @@
+"""``outputs=``: what becomes of the second thing that a step returns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tapestream.errors import InputError
+from tapestream.executor.loop_form import Form
+
+
+class Collected:
+    """Outputs of every ``every``-th step: stacked, summed in order, or handed to a function.
+
+    ``tensors`` are those of the result; once the call has returned them the sink forgets them, since it lives as
+    long as the loop's node, which they hold.
+    """
+
+    def __init__(self, how: str | Callable[[Any], object], every: int, steps: int | None) -> None:
+        self.how, self.every, self.steps = how, every, steps
+        self.form: Form | None = None
+        self.early = how == "stack"
+        self.differentiable = how in ("stack", "sum")
+        self.results: list[Any] = []
+        self._rows: list[Any] = []
+        self._given: Sequence[torch.Tensor | None] = ()
+
+    def wants(self, step: int) -> bool:
+        """See `Sink`."""
+        return (step + 1) % self.every == 0
+
+    def add(self, step: int, output: Any) -> None:
+        """See `Sink`."""
+        form = self.form
+        if form is None:
+            form = self.form = Form.of(output, "output")
+        if not form.matches(output):
+            raise InputError(
+                f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
+                "shapes and dtypes from every step"
+            )
+        with torch.no_grad():
+            if callable(self.how):
+                found = self.how(form.build([_detached(leaf) for leaf in form.leaves(output)]))
+                if found is not None:
+                    self._rows.append(found)
+            elif self.how == "sum":
+                self._sum(form.leaves(output))
+            else:
+                self._stack(step // self.every, form.leaves(output))
+
+    def _sum(self, leaves: Sequence[Any]) -> None:
+        if not self._rows:
+            self._rows = [leaf.detach().clone() for leaf in leaves]
+        else:
+            self._rows = [total + leaf.detach() for total, leaf in zip(self._rows, leaves, strict=True)]
+
+    def _stack(self, row: int, leaves: Sequence[Any]) -> None:
+        if not self._rows:
+            rooms = 1 if self.steps is None else self.steps // self.every
+            self._rows = [leaf.new_empty((rooms, *leaf.shape)) for leaf in leaves]
+        if row == len(self._rows[0]):  # a run of unknown length
+            self._rows = [torch.cat((rows, torch.empty_like(rows))) for rows in self._rows]
+        for rows, leaf in zip(self._rows, leaves, strict=True):
+            rows[row].copy_(leaf)
+
+    def take(self, steps: int) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
+        """The result's tensors after ``steps`` steps, and what makes the result of them."""
+        rows, self._rows, form = self._rows, [], self.form
+        if callable(self.how):
+            return [], lambda _: rows
+        if form is None:
+            return [], lambda _: None
+        if self.how == "stack":
+            rows = [found[: steps // self.every] for found in rows]
+        return rows, form.build
+
+    def arrived(self, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """The result's cotangents."""
+        self._given = cotangents if any(g is not None for g in cotangents) else ()
+
+    def cotangents(self, step: int) -> Sequence[torch.Tensor | None]:
+        """See `Sink`."""
+        if self.how != "stack":
+            return self._given
+        return [None if g is None else g[step // self.every] for g in self._given]
+
+
+def sink_of(outputs: Any, every: int, steps: int | None) -> Collected | None:
+    """The sink that ``outputs=`` and ``every=`` describe. Raises InputError for anything else."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InputError(f"Loop: every= is a whole number of at least 1, not {every!r}")
+    if outputs is None:
+        if every != 1:
+            raise InputError(f"Loop: every={every} says which outputs to take; give outputs= too")
+        return None
+    if outputs not in ("stack", "sum") and not callable(outputs):
+        raise InputError(f"Loop: outputs= is 'stack', 'sum' or a function of an output, not {outputs!r}")
+    return Collected(outputs, every, steps)
+
+
+def check_tensors(sink: Collected, form: Form) -> None:
+    """Only tensors can be stacked and summed."""
+    for part in form.parts:
+        if part.kind is not torch.Tensor and not callable(sink.how):
+            raise InputError(f"Loop: outputs={sink.how!r} takes tensors, but {part.name} is {part}")
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

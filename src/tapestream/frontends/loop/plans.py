@@ -1,0 +1,172 @@
+"""The schedule of a loop: how many steps make a stage, how many restart checkpoints are kept, and which planner."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tapestream.costs import Budget, Profile, StageCost, UniformStages
+from tapestream.errors import BudgetError, InputError
+from tapestream.executor.loop_program import Program
+from tapestream.frontends.given import fit_given_plan
+from tapestream.planners import planners
+from tapestream.planners._recurrences import least_forwards
+from tapestream.planners.online import Online
+from tapestream.planning.plan import Plan
+from tapestream.units import format_nbytes
+
+MOST_SLOTS = 200
+"""More restart checkpoints than this make trees that take seconds to judge, and save little: stages grow instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan for stages of ``chunk`` steps."""
+
+    plan: Plan
+    chunk: int
+    orders: Program = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orders", Program(self.plan.schedule))
+
+
+def profile_of(cost: StageCost, steps: int, chunk: int, outside_nbytes: int = 0) -> Profile:
+    """``steps`` equal steps in stages of ``chunk``. A recorded stage holds the states inside it."""
+    chunk = min(chunk, steps)
+    scaled = replace(
+        cost,
+        forward_seconds=cost.forward_seconds * chunk,
+        backward_seconds=cost.backward_seconds * chunk,
+        record_seconds=cost.recorded_seconds * chunk,
+        saved_nbytes=cost.saved_nbytes * chunk + cost.output_nbytes * (chunk - 1),
+    )
+    stages = UniformStages(scaled, -(-steps // chunk))
+    return Profile(stages, cost.output_nbytes, outside_nbytes=outside_nbytes)
+
+
+def choose(
+    cost: StageCost,
+    steps: int,
+    budget: Budget,
+    planner: str,
+    chunk: int | None,
+    knobs: dict[str, object],
+    outside_nbytes: int = 0,
+) -> Chosen:
+    """The plan of ``planner``, or for "auto" the fastest of binomial checkpointing on stages of 1, 2, 3, .. steps.
+
+    A longer stage takes more bytes for its record, leaves fewer slots, and makes the chain shorter; one stage of
+    all steps is plain PyTorch. Closed forms choose, the judge confirms. Raises BudgetError when nothing fits.
+    """
+    if planner != "auto":
+        profile = profile_of(cost, steps, chunk or 1, outside_nbytes)
+        if planner in ("revolve", "binomial") and not knobs:
+            knobs = {"slots": slots_within(profile, budget)}
+        schedule = planners[planner](profile, budget, None, **knobs)
+        return Chosen(Plan.judged(schedule, profile, budget, None), chunk or 1)
+    if knobs:
+        raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
+    best: tuple[float, int] | None = None
+    for length in [chunk] if chunk else lengths(steps):
+        profile = profile_of(cost, steps, length, outside_nbytes)
+        slots = slots_within(profile, budget)
+        if slots * cost.output_nbytes + base_nbytes(profile) > (budget.device_nbytes or 1 << 62):
+            continue
+        stage = profile.stages[0]
+        seconds = least_forwards(len(profile), slots) * stage.forward_seconds
+        if best is None or seconds < best[0]:
+            best = seconds, length
+    length = best[1] if best else chunk or 1
+    return Chosen(_fitting(profile_of(cost, steps, length, outside_nbytes), budget), length)
+
+
+def _fitting(profile: Profile, budget: Budget) -> Plan:
+    """Binomial checkpointing with as many slots as the judge lets pass."""
+    n, slots = len(profile), slots_within(profile, budget)
+    while True:
+        if n > 1 and slots >= n - 1:  # nothing is run more than twice
+            schedule = planners["periodic"](profile, None, None, segments=n)
+        elif n == 1:
+            schedule = planners["store_all"](profile, None, None)
+        else:
+            schedule = planners["revolve"](profile, None, None, slots=slots)
+        try:
+            return Plan.judged(schedule, profile, budget, None)
+        except BudgetError as error:
+            if slots == 1 or n == 1:
+                raise too_small(error, budget) from None
+            slots = max(1, min(slots, n - 1) - max(1, slots // 50))
+
+
+def too_small(error: BudgetError, budget: Budget) -> BudgetError:
+    """The judge's refusal in the words of a loop."""
+    least = error.least_nbytes or 0
+    limit = budget.device_nbytes or 0
+    return BudgetError(
+        f"Loop: a budget of {format_nbytes(limit)} ({limit} bytes) was asked for, but with a single restart checkpoint "
+        f"{format_nbytes(least)} ({least} bytes) are needed; allow that much, or make the state smaller (less batch)",
+        least_nbytes=least,
+    )
+
+
+def lengths(steps: int) -> Iterator[int]:
+    """Stage lengths worth trying: all up to 4, then a quarter more each time, and all steps at once."""
+    length = 1
+    while length < steps:
+        yield length
+        length += max(1, length // 4)
+    yield steps
+
+
+def base_nbytes(profile: Profile) -> int:
+    """Bytes of the device beside restart checkpoints: the states around what runs, a record, two cotangents."""
+    cost = profile.stages[0]
+    extra = max(cost.forward_extra_nbytes, cost.recorded_extra_nbytes, cost.backward_extra_nbytes)
+    return profile.outside_nbytes + 2 * cost.output_nbytes + cost.saved_nbytes + 2 * cost.cotangent_bytes + extra
+
+
+def slots_within(profile: Profile, budget: Budget) -> int:
+    """About as many restart checkpoints as the budget holds; no more than can be judged at once, or one a stage."""
+    n, size = len(profile), profile.stages[0].output_nbytes
+    limit = budget.device_nbytes
+    room = n if limit is None or not size else max(1, (limit - base_nbytes(profile)) // size)
+    return n if room >= n - 1 else min(n, room, MOST_SLOTS)
+
+
+def given_plan(plan: Plan, cost: StageCost, steps: int, budget: Budget) -> Chosen:
+    """A plan that the user brings: its number of stages says how long they are.
+
+    Raises InputError where it belongs to another length, BudgetError where it does not fit the budget here.
+    """
+    chunk = -(-steps // plan.schedule.stages)
+    profile = profile_of(cost, steps, chunk)
+    return Chosen(fit_given_plan(plan, profile, budget), chunk)
+
+
+def online_of(
+    cost: StageCost, budget: Budget, planner: str, chunk: int | None, knobs: dict[str, object]
+) -> tuple[Online, int, int]:
+    """For a run of unknown length: who chooses restart checkpoints, steps to a stage, bytes that both take."""
+    if planner not in ("auto", "online"):
+        raise InputError(
+            f"Loop: planner {planner!r} needs to know the number of steps, and until= does not say it; use 'online'"
+        )
+    limit = budget.device_nbytes
+    length = chunk or (1 if planner == "online" else few_steps(cost, limit))
+    profile = profile_of(cost, 1 << 40, length)
+    slots = knobs.get("slots") or max(1, min(MOST_SLOTS, slots_within(profile, budget)))
+    unknown = knobs.keys() - {"slots", "rule"}
+    if unknown:
+        raise InputError(f"planner 'online' has no knob {sorted(unknown)[0]!r}; its knobs are slots, rule")
+    rule: Any = knobs.get("rule", "wang_moin")
+    online = Online(slots, rule)  # type: ignore[arg-type]
+    nbytes = base_nbytes(profile) + online.slots * cost.output_nbytes
+    if limit is not None and nbytes > limit:
+        raise too_small(BudgetError("", least_nbytes=base_nbytes(profile) + cost.output_nbytes), budget)
+    return online, length, nbytes
+
+
+def few_steps(cost: StageCost, limit: int | None) -> int:
+    """Deciding takes about ten microseconds a stage: enough steps to hide it, in a quarter of the budget at most."""
+    each = max(1, cost.saved_nbytes + cost.output_nbytes)
+    return max(1, min(32, (limit or 1 << 40) // 4 // each))
