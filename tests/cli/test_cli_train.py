@@ -2,6 +2,10 @@
 
 import gc
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +102,42 @@ def test_jobs_survive_json() -> None:
 def test_the_rate_rises_and_stays(step: int, rate: float) -> None:
     job = Job(GPTConfig(1, 8, 1), "stdlib", 1, 8, 10, 1.0, 4, "sgd", "step", "cpu", None, None, "auto", None)
     assert job.rate_at(step) == rate
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in map(json.loads, path.read_text().splitlines())]
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """A signal saves after the step at hand; with --resume every later loss is that of the run that never stopped."""
+    command = [sys.executable, "-m", "tapestream.cli.app", "train", *SMALL, "--steps", "6"]
+    home, saves = ("--folder", str(tmp_path / "home")), ("--saves", str(tmp_path / "saves"))
+    whole = ("--metrics", str(tmp_path / "whole.jsonl"))
+    subprocess.run([*command, *home, *whole], check=True, capture_output=True, timeout=200)
+    metrics = tmp_path / "metrics.jsonl"
+    with subprocess.Popen(
+        [*command, *home, *saves, "--metrics", str(metrics)], stdout=subprocess.PIPE, text=True
+    ) as run:
+        while not (metrics.exists() and metrics.read_text()):
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.send_signal(signal.SIGTERM)
+        out = run.stdout.read() if run.stdout else ""
+    taken = len(losses(metrics))
+    assert taken < 6, "it ended before the signal came"
+    assert run.returncode == 128 + signal.SIGTERM
+    assert f"stopped and saved after step {taken} of 6; go on with --resume" in out
+    other = CliRunner().invoke(make_app(), ["train", *SMALL, *home, *saves, "--resume", "--rate", "0.1"])
+    assert other.exit_code == 2
+    assert "holds a run with another rate (0.0003 there, 0.1 here); give the same options" in other.stderr
+    subprocess.run([*command, *home, *saves, "--metrics", str(metrics), "--resume"], check=True, timeout=200)
+    assert losses(metrics) == losses(tmp_path / "whole.jsonl")
+
+
+def test_resuming_needs_a_save(tmp_path: Path) -> None:
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, "--resume"])
+    assert result.exit_code == 2
+    assert "--resume was asked for without --saves" in result.stderr
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, "--resume", "--saves", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no complete save" in result.stderr

@@ -12,10 +12,11 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.children import child
+from tapestream.cli.data import BYTES
 from tapestream.cli.loop import Job, Record
 from tapestream.cli.options import Device, chosen_device, reported
 from tapestream.cli.picture import draw_memory
-from tapestream.cli.train import BYTES, remark, writing
+from tapestream.cli.train import remark, writing
 from tapestream.errors import InputError
 from tapestream.ir.actions import Tier
 from tapestream.models import GPTConfig
@@ -72,6 +73,7 @@ class Story:
 
 def _play(job: Job, out: Path, compared: int) -> Story:
     story, config = Story(), job.config
+    assert isinstance(config, GPTConfig)
     show.line(
         f"GPT of {config.layers} blocks of width {config.width}, {config.parameters / 1e6:.0f} million parameters, "
         f"AdamW, {job.batch} x {job.sequence} bytes of Python's standard library a step"
@@ -155,6 +157,7 @@ def _compare(job: Job, story: Story, compared: int) -> None:
 def plain_nbytes(job: Job) -> int:
     """What plain PyTorch needs for a step, computed: parameters, gradients, optimizer state, and the whole tape."""
     # As for update="backward": in plain PyTorch each gradient stays where it was made.
+    assert isinstance(job.config, GPTConfig)
     profile = estimate(
         job.config,
         batch=job.batch,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import tapestream as ts
-from tapestream.cli.loop import Job, Measured, optimizer_class, options_of, run, set_rate, streamed, text_of
-from tapestream.models import GPT, Batches
+from tapestream.cli.data import text_of
+from tapestream.cli.loop import Job, Measured, optimizer_class, options_of, run, set_rate, streamed
+from tapestream.models import GPT, Batches, GPTConfig
 from tapestream.units import parse_nbytes
 
 
@@ -70,20 +71,21 @@ def data_nbytes() -> int:
 def _warm(job: Job, text: Tensor) -> None:
     """The same for every role, so that limits compare."""
     small = job.small()
-    for _ in run(small, *streamed(small, lambda what, done, total: None), text, Measured()):
+    data = Batches(text, small.batch, small.sequence)
+    for _ in run(small, *streamed(small, lambda what, done, total: None), data, Measured()):
         pass
     for _ in _plain_steps(small, text):
         pass
     # Kernels of the real shapes start the threads that the small ones do not need.
-    x = torch.randn(job.batch * job.sequence, job.config.width, device=job.device)
-    torch.nn.functional.gelu(x @ torch.randn(job.config.width, 256, device=job.device)).sum().item()
+    x = torch.randn(job.batch * job.sequence, _shape(job).width, device=job.device)
+    torch.nn.functional.gelu(x @ torch.randn(_shape(job).width, 256, device=job.device)).sum().item()
 
 
 def _stream(job: Job, text: Tensor, compared: int) -> None:
     model, optimizer = streamed(job, lambda what, done, total: say("progress", what=what, done=done, total=total))
     measured = Measured()
     losses = []
-    for record in run(job, model, optimizer, text, measured):
+    for record in run(job, model, optimizer, Batches(text, job.batch, job.sequence), measured):
         losses.append(record.loss.hex())
         say("step", **asdict(record))
         if record.step + 1 == compared:
@@ -113,7 +115,7 @@ def _plain(job: Job, text: Tensor, compared: int) -> None:
 
 def _plain_steps(job: Job, text: Tensor) -> Iterator[tuple[GPT, float]]:
     with torch.device(job.device):
-        model = GPT(job.config)
+        model = GPT(_shape(job))
     optimizer = optimizer_class(job.optimizer)(model.parameters(), **options_of(job))
     for step, (tokens, targets) in zip(range(job.steps), Batches(text, job.batch, job.sequence), strict=False):
         set_rate(optimizer, job.rate_at(step))
@@ -122,6 +124,11 @@ def _plain_steps(job: Job, text: Tensor) -> Iterator[tuple[GPT, float]]:
         optimizer.step()
         optimizer.zero_grad()
         yield model, float(loss.detach())
+
+
+def _shape(job: Job) -> GPTConfig:
+    assert isinstance(job.config, GPTConfig)
+    return job.config
 
 
 def digests(model: nn.Module) -> dict[str, str]:

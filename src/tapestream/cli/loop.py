@@ -1,10 +1,9 @@
-"""The training loop that ``train`` and ``demo`` share: a streamed GPT on text, one record per step."""
+"""The training loop that ``train`` and ``demo`` share: a streamed network on its data, one record per step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 import tapestream as ts
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
-from tapestream.models import GPT, Batches, GPTConfig, load_bytes, standard_library_bytes
+from tapestream.models import GPT, DRANet, DRANetConfig, GPTConfig, ResNet, ResNetConfig
 from tapestream.storage.meter import MemoryMeter, track_memory
 
 _OPTIMIZERS = {
@@ -21,13 +20,17 @@ _OPTIMIZERS = {
 }  # fmt: skip
 
 Report = Callable[[str, int, int], None]
+Config: TypeAlias = GPTConfig | ResNetConfig | DRANetConfig
+Batch: TypeAlias = tuple[Tensor, Tensor]
+"""What a model is called with: tokens or images, and targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained, and how. Sizes as text ("1GiB"); the learning rate rises to ``rate`` over ``warmup`` steps."""
+    """What is trained, and how. Sizes as text ("1GiB"); the learning rate rises to ``rate`` over ``warmup`` steps.
+    ``sequence``: tokens of a sequence, or pixels of an image's side."""
 
-    config: GPTConfig
+    config: Config
     data: str
     batch: int
     sequence: int
@@ -44,36 +47,35 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Fields by name."""
-        return {
-            **asdict(self),
-            "config": {**asdict(self.config), "dtype": str(self.config.dtype).removeprefix("torch.")},
-        }
+        return {**asdict(self), "config": config_to_json(self.config)}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Job":
         """The inverse of `to_json`."""
-        config = dict(found["config"])
-        return cls(**{**found, "config": GPTConfig(**{**config, "dtype": getattr(torch, config["dtype"])})})
+        return cls(**{**found, "config": config_from_json(found["config"])})
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, numbered from 0."""
         return self.rate * min(1.0, (step + 1) / max(1, self.warmup))
 
     def small(self) -> "Job":
-        """The same with a tiny model: it starts the threads and imports that a real one would."""
+        """The same with a tiny GPT: it starts the threads and imports that a real one would."""
         width = 64
+        assert isinstance(self.config, GPTConfig)
         config = replace(self.config, layers=2, width=width, heads=1)
         return replace(self, config=config, steps=2, budget="64MiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step: ``seconds`` of it, ``waiting_seconds`` for copies, ``moved_nbytes`` by "source to target"."""
+    """One step: ``seconds`` of it, ``waiting_seconds`` for copies, ``moved_nbytes`` by "source to target".
+    ``tokens_per_second``: None for images."""
 
     step: int
     loss: float
     seconds: float
-    tokens_per_second: float
+    samples_per_second: float
+    tokens_per_second: float | None
     waiting_seconds: float
     moved_nbytes: dict[str, int]
     planned_peak_nbytes: int
@@ -92,23 +94,54 @@ def options_of(job: Job) -> dict[str, Any]:
     return {"lr": job.rate_at(0), "foreach": False}
 
 
-def text_of(data: str) -> Tensor:
-    """The bytes of ``--data``."""
-    return standard_library_bytes() if data == "stdlib" else load_bytes(Path(data))
-
-
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group the learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
+def model_of(config: Config) -> GPT | ResNet | DRANet:
+    """The network of this shape."""
+    match config:
+        case GPTConfig():
+            return GPT(config)
+        case ResNetConfig():
+            return ResNet(config)
+        case DRANetConfig():
+            return DRANet(config)
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """Fields by name, and ``model``: which network they shape."""
+    fields = asdict(config)
+    if isinstance(config, GPTConfig):
+        fields["dtype"] = str(config.dtype).removeprefix("torch.")
+    return {"model": type(config).__name__.removesuffix("Config"), **fields}
+
+
+def config_from_json(found: dict[str, Any]) -> Config:
+    """The inverse of `config_to_json`."""
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    match fields.pop("model"):
+        case "GPT":
+            return GPTConfig(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+        case "ResNet":
+            return ResNetConfig(**fields)
+        case _:
+            backbone = config_from_json({"model": "ResNet", **fields.pop("backbone")})
+            assert isinstance(backbone, ResNetConfig)
+            return DRANetConfig(backbone, **fields)
+
+
 def streamed(job: Job, progress: Report) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model, never whole in memory, and its optimizer."""
     with torch.device("meta"):
-        model: nn.Module = GPT(job.config)
+        hollow = model_of(job.config)
     budget = ts.Budget(job.budget, host=job.host_budget)
-    model = ts.stream(model, device=job.device, budget=budget, home=job.home, folder=job.folder, progress=progress)
+    model = ts.stream(
+        hollow, device=job.device, budget=budget, home=job.home, folder=job.folder, blocks=list(hollow.blocks),
+        progress=progress,
+    )  # fmt: skip
     cls = optimizer_class(job.optimizer)
     return model, ts.optimizer(model, cls, update=job.update, **options_of(job))
 
@@ -131,36 +164,39 @@ class Measured:
 
 
 def run(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, measured: Measured, at: int = 2
-) -> Iterator[Record]:
-    """Train; yields after each step. Step number ``at`` is metered into ``measured``; the one before it too, since what
-    a step frees is seen only if the step that made it was metered."""
-    for step, (tokens, targets) in zip(range(job.steps), Batches(text, job.batch, job.sequence), strict=False):
-        tokens, targets = tokens.to(job.device), targets.to(job.device)
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], measured: Measured,
+    at: int = 2, first: int = 0,
+) -> Iterator[Record]:  # fmt: skip
+    """Train from step ``first`` on; yields after each step. The step ``at`` after it is metered into ``measured``; the
+    one before that too, since what a step frees is seen only if the step that made it was metered."""
+    at += first
+    for step, (inputs, targets) in zip(range(first, job.steps), batches, strict=False):
+        inputs, targets = inputs.to(job.device), targets.to(job.device)
         set_rate(optimizer, job.rate_at(step))
         start = time.perf_counter()
         if step in (at - 1, at):
             measured.held = held_nbytes(model)
             with track_memory(job.device) as meter:
-                loss = _one(model, optimizer, tokens, targets, measured)
+                loss = _one(model, optimizer, inputs, targets, measured)
             if step == min(at, job.steps - 1):
                 _keep(meter, measured)
         else:
-            loss = _one(model, optimizer, tokens, targets, None)
+            loss = _one(model, optimizer, inputs, targets, None)
         seconds = time.perf_counter() - start
         report = ts.report(model)
         yield Record(
-            step, loss, seconds, tokens.numel() / seconds, report.wait_seconds,
+            step, loss, seconds, len(inputs) / seconds,
+            None if inputs.is_floating_point() else inputs.numel() / seconds, report.wait_seconds,
             {f"{a.name.lower()} to {b.name.lower()}": n for (a, b), n in report.bytes_moved.items()},
             report.plan.peak_nbytes, measured.peak or None,
         )  # fmt: skip
 
 
 def _one(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, measured: Measured | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, measured: Measured | None
 ) -> float:
     begin = time.perf_counter()
-    loss = model(tokens, targets)
+    loss = model(inputs, targets)
     forward = time.perf_counter()
     loss.backward()
     backward = time.perf_counter()

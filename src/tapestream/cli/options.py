@@ -17,7 +17,12 @@ from tapestream.models import GPTConfig
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Model = Annotated[str, typer.Argument(help="'gpt' with --layers and --width, or a published size such as gpt3-175b.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gpt, resnet or dranet with --layers and --width, or a published size: gpt3-175b, resnet50, dranet101."
+    ),
+]
 Target = Annotated[
     str,
     typer.Argument(
@@ -25,15 +30,25 @@ Target = Annotated[
         "config.json, or module:factory, a Python function that returns an nn.Module or (module, example_batch).",
     ),
 ]
-Layers = Annotated[int | None, typer.Option(help="Transformer blocks.")]
-Width = Annotated[int | None, typer.Option(help="Numbers per token between blocks.")]
+Layers = Annotated[
+    int | None, typer.Option(help="Transformer blocks, or layers of a ResNet as papers count them: 250002.")
+]
+Width = Annotated[
+    int | None, typer.Option(help="Numbers per token between blocks, or channels of a ResNet's first stage.")
+]
 Heads = Annotated[int | None, typer.Option(help="Attention heads; by default of size 64, from width 2048 on 128.")]
 Budget = Annotated[str | None, typer.Option(help="Bytes allowed on the device, such as 12GiB.")]
 HostBudget = Annotated[str | None, typer.Option(help="Bytes allowed in RAM when the device is a GPU.")]
 Home = Annotated[str, typer.Option(help="Where blocks live between uses: auto, device, host or disk.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder on the disk where blocks live; emptied at the end.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
-Data = Annotated[str, typer.Option(help="A folder or file of text, or stdlib: Python's own library.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text: a folder or file, or stdlib, Python's own library. Images: a folder with one subfolder per class, "
+        "or digits, scikit-learn's. Segmentation: a folder with images and masks, or shapes, which are drawn.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Samples = Annotated[
     int | None, typer.Option("--batch", min=1, help="Samples per step; by default 1, or the example's.")
@@ -47,8 +62,12 @@ Blocks = Annotated[
     typer.Option(help="Class or name of the blocks to stream, where they are not found; may be repeated."),
 ]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16 (with fp32 masters).")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences per step.")]
-Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Samples per step; by default 2 sequences, 16 images, 4 for segmentation.")
+]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; by default 256.")]
+Size = Annotated[int | None, typer.Option(min=4, help="Pixels of an image's side.")]
+Classes = Annotated[int | None, typer.Option(min=2, help="Labels in the masks of a folder.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, adagrad, rmsprop or sgd.")]
 Update = Annotated[
     str, typer.Option(help="step: update after backward. backward: update each block as its gradient arrives.")

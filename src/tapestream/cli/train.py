@@ -1,17 +1,20 @@
-"""``tapestream train``: a byte-level GPT on any text, within a budget."""
+"""``tapestream train``: a GPT on text, a ResNet on images, a DRANet on masks, within a budget."""
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
 from tapestream.cli import show
-from tapestream.cli.loop import Job, Measured, Record, run, streamed, text_of
+from tapestream.cli.data import Wanted, batches_of, task_of
+from tapestream.cli.loop import Job, Measured, Record, run, streamed
 from tapestream.cli.options import (
     Batch,
     Budget,
+    Classes,
     Data,
     Device,
     Folder,
@@ -23,24 +26,22 @@ from tapestream.cli.options import (
     Model,
     Optimizer,
     Seq,
+    Size,
     Steps,
     Update,
     Width,
     chosen_device,
-    make_config,
     reported,
 )
-from tapestream.errors import StorageError
+from tapestream.cli.saving import Saver
+from tapestream.errors import InputError, StorageError
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
-
-BYTES = 256
-"""The vocabulary of text taken as bytes."""
 
 
 @reported
 def train(
     model: Model = "gpt",
-    data: Data = "stdlib",
+    data: Data = None,
     layers: Layers = None,
     width: Width = None,
     heads: Heads = None,
@@ -49,43 +50,66 @@ def train(
     home: Home = "auto",
     folder: Folder = None,
     steps: Steps = 100,
-    batch: Batch = 2,
-    seq: Seq = 256,
+    batch: Batch = None,
+    seq: Seq = None,
+    size: Size = None,
+    classes: Classes = None,
     device: Device = "auto",
     optimizer: Optimizer = "adamw",
     update: Update = "step",
     rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, reached after a tenth of the steps.")] = 3e-4,
     metrics: Annotated[Path, typer.Option(help="One line of JSON per step is written here.")] = Path("metrics.jsonl"),
+    saves: Annotated[Path | None, typer.Option(help="The run is saved in this folder; the last two are kept.")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps from save to save; 0: at the end or a signal.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save.")] = False,
     json_: Json = False,
 ) -> None:
-    """Train a byte-level GPT on text within a memory budget."""
-    config = make_config(model, layers, width, heads, context=seq, vocabulary=BYTES)
+    """Train a byte-level GPT, a ResNet or a DRANet within a memory budget.
+
+    With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on.
+    """
+    task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes))
     job = Job(
-        config, data, batch, seq, steps, rate, max(1, steps // 10), optimizer, update, chosen_device(device),
-        budget, host_budget, home, None if folder is None else str(folder),
+        task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
+        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder),
     )  # fmt: skip
     allowed = None if budget is None else parse_nbytes(budget)
-    text = text_of(data)
+    batches = batches_of(job)
     records: list[Record] = []
-    with writing(metrics) as lines, show.progress() as advance:
-        streamed_model, optimizer_ = streamed(job, lambda what, done, total: advance(what, done, total, ""))
-        for record in run(job, streamed_model, optimizer_, text, Measured()):
-            lines.write(json.dumps(asdict(record)) + "\n")
-            lines.flush()
-            records.append(record)
-            advance("training", record.step + 1, steps, remark(record, allowed))
+    with show.progress() as advance:
+        progress = partial(_advanced, advance)
+        net, rule = streamed(job, progress)
+        saver = Saver(saves, save_every, job, {"model": net, "optimizer": rule, "batches": batches}, progress)
+        job, done = saver.resume() if resume else (job, 0)
+        if done >= steps:
+            raise InputError(f"{saves} holds a run of {done} steps already; ask for more with --steps")
+        with writing(metrics, append=resume) as lines, saver.listening():
+            for record in run(job, net, rule, batches, Measured(), first=done):
+                lines.write(json.dumps(asdict(record)) + "\n")
+                lines.flush()
+                records.append(record)
+                advance("training", record.step + 1, steps, remark(record, allowed))
+                if not saver.after(record.step + 1, last=record.step + 1 == steps):
+                    break
     first, last = records[0], records[-1]
     if json_:
         show.as_json({"job": job.to_json(), "first": asdict(first), "last": asdict(last), "metrics": str(metrics)})
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
+    if saver.stopped_by is not None and last.step + 1 < steps:
+        show.line(f"stopped and saved after step {last.step + 1} of {steps}; go on with --resume")
+        raise typer.Exit(128 + saver.stopped_by)
 
 
-def writing(path: Path) -> TextIO:
-    """An open file; raises StorageError where it cannot be written."""
+def _advanced(advance: show.Advance, what: str, done: int, total: int) -> None:
+    advance(what, done, total, "")
+
+
+def writing(path: Path, *, append: bool = False) -> TextIO:
+    """An open file, of which what is there is kept with ``append``; raises StorageError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
+        return path.open("a" if append else "w", encoding="utf-8")
     except OSError as error:
         raise StorageError(error.errno, f"cannot write {path}: {error.strerror}; give another place") from error
 
@@ -95,7 +119,9 @@ def remark(record: Record, allowed: int | None) -> str:
     peak = record.measured_peak_nbytes or record.planned_peak_nbytes
     how = "measured" if record.measured_peak_nbytes else "planned"
     limit = "" if allowed is None else f" of {format_nbytes(allowed)}"
+    images = record.tokens_per_second is None
+    pace = f"{record.samples_per_second:.3g} images/s" if images else f"{record.tokens_per_second:.0f} tokens/s"
     return (
-        f"loss {record.loss:.3f}  {record.tokens_per_second:.0f} tokens/s  {format_nbytes(peak)}{limit} ({how})  "
+        f"loss {record.loss:.3f}  {pace}  {format_nbytes(peak)}{limit} ({how})  "
         f"moved {format_nbytes(sum(record.moved_nbytes.values()))}  waited {format_seconds(record.waiting_seconds)}"
     )

@@ -1,0 +1,343 @@
+"""ResNet of any depth: the CIFAR and ImageNet families of He et al., dilated ones for segmentation, a million layers.
+
+He et al. 2016, "Deep Residual Learning for Image Recognition": blocks, stems, stages. Projections are 1x1 convolutions
+wherever a shape changes (option B), and a bottleneck strides in its 3x3 convolution, as torchvision does; so names in
+``state_dict()`` are torchvision's. Dilation and multi-grid: Chen et al. 2017, "Rethinking Atrous Convolution".
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tapestream.errors import InputError
+from tapestream.models._random import keyed_generator
+from tapestream.models.grouped import GROUP_NBYTES, Group, Key, Layer, Stack, grouped
+
+# name -> block, blocks per stage. ResNet-2500 is the depth that cutting at the right places was once shown with.
+_SIZES: dict[str, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
+    "resnet18": ("basic", (2, 2, 2, 2)),
+    "resnet34": ("basic", (3, 4, 6, 3)),
+    "resnet50": ("bottleneck", (3, 4, 6, 3)),
+    "resnet101": ("bottleneck", (3, 4, 23, 3)),
+    "resnet152": ("bottleneck", (3, 8, 36, 3)),
+    "resnet2500": ("bottleneck", (6, 32, 788, 6)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResNetConfig:
+    """The shape of a ResNet.
+
+    ``stages``: blocks per stage; ``width``: channels of the first, doubled from stage to stage (a bottleneck's output
+    has four times as many). ``stem``: "cifar" (3x3) or "imagenet" (7x7 with stride 2, pooling). Every stage but the
+    first halves the resolution until ``output_stride`` is reached, from where on they dilate instead; the last blocks
+    of the last stage multiply their dilation by ``multi_grid``. ``zero_residual``: the last norm of every block starts
+    at 0, so that however deep the network is, its blocks start as the identity (Goyal et al. 2017). ``group_nbytes``:
+    bytes of parameters per group of layers, at least; 0: every layer is a module of its own. Raises InputError where
+    the numbers do not fit together.
+    """
+
+    block: Literal["basic", "bottleneck"]
+    stages: tuple[int, ...]
+    width: int = 64
+    stem: Literal["cifar", "imagenet"] = "imagenet"
+    classes: int = 1000
+    channels: int = 3
+    output_stride: int | None = None
+    multi_grid: tuple[int, ...] = ()
+    zero_residual: bool = True
+    group_nbytes: int = GROUP_NBYTES
+
+    def __post_init__(self) -> None:
+        if self.block not in _BLOCKS or self.stem not in ("cifar", "imagenet"):
+            raise InputError(
+                f"ResNetConfig: block is 'basic' or 'bottleneck' and stem 'cifar' or 'imagenet', not {self.block!r} "
+                f"and {self.stem!r}"
+            )
+        if not self.stages or min(*self.stages, self.width, self.classes, self.channels) < 1 or self.group_nbytes < 0:
+            raise InputError(
+                f"ResNetConfig: every stage needs a block or more, and width, classes and channels are at least 1; "
+                f"found stages={self.stages}, width={self.width}, classes={self.classes}, channels={self.channels}, "
+                f"group_nbytes={self.group_nbytes}"
+            )
+        strides = [self.stem_stride * 2**n for n in range(len(self.stages))]
+        if self.output_stride is not None and self.output_stride not in strides:
+            raise InputError(
+                f"ResNetConfig: output_stride {self.output_stride} was asked for; with this stem and "
+                f"{len(self.stages)} stages it is one of {', '.join(map(str, strides))}"
+            )
+        if len(self.multi_grid) > self.stages[-1] or min(self.multi_grid, default=1) < 1:
+            raise InputError(
+                f"ResNetConfig: multi_grid {self.multi_grid} is for the last blocks of a stage of {self.stages[-1]}; "
+                "give at most that many factors, all at least 1"
+            )
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> Self:
+        """A published shape such as ``"resnet50"``, or ``"resnet2500"``; InputError lists all names."""
+        found = _SIZES.get(name.lower().replace("-", ""))
+        if found is None:
+            raise InputError(
+                f"no ResNet is named {name!r}; choose one of {', '.join(_SIZES)}, or ResNetConfig.cifar(depth), or "
+                "give ResNetConfig the numbers"
+            )
+        return cls(*found, **changes)
+
+    @classmethod
+    def cifar(cls, depth: int, *, stages: int = 3, width: int = 16, **changes: Any) -> Self:
+        """He et al.'s 6m+2 layers for small images: ``depth`` - 2 layers in basic blocks, spread over the stages as
+        evenly as can be. InputError for a depth that is odd or has fewer blocks than stages."""
+        blocks = (depth - 2) // 2
+        if depth % 2 or blocks < stages:
+            raise InputError(
+                f"a ResNet for small images has 2 layers and 2 more per block, in {stages} stages of a block or more; "
+                f"{depth} layers were asked for: the nearest that can be is {max(2 + 2 * stages, depth + depth % 2)}"
+            )
+        each = tuple(blocks // stages + (n < blocks % stages) for n in range(stages))
+        return cls("basic", each, **{"width": width, "stem": "cifar", "classes": 10, **changes})
+
+    @classmethod
+    def deep(cls, depth: int, *, width: int = 64, **changes: Any) -> Self:
+        """ResNet-50 and ResNet-101 continued: bottlenecks in stages of 3, 4, all the rest, and 3. InputError for a
+        depth that is not 2 more than a multiple of 3, or less than 35."""
+        blocks, left = divmod(depth - 2, 3)
+        if left or blocks < 11:
+            raise InputError(
+                f"a ResNet of bottlenecks has 2 layers and 3 more per block, 11 blocks or more; {depth} layers were "
+                f"asked for: the nearest that can be is {2 + 3 * max(11, round((depth - 2) / 3))}"
+            )
+        return cls("bottleneck", (3, 4, blocks - 10, 3), **{"width": width, **changes})
+
+    @property
+    def depth(self) -> int:
+        """Layers with weights on the longest way through, projections not counted, as papers count."""
+        return 2 + sum(self.stages) * (2 if self.block == "basic" else 3)
+
+    @property
+    def stem_stride(self) -> int:
+        """Pixels of the image per pixel after the stem."""
+        return 1 if self.stem == "cifar" else 4
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Channels after each stage."""
+        return tuple(_BLOCKS[self.block].expansion * self.width * 2**n for n in range(len(self.stages)))
+
+
+class BasicBlock(Layer):
+    """Two 3x3 convolutions: (batch, inputs, height, width) -> (batch, planes, height/stride, width/stride)."""
+
+    expansion = 1
+
+    def __init__(
+        self, inputs: int, planes: int, stride: int = 1, dilation: int = 1, *, zero_residual: bool = True
+    ) -> None:
+        super().__init__()
+        self.zero_residual = zero_residual
+        self.conv1 = _conv3x3(inputs, planes, stride, dilation)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = _conv3x3(planes, planes, 1, dilation)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.downsample = _projection(inputs, planes, stride)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Convolution, norm, ReLU, convolution, norm; plus the input; ReLU."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        result: Tensor = self.relu(out)
+        return result
+
+    def reset(self, generator: torch.Generator) -> None:
+        """See `reset_convolutions`; the last norm as ``zero_residual`` has it."""
+        reset_convolutions(self, generator)
+        if self.zero_residual:
+            nn.init.zeros_(self.bn2.weight)
+
+
+class Bottleneck(Layer):
+    """1x1, 3x3 and 1x1 convolution: (batch, inputs, height, width) -> (batch, 4 planes, height/stride, ...)."""
+
+    expansion = 4
+
+    def __init__(
+        self, inputs: int, planes: int, stride: int = 1, dilation: int = 1, *, zero_residual: bool = True
+    ) -> None:
+        super().__init__()
+        self.zero_residual = zero_residual
+        outputs = planes * self.expansion
+        self.conv1 = nn.Conv2d(inputs, planes, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = _conv3x3(planes, planes, stride, dilation)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _projection(inputs, outputs, stride)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Convolution and norm three times with ReLUs in between; plus the input; ReLU."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x if self.downsample is None else self.downsample(x)
+        result: Tensor = self.relu(out)
+        return result
+
+    def reset(self, generator: torch.Generator) -> None:
+        """See `reset_convolutions`; the last norm as ``zero_residual`` has it."""
+        reset_convolutions(self, generator)
+        if self.zero_residual:
+            nn.init.zeros_(self.bn3.weight)
+
+
+_BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
+
+
+class Backbone(nn.Module):
+    """Stem and stages: images (batch, channels, height, width) -> features of the last stage.
+
+    Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` and ``initialize`` give the values, for the whole
+    model or piece by piece in any order. ``blocks`` is what to stream.
+    """
+
+    def __init__(self, config: ResNetConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config, self.seed = config, seed
+        if config.stem == "cifar":
+            self.conv1 = nn.Conv2d(config.channels, config.width, 3, padding=1, bias=False)
+        else:
+            self.conv1 = nn.Conv2d(config.channels, config.width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(config.width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if config.stem == "imagenet" else nn.Identity()
+        inputs = config.width
+        for number, outputs in enumerate(config.features):
+            self.add_module(f"layer{number + 1}", Stack(_stage(config, number, inputs, (seed, f"layer{number + 1}"))))
+            inputs = outputs
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """The stages."""
+        return [m for m in self.children() if isinstance(m, Stack)]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """What to stream: ``stream(model, blocks=model.blocks)``."""
+        return [block for stack in self.stacks for block in stack]
+
+    def initialize(self) -> None:
+        """Initial values in place: He et al. 2015 for convolutions. What is on meta is left."""
+        for block in self.blocks:
+            assert isinstance(block, (Layer, Group))
+            block.initialize()
+        if not self.conv1.weight.is_meta:
+            generator = keyed_generator(self.seed, "stem")
+            for module in (self.conv1, self.bn1):
+                reset_convolutions(module, generator)
+
+    def start(self, images: Tensor) -> Tensor:
+        """The stem."""
+        result: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        return result
+
+    def forward(self, images: Tensor) -> Any:
+        """(batch, channels, height, width) -> (batch, features[-1], height/stride, width/stride)."""
+        x = self.start(images)
+        for stack in self.stacks:
+            x = stack(x)
+        return x
+
+
+class ResNet(Backbone):
+    """A classifier of images."""
+
+    def __init__(self, config: ResNetConfig, *, seed: int = 0) -> None:
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            super().__init__(config, seed=seed)
+            self.fc = nn.Linear(config.features[-1], config.classes)
+        fill(self, device)
+
+    def initialize(self) -> None:
+        """As `Backbone.initialize`; the classifier starts normal with 0.01 (Goyal et al. 2017)."""
+        super().initialize()
+        if not self.fc.weight.is_meta:
+            nn.init.normal_(self.fc.weight, 0.0, 0.01, generator=keyed_generator(self.seed, "fc"))
+            nn.init.zeros_(self.fc.bias)
+
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, classes); with integer ``targets`` (batch,) their mean cross-entropy in nats."""
+        logits: Tensor = self.fc(super().forward(images).mean((2, 3)))
+        return logits if targets is None else F.cross_entropy(logits, targets)
+
+
+class Hollow(Protocol):
+    """A model that can be made without values."""
+
+    def to_empty(self, *, device: torch.device) -> Any: ...
+    def initialize(self) -> None: ...
+
+
+def fill(model: Hollow, device: torch.device) -> None:
+    """Give a model that was built on meta its bytes and initial values, unless meta is where it is to be."""
+    if device.type != "meta":
+        model.to_empty(device=device)
+        model.initialize()
+
+
+@torch.no_grad()
+def reset_convolutions(root: nn.Module, generator: torch.Generator) -> None:
+    """Convolutions: normal, variance 2 / fan-out (He et al. 2015), biases 0; BatchNorms as PyTorch has them."""
+    for module in root.modules():
+        if isinstance(module, nn.Conv2d):
+            fan = module.out_channels * math.prod(module.kernel_size) // module.groups
+            module.weight.normal_(0.0, math.sqrt(2 / fan), generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+
+
+def _stage(config: ResNetConfig, number: int, inputs: int, key: Key) -> Iterator[Layer | Group]:
+    """The blocks of one stage: the first alone if it changes the shape, equal ones that follow each other in groups."""
+    make, planes, count = _BLOCKS[config.block], config.width * 2**number, config.stages[number]
+    outputs = planes * make.expansion
+    wanted = config.stem_stride * 2**number
+    factor = max(1, wanted // (config.output_stride or wanted))
+    stride = 2 if number and factor == 1 else 1
+    grid = config.multi_grid if number == len(config.stages) - 1 else ()
+    dilations = [factor] * (count - len(grid)) + [factor * g for g in grid]
+    if number and factor > 1:
+        dilations[0] = dilations[0] // 2  # the resolution is that of the stage before
+    shapes = [(inputs if k == 0 else outputs, stride if k == 0 else 1, dilations[k]) for k in range(count)]
+    first = 0
+    while first < count:
+        stop = next((k for k in range(first, count) if shapes[k] != shapes[first]), count)
+        entering, step, dilation = shapes[first]
+        if config.group_nbytes and stop - first > 1:
+            with torch.device("meta"):
+                template = make(entering, planes, step, dilation, zero_residual=config.zero_residual)
+            yield from grouped(template, stop - first, first, key, config.group_nbytes)
+        else:
+            for k in range(first, stop):
+                layer = make(entering, planes, step, dilation, zero_residual=config.zero_residual)
+                layer.key = (*key, k)
+                yield layer
+        first = stop
+
+
+def _conv3x3(inputs: int, outputs: int, stride: int, dilation: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=dilation, dilation=dilation, bias=False)
+
+
+def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))

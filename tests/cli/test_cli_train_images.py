@@ -1,0 +1,123 @@
+"""`tapestream train resnet` and `dranet`: from options to metrics."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tapestream.cli.app import make_app
+from tapestream.cli.data import Wanted, batches_of, task_of
+from tapestream.cli.loop import Job
+from tapestream.errors import InputError
+from tapestream.models import DRANetConfig, ResNetConfig
+
+Image = pytest.importorskip("PIL.Image")
+COMMON = ["--device", "cpu", "--budget", "24MiB", "--update", "backward"]
+
+
+def wanted(**options: Any) -> Wanted:
+    names = ("model", "data", "layers", "width", "heads", "batch", "seq", "size", "classes")
+    return Wanted(**{name: options.get(name) for name in names})
+
+
+def colours(root: Path) -> Path:
+    """Two classes that a colour tells apart."""
+    for number, name in enumerate(("blue", "red")):
+        for k in range(4):
+            pixels = numpy.full((8, 8, 3), 40 * k, numpy.uint8)
+            pixels[..., 2 * (1 - number)] = 250
+            path = root / name / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return root
+
+
+def train(tmp_path: Path, *options: str) -> tuple[Any, list[dict[str, Any]]]:
+    metrics, home = tmp_path / "metrics.jsonl", tmp_path / "home"
+    arguments = ["train", *options, *COMMON, "--folder", str(home), "--metrics", str(metrics)]
+    result = CliRunner().invoke(make_app(), arguments)
+    assert result.exit_code == 0, result.output
+    gc.collect()
+    assert list(home.iterdir()) == []
+    return result, [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def test_a_resnet_learns_a_folder_of_images(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = colours(tmp_path / "data")
+    result, lines = train(
+        tmp_path, "resnet", "--layers", "14", "--width", "8", "--data", str(data), "--size", "8", "--batch", "4",
+        "--steps", "8", "--rate", "0.01",
+    )  # fmt: skip
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert all(line["tokens_per_second"] is None and line["samples_per_second"] > 0 for line in lines)
+    assert "images/s" in result.stderr  # no terminal: a line for every step
+    assert len([line for line in result.stderr.splitlines() if line.startswith("training ")]) == 8
+
+
+def test_a_dranet_is_trained_on_shapes(tmp_path: Path) -> None:
+    _, lines = train(
+        tmp_path, "dranet", "--layers", "35", "--width", "4", "--size", "32", "--batch", "2", "--steps", "2"
+    )  # fmt: skip
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(0 < line["loss"] < 20 for line in lines)
+
+
+def test_a_resnet_is_trained_on_digits(tmp_path: Path) -> None:
+    _, lines = train(tmp_path, "resnet", "--layers", "8", "--width", "8", "--steps", "2")
+    assert len(lines) == 2
+
+
+def test_networks_are_what_the_options_say(tmp_path: Path) -> None:
+    data = str(colours(tmp_path))
+    task = task_of(wanted(model="resnet", layers=110, data=data))
+    assert task.config == ResNetConfig.cifar(110, classes=2)
+    assert (task.batch, task.length) == (16, 32)
+    task = task_of(wanted(model="resnet50", data=data, width=8))
+    assert task.config == ResNetConfig.named("resnet50", width=8, classes=2)
+    assert task.length == 224
+    task = task_of(wanted(model="dranet101"))
+    assert isinstance(task.config, DRANetConfig)
+    assert task.config.backbone.stages == (3, 4, 23, 3)
+    assert (task.config.classes, task.data, task.batch) == (4, "shapes", 4)
+    for config in (task.config, task_of(wanted(model="resnet", layers=20, data=data)).config):
+        job = Job(config, "", 1, 8, 1, 0.1, 1, "sgd", "step", "cpu", None, None, "auto", None)
+        assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+
+
+def test_masks_of_a_folder(tmp_path: Path) -> None:
+    for folder, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), 5))):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(pixels.astype(numpy.uint8)).save(tmp_path / folder / "x.png")
+    options: dict[str, Any] = {"model": "dranet", "layers": 35, "width": 4, "size": 16, "data": str(tmp_path)}
+    task = task_of(wanted(**options, classes=6))
+    job = Job(task.config, task.data, 2, 16, 1, 0.1, 1, "sgd", "step", "cpu", None, None, "auto", None)
+    _, labels = next(iter(batches_of(job)))
+    assert labels.unique().tolist() == [5]
+    with pytest.raises(InputError, match="give --classes"):
+        task_of(wanted(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "resnet"}, "needs --layers"),
+        ({"model": "resnet50", "layers": 20}, "its own depth"),
+        ({"model": "resnet", "layers": 20, "seq": 5}, "--seq 5"),
+        ({"model": "gpt", "layers": 2, "width": 64, "size": 9}, "--size 9"),
+        ({"model": "resnet", "layers": 20, "data": "shapes"}, "for dranet"),
+        ({"model": "dranet", "layers": 35, "data": "digits"}, "for resnet"),
+        ({"model": "resnet", "layers": 20, "data": "/nowhere"}, "no folder"),
+        ({"model": "resnet", "layers": 21, "data": "shapes"}, "22"),
+        ({"model": "dranet", "layers": 35, "classes": 9}, "has 4"),
+        ({"model": "resnet77"}, "resnet2500"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        task_of(wanted(**options))
