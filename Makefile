@@ -53,7 +53,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f .lint-imports.tmp
 
-BENCHMARKS := everything_fits equal_peak from_disk beside_ramtorch random_lengths forward_only
+BENCHMARKS := everything_fits equal_peak from_disk beside_ramtorch random_lengths forward_only planning_speed \
+  beside_schedules
 
 .PHONY: bench
 bench: venv  # half an hour; writes benchmarks/results; THREADS=n, FOLDER=path/on/the/disk/to/measure
