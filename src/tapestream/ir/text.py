@@ -42,6 +42,7 @@ from tapestream.ir.actions import (
 from tapestream.ir.schedule import Node, Repeat, Schedule, Series, Shift, distinct_nodes
 
 _T = TypeVar("_T")
+_ESCAPED = re.compile(r"(?:[^\\]|\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}))*")
 _FIRST_LINE = "tapestream schedule 1"
 _NAMES: dict[str, type[Action]] = {
     kind.__name__: kind
@@ -121,9 +122,12 @@ class _Reader:
         self.advance()
         stages = _number(self.rest_after("stages "))
         self.advance()
+        planner = self.rest_after("planner ")
+        if not planner.isascii() or not _ESCAPED.fullmatch(planner):
+            raise _Unreadable("the planner's name, in ASCII with escapes")
         try:
-            planner = self.rest_after("planner ").encode("ascii").decode("unicode_escape")
-        except UnicodeError:
+            planner = planner.encode("ascii").decode("unicode_escape")
+        except UnicodeError:  # beyond the last code point
             raise _Unreadable("the planner's name, in ASCII with escapes") from None
         self.advance()
         resident = tuple(self.residents())
