@@ -248,7 +248,7 @@ class Body(nn.Module):
         return F.gelu(self.linear(state[0])), state[1]
 
 
-@pytest.mark.parametrize(("planner", "budget"), [("store_all", None), ("revolve", "40KiB"), ("rotor", "40KiB")])
+@pytest.mark.parametrize(("planner", "budget"), [("store_all", None), ("revolve", "44KiB"), ("rotor", "44KiB")])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_last_stage_of_a_chain(planner: str, budget: str | None, autocast: bool) -> None:
     def run(wrap: bool) -> dict[str, Tensor | None]:
