@@ -6,6 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+# A process per core, each with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-quick test test-full lint clean
@@ -43,10 +45,10 @@ lint: venv
 	@echo "lint-imports"; $(BIN)/lint-imports > .lint-imports.tmp 2>&1 || { cat .lint-imports.tmp; exit 1; }
 
 test: lint
-	@echo "pytest";       $(BIN)/python -m pytest
+	@echo "pytest";       $(PYTEST)
 
 test-full: lint
-	@echo "pytest, in full"; $(BIN)/python -m pytest -m "full or not full"
+	@echo "pytest, in full"; $(PYTEST) -m "full or not full"
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -9,7 +9,7 @@ from torch import nn
 from tapestream.errors import GradientError
 from tapestream.executor.engines import make_engine
 from tapestream.executor.interpreter import Interpreter
-from tapestream.executor.parcel import Parcels
+from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir import (
     Action,
     Backward,

@@ -10,8 +10,8 @@ import torch
 
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.moves import Blocks
-from tapestream.executor.parcel import Parcels
-from tapestream.executor.travel import Travel
+from tapestream.executor.travel.parcel import Parcels
+from tapestream.executor.travel.travel import Travel
 from tapestream.ir.actions import (
     Action,
     Backward,

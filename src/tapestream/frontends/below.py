@@ -11,9 +11,9 @@ import torch
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
-from tapestream.executor.cargo import has_storage, head_of
 from tapestream.executor.engines import CopyEngine, EngineStatistics, make_engine
-from tapestream.executor.parcel import Parcels
+from tapestream.executor.travel.cargo import has_storage, head_of
+from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.available import host_limit
 from tapestream.ir.actions import Tier
 from tapestream.planning.auto import make_plan

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tapestream.executor.tail import tail_of
-from tapestream.executor.travel import moved_saved
+from tapestream.executor.travel.travel import moved_saved
 from tapestream.ir.schedule import run_once
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast

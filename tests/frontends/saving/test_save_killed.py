@@ -29,7 +29,7 @@ def finished(job: dict[str, Any]) -> str:
     return str(json.loads(out.splitlines()[-1])["digest"])
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path) -> None:
     """Resumed each time, the end is that of the run that was let alone."""
     expected = finished({"home": str(tmp_path / "home"), "saves": str(tmp_path / "alone"), "steps": STEPS})
@@ -46,6 +46,7 @@ def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path)
     assert sorted(left) == [f"{STEPS - 1:06d}", f"{STEPS:06d}"]
 
 
+@pytest.mark.full
 def test_saving_and_loading_take_no_memory_of_the_size_of_the_model(tmp_path: Path) -> None:
     """450 MB of parameters and state within 144 MB beyond a small run; the first child saves, the second one loads."""
     options = {"layers": 12, "width": 512, "budget": 64 << 20, "made_on": "meta"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_form import Form
+from tapestream.executor.loop.form import Form
 from tapestream.frontends.loop.inputs import Inputs
 
 

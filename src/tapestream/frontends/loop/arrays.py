@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tapestream.costs import StageCost
-from tapestream.executor.loop_arrays import Adjoint, ArraySteps
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_traits import Body, StepTraits, Sweep
+from tapestream.executor.loop.arrays import Adjoint, ArraySteps
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.traits import Body, StepTraits, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Called, Inputs, Rows, source_of
 from tapestream.planning.profile import undisturbed

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tapestream.executor.loop import LoopDriver
-from tapestream.executor.loop_program import Program
-from tapestream.executor.loop_states import ParcelStates
-from tapestream.executor.loop_steps import TensorSteps, hooks_off
-from tapestream.executor.loop_traits import Body
+from tapestream.executor.loop.driver import LoopDriver
+from tapestream.executor.loop.program import Program
+from tapestream.executor.loop.states import ParcelStates
+from tapestream.executor.loop.steps import TensorSteps, hooks_off
+from tapestream.executor.loop.traits import Body
 from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress

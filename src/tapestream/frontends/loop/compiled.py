@@ -11,8 +11,8 @@ import torch
 
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
-from tapestream.executor.loop_compiled import Chunk, CompiledSteps, unrolled
-from tapestream.executor.loop_traits import Body, Sweep
+from tapestream.executor.loop.compiled import Chunk, CompiledSteps, unrolled
+from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.costs import cost_of
 from tapestream.runner.stage import Stage

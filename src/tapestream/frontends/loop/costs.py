@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tapestream.costs import StageCost
-from tapestream.executor.loop_steps import TensorSteps, hooks_off
-from tapestream.executor.loop_traits import Body
+from tapestream.executor.loop.steps import TensorSteps, hooks_off
+from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.graph import next_sequence_number

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_traits import Source
+from tapestream.executor.loop.traits import Source
 
 _BLOCK = 64
 

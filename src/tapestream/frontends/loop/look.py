@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tapestream.errors import GradientError
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_traits import StepTraits, Sweep
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.traits import StepTraits, Sweep
 from tapestream.frontends.loop.reach import tensors_behind
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed

@@ -10,11 +10,11 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine, StageCost
 from tapestream.errors import BudgetError, InputError
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_states import ParcelStates
-from tapestream.executor.loop_steps import TensorSteps
-from tapestream.executor.loop_sweep import paired
-from tapestream.executor.loop_traits import Body, StepTraits
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.states import ParcelStates
+from tapestream.executor.loop.steps import TensorSteps
+from tapestream.executor.loop.sweep import paired
+from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.loop import arrays

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tapestream.errors import InputError
-from tapestream.executor.loop import LoopDriver
-from tapestream.executor.loop_program import Program
-from tapestream.executor.loop_steps import TensorSteps
+from tapestream.executor.loop.driver import LoopDriver
+from tapestream.executor.loop.program import Program
+from tapestream.executor.loop.steps import TensorSteps
 from tapestream.frontends.loop.arguments import fulfilled
 from tapestream.frontends.loop.call import Task, TensorCall
 from tapestream.ir.actions import Free, Keep, Phase, PhaseKind

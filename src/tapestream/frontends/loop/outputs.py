@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_form import Form
+from tapestream.executor.loop.form import Form
 
 
 class Collected:

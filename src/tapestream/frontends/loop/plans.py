@@ -6,7 +6,7 @@ from typing import Any
 
 from tapestream.costs import Budget, Profile, StageCost, UniformStages
 from tapestream.errors import BudgetError, InputError
-from tapestream.executor.loop_program import Program
+from tapestream.executor.loop.program import Program
 from tapestream.frontends.given import fit_given_plan
 from tapestream.planners import planners
 from tapestream.planners._recurrences import least_forwards

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.executor.loop_form import Form
-from tapestream.executor.stand_ins import Seen
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.stand_ins import Seen
 from tapestream.frontends.loop.reach import ends_of
 from tapestream.runner.graph import cast_leaves, next_sequence_number
 from tapestream.runner.guards import Guard

@@ -13,10 +13,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.loop_keep import Keeper, Kept
-from tapestream.executor.loop_sweep import NAME, Sweeps, paired
-from tapestream.executor.loop_traits import Body
-from tapestream.executor.stand_ins import StandIns
+from tapestream.executor.loop.keep import Keeper, Kept
+from tapestream.executor.loop.stand_ins import StandIns
+from tapestream.executor.loop.sweep import NAME, Sweeps, paired
+from tapestream.executor.loop.traits import Body
 from tapestream.runner.graph import next_sequence_number, reached_leaves
 from tapestream.runner.state import replica
 
@@ -35,7 +35,7 @@ class _Tape:
 
 
 class TensorSteps(Sweeps):
-    """See `executor.loop.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
+    """See `driver.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
 
     ``sums``: by place in ``traits.leaves``, the gradient accumulated so far.
     """

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.cargo import has_storage, head_of, held_by_others
+from tapestream.executor.travel.cargo import has_storage, head_of, held_by_others
 from tapestream.runner.runner import Pack, Unpack
 
 

@@ -7,8 +7,8 @@ import numpy
 import torch
 
 from tapestream.errors import GradientError
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_traits import Body
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.traits import Body
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.guards import check_versions

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tapestream.executor.loop_form import Form
+from tapestream.executor.loop.form import Form
 from tapestream.runner.buffers import Slot
 
 

@@ -4,8 +4,8 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from tapestream.errors import ScheduleError
-from tapestream.executor.parcel import Parcels
-from tapestream.executor.saved import SavedTensors
+from tapestream.executor.travel.parcel import Parcels
+from tapestream.executor.travel.saved import SavedTensors
 from tapestream.ir.actions import Kind, Offload, Prefetch, Tier, Value
 from tapestream.ir.schedule import Schedule, distinct_nodes
 from tapestream.runner.guards import check_versions

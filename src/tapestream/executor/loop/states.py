@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_keep import Kept, versions
-from tapestream.executor.parcel import Parcels
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.keep import Kept, versions
+from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir.actions import Kind, Tier, Value
 
 
 class ParcelStates:
-    """See `executor.loop.States`. Generator states and buffers travel with the state's tensors."""
+    """See `driver.States`. Generator states and buffers travel with the state's tensors."""
 
     def __init__(self, parcels: Parcels, form: Form) -> None:
         self._parcels, self._form = parcels, form

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from tapestream.errors import ScheduleError
-from tapestream.executor import loop_program as program
+from tapestream.executor.loop import program
 from tapestream.ir.actions import PhaseKind, Tier
 
 

@@ -7,9 +7,9 @@ import numpy
 import torch
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_form import Form
-from tapestream.executor.loop_steps import TensorSteps
-from tapestream.executor.loop_traits import Body
+from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.steps import TensorSteps
+from tapestream.executor.loop.traits import Body
 
 Adjoint = Callable[..., Any]
 """``adjoint(state, cotangent)``, or with the step's input as third argument: the cotangent of ``state``."""

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_traits import Body, Sweep
+from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.runner.guards import Guard, escaped
 
 NAME = "a step of the loop"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tapestream.executor.loop_traits import StepTraits
+from tapestream.executor.loop.traits import StepTraits
 
 
 class StandIns:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tapestream.errors import InputError
-from tapestream.executor.loop_steps import TensorSteps
-from tapestream.executor.loop_sweep import paired
-from tapestream.executor.loop_traits import Body
+from tapestream.executor.loop.steps import TensorSteps
+from tapestream.executor.loop.sweep import paired
+from tapestream.executor.loop.traits import Body
 
 Chunk = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
 """From a state and an input for each step (or none) to the state after them and the output of each (or none)."""

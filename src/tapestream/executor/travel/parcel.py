@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from tapestream.errors import GradientError, ScheduleError, StorageError
-from tapestream.executor.cargo import Cargo, Origin, Origins
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
+from tapestream.executor.travel.cargo import Cargo, Origin, Origins
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region

@@ -1,0 +1,1 @@
+"""Obeys the schedule of a loop of any length, without a Python object per step."""

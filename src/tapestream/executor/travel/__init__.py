@@ -1,0 +1,1 @@
+"""States and saved tensors on their way to slower tiers and back."""
