@@ -10,7 +10,7 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.module.observe import Segment
 from tapestream.frontends.module.residence import at_start, at_step_of, resident_of
-from tapestream.ir.actions import Value
+from tapestream.ir.actions import Offload, Value
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import choose_resident
 from tapestream.planning.auto import make_plan
@@ -192,10 +192,16 @@ class Division:
 
     def _plan(self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None) -> Plan:
         handle = self.handle
-        return make_plan(
+        plan = make_plan(
             profile, self._budget(nbytes), handle.machine(),
             planner=handle.planner, update=handle.update, home=handle.store.homes, resident=resident, **handle.knobs,
         )  # fmt: skip
+        if any(isinstance(action, Offload) and action.value.kind.by_stage for action in plan.schedule):
+            raise InputError(
+                f"planner={handle.planner!r} moves states or saved tensors to a slower tier, which a streamed model "
+                "does with its blocks only; use planner='auto', or one that recomputes, such as 'rotor'"
+            )
+        return plan
 
     def _guest(self, profile: Profile, nbytes: int | None, resident: frozenset[Value]) -> Plan:
         """A plan for a guest: the user's planner and its knobs are for chains."""
