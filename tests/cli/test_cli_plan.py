@@ -94,6 +94,7 @@ def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     assert answered(*given, "--batch", str(batch + 1))[0] == 2
 
 
+@pytest.mark.full  # a minute of planning
 def test_gpt3_is_answered_without_allocating_it() -> None:
     status, document = answered("gpt3-175b", "--budget", "12GiB", "--gpu", "12GiB", "--ram", "64GiB", "--dtype", "bf16")
     assert document["model"]["parameters"] > 174e9
