@@ -44,9 +44,10 @@ def test_the_table_lists_every_planner_best_first(tmp_path: Path) -> None:
     assert f"{len(planners)} planners, 4.00 MiB allowed on the GPU" in result.stdout
     lines = result.stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert {row[0] for row in rows} == set(planners)
-    assert Plan.load(tmp_path / "plan.json").planner == rows[0][0]
     assert all(len(row) == 8 for row in rows)
+    rows = [row for row in rows if row[0]]  # others go on with a cell that is wider than its column
+    assert sorted(row[0] for row in rows) == sorted(planners)
+    assert Plan.load(tmp_path / "plan.json").planner == rows[0][0]
     assert f"planners {len(planners)}/{len(planners)}" in result.stderr
 
 
