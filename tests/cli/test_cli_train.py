@@ -130,6 +130,13 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     other = CliRunner().invoke(make_app(), ["train", *SMALL, *home, *saves, "--resume", "--rate", "0.1"])
     assert other.exit_code == 2
     assert "holds a run with another rate (0.0003 there, 0.1 here); give the same options" in other.stderr
+    (weights,) = (tmp_path / "saves").glob("*/model/model.safetensors")
+    whole_file = weights.read_bytes()
+    weights.write_bytes(whole_file[:-1] + bytes([whole_file[-1] ^ 4]))
+    damaged = CliRunner().invoke(make_app(), ["train", *SMALL, *home, *saves, "--resume"])
+    assert damaged.exit_code == 2
+    assert "have changed; this save cannot be used" in damaged.stderr
+    weights.write_bytes(whole_file)
     subprocess.run([*command, *home, *saves, "--metrics", str(metrics), "--resume"], check=True, timeout=200)
     assert losses(metrics) == losses(tmp_path / "whole.jsonl")
 

@@ -32,7 +32,7 @@ class Saver:
         """
         if self._folder is None:
             raise InputError("--resume was asked for without --saves; name the folder of the saves")
-        saved = ts.load(self._folder, progress=self._progress)["job"]
+        saved = ts.load(self._folder)["job"]
         mine = self._identity()
         other = [name for name in mine if name != "warmup" and saved.get(name) != mine[name]]
         if other:
@@ -42,7 +42,7 @@ class Saver:
                 "give the same options as then, or save in another folder"
             )
         self._job = replace(self._job, warmup=saved["warmup"])
-        return self._job, int(ts.load(self._folder, verify=False, **self._parts)["step"])
+        return self._job, int(ts.load(self._folder, progress=self._progress, **self._parts)["step"])
 
     def after(self, step: int, *, last: bool) -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""

@@ -99,6 +99,13 @@ def test_only_the_last_saves_are_kept(tmp_path: Path) -> None:
     assert all(p.stat().st_mode & 0o077 == 0 for p in folders[3].rglob("*"))
 
 
+def test_a_save_whose_removal_was_cut_short_goes_with_the_next(tmp_path: Path) -> None:
+    first = ts.save(tmp_path, step=1)
+    first.rename(tmp_path / ".saving-000001-77")  # as a run leaves it that is killed while it removes
+    second = ts.save(tmp_path, step=2)
+    assert list(tmp_path.iterdir()) == [second]
+
+
 _leaves = some.one_of(
     some.none(), some.booleans(), some.integers(), some.floats(), some.text(), some.binary(max_size=8),
     some.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu")]),

@@ -73,7 +73,6 @@ class Saves:
 
     def _finish(self, work: Path) -> Path:
         try:
-            (work / LOCK).unlink()
             _to_disk(work)
             while True:
                 made = self.path / f"{self._next():06d}"
@@ -93,7 +92,7 @@ class Saves:
         return max(numbers, default=0) + 1
 
     def _remove(self, old: Path) -> None:
-        """Out of sight first, so that what is half removed is no save."""
+        """Out of sight first, so that what is half removed is no save; its lock, which nobody holds, tells that."""
         gone = self.path / f"{_UNFINISHED}{old.name}-{os.getpid()}"
         with suppress(OSError):
             old.rename(gone)
