@@ -207,7 +207,7 @@ class Runner:
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not tape.leaves:
             return [None] * len(tape.inputs), []
-        with _hooks_off(tape.leaves), contextlib.nullcontext() if tape.watch is None else tape.watch.opened():
+        with hooks_off(tape.leaves), contextlib.nullcontext() if tape.watch is None else tape.watch.opened():
             found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
@@ -334,7 +334,7 @@ def _edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
 
 
 @contextlib.contextmanager
-def _hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part."""
     hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
     for leaf, _ in hooked:

@@ -128,7 +128,7 @@ def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
         elif inspect.ismethod(item):
             waiting.extend((item.__self__, item.__func__))
         elif inspect.isfunction(item):
-            waiting.extend(_cell_contents(item))
+            waiting.extend(cell_contents(item))
             waiting.extend(
                 found for name in item.__code__.co_names if isinstance(found := item.__globals__.get(name), nn.Module)
             )
@@ -144,7 +144,8 @@ def _is_plain_callable(item: Any) -> bool:
     return callable(item) and hasattr(item, "__dict__") and not inspect.isbuiltin(item)
 
 
-def _cell_contents(function: Any) -> Iterator[Any]:
+def cell_contents(function: Any) -> Iterator[Any]:
+    """What a function closes over, and its default arguments."""
     for cell in (*(function.__closure__ or ()),):
         try:
             yield cell.cell_contents

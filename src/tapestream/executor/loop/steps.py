@@ -4,7 +4,6 @@ A sweep that keeps nothing is a bare Python loop over the user's function. Gradi
 as from plain autograd: each recorded stage is seeded with the sum of all later ones (DESIGN, "sums in the same order").
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -254,16 +253,3 @@ class TensorSteps(Sweeps):
 def edge_of(leaf: Any) -> GradientEdge | None:
     """Where the cotangent of a tensor enters its graph, None where it has none."""
     return get_gradient_edge(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
-
-
-@contextlib.contextmanager
-def hooks_off(leaves: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """Hooks that users registered on parameters see the sum once, when it leaves the loop, not every part."""
-    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    for leaf, _ in hooked:
-        leaf._backward_hooks = None
-    try:
-        yield
-    finally:
-        for leaf, hooks in hooked:
-            leaf._backward_hooks = hooks

@@ -10,7 +10,7 @@ import torch
 from tapestream.executor.loop.driver import LoopDriver
 from tapestream.executor.loop.program import Program
 from tapestream.executor.loop.states import ParcelStates
-from tapestream.executor.loop.steps import TensorSteps, hooks_off
+from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
@@ -18,6 +18,7 @@ from tapestream.frontends.loop.progress import Progress
 from tapestream.planning.profile import unchanged_generators
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.runner import hooks_off
 
 Gradients = Sequence[torch.Tensor | None]
 

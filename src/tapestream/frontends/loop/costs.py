@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tapestream.costs import StageCost
-from tapestream.executor.loop.steps import TensorSteps, hooks_off
+from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.graph import next_sequence_number
+from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryWatch, watch_memory

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from tapestream.errors import GradientError
+from tapestream.runner.stage import cell_contents
 
 
 def tensors_behind(function: Callable[..., Any]) -> list[torch.Tensor]:
@@ -44,16 +45,11 @@ def tensors_behind(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _behind(function: Any) -> list[Any]:
-    found: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-    found.extend(function.__defaults__ or ())
-    names = (function.__globals__.get(name) for name in function.__code__.co_names)
-    found.extend(thing for thing in names if isinstance(thing, (torch.Tensor, nn.Module, list, tuple, dict)))
-    found.extend(thing for thing in names if inspect.isfunction(thing))
+    found = list(cell_contents(function))
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    found.extend(thing for thing in named if isinstance(thing, (torch.Tensor, nn.Module, list, tuple, dict)))
+    # Helpers beside the step, not those of libraries: these lead everywhere.
+    found.extend(f for f in named if inspect.isfunction(f) and f.__globals__ is function.__globals__)
     return found
 
 
