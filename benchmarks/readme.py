@@ -1,10 +1,13 @@
-"""Writes the results section of README.md from benchmarks/results/*.json: ``python benchmarks/readme.py [--check]``.
+"""Writes docs/results.md, and its summary in README.md, from benchmarks/results/*.json.
 
-Each file holds one claim: {"name", "title", "date", "commit", "machine", "versions", "rows": [{column: value}, ..]}.
-``--check`` writes nothing and exits 1 where the section is not what the files say.
+``python benchmarks/readme.py [--check]``. Each file is a result:
+{"name", "title", "date", "commit", "machine", "versions", "rows": [{column: value}, ..]}. In the rows a column
+``claim`` (or ``... claim``) says what is claimed, and ``met`` (``... met``) whether that row meets it.
+``--check`` writes nothing and exits 1 where a page is not what the files say.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +17,24 @@ ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- results: written by benchmarks/readme.py -->"
 END = "<!-- results: end -->"
 _FIELDS = {"name", "title", "date", "commit", "machine", "versions", "rows"}
+_HEAD = """# Results
+
+Every row as it was measured; `make bench` measures anew and `python benchmarks/readme.py` writes this page.
+A ratio is the median over rounds in which both sides ran one right after the other, with its quartiles.
+"""
+_NONE = "No results have been recorded yet."
 
 
-def section(results: Iterable[dict[str, Any]]) -> str:
-    """The text between the marks: one table a result, ordered by name. Raises ValueError where a field is missing."""
-    parts = [_table(result) for result in sorted(results, key=lambda result: str(result.get("name")))]
-    return "\n\n".join(parts) or "No results have been recorded yet."
+def page(results: Iterable[dict[str, Any]]) -> str:
+    """The text of docs/results.md: one table a result, ordered by name. Raises ValueError where a field is missing."""
+    return "\n\n".join([_HEAD.rstrip(), *map(_table, _ordered(results))]) + "\n"
+
+
+def summary(results: Iterable[dict[str, Any]]) -> str:
+    """The section of README.md: a line for each claim of each result."""
+    lines = [line for result in _ordered(results) for line in _summed(result)]
+    head = [_row(["measured", "claim", "met", "ratios", "when and where"]), _row(["---"] * 5)]
+    return "\n".join([*head, *lines]) if lines else _NONE
 
 
 def rewritten(readme: str, results: Iterable[dict[str, Any]]) -> str:
@@ -27,7 +42,7 @@ def rewritten(readme: str, results: Iterable[dict[str, Any]]) -> str:
     if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
         raise ValueError(f"README.md needs the lines {BEGIN} and {END} once each, in this order")
     before, _, rest = readme.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{section(results)}\n\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{summary(results)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -35,16 +50,47 @@ def load(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
+def _ordered(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = sorted(results, key=lambda result: str(result.get("name")))
+    for result in found:
+        missing = _FIELDS - result.keys()
+        if missing:
+            raise ValueError(f"result {result.get('name')!r} lacks {', '.join(sorted(missing))}")
+    return found
+
+
+def _summed(result: dict[str, Any]) -> list[str]:
+    """A line for each kind of claim in the rows; one without counts for a result that claims nothing."""
+    rows, link = result["rows"], f"[{result['title']}](docs/results.md#{_anchor(result['title'])})"
+    ratios = [row["ratio"] for row in rows if isinstance(row.get("ratio"), (int, float))]
+    spread = f"{_cell(min(ratios))} to {_cell(max(ratios))}" if ratios else ""
+    where = f"{result['date']}, {result['machine']}"
+    kinds = [c.removesuffix("met") for c in _columns(rows) if c == "met" or c.endswith(" met")]
+    lines = []
+    for kind in kinds:
+        judged = [row for row in rows if row.get(f"{kind}met", "") != ""]
+        claimed = dict.fromkeys(row[f"{kind}claim"] for row in judged if row.get(f"{kind}claim"))
+        claims = kind + " or ".join(map(_cell, claimed))
+        met = sum(row[f"{kind}met"] == "yes" for row in judged)
+        lines.append(_row([link, claims, f"{met} of {len(judged)}", "" if kind else spread, where]))
+    return lines or [_row([link, "", "", spread, where])]
+
+
+def _anchor(title: str) -> str:
+    """What a heading is linked by: small letters, spaces as hyphens, nothing else but letters, digits and hyphens."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
 def _table(result: dict[str, Any]) -> str:
-    missing = _FIELDS - result.keys()
-    if missing:
-        raise ValueError(f"result {result.get('name')!r} lacks {', '.join(sorted(missing))}")
-    columns = list(dict.fromkeys(column for row in result["rows"] for column in row))
-    versions = result["versions"]
+    columns, versions = _columns(result["rows"]), result["versions"]
     if isinstance(versions, dict):
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"### {result['title']}",
+        f"## {result['title']}",
         "",
         f"{result['date']}, {result['machine']}, {versions}, commit {str(result['commit'])[:12]}",
         "",
@@ -67,15 +113,17 @@ def _cell(value: object) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write README.md, or with ``--check`` only compare."""
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
-    after = rewritten(before, load(ROOT / "benchmarks" / "results"))
+    """Write both pages, or with ``--check`` only compare."""
+    results = load(ROOT / "benchmarks" / "results")
+    readme, details = ROOT / "README.md", ROOT / "docs" / "results.md"
+    wanted = {readme: rewritten(readme.read_text(encoding="utf-8"), results), details: page(results)}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
-        if after != before:
-            print("README.md does not show benchmarks/results; run: python benchmarks/readme.py", file=sys.stderr)
-        return int(after != before)
-    path.write_text(after, encoding="utf-8")
+        for path in stale:
+            print(f"{path.name} does not show benchmarks/results; run: python benchmarks/readme.py", file=sys.stderr)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
     return 0
 
 

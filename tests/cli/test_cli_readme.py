@@ -1,4 +1,4 @@
-"""README.md: its results are those of the files, its Python runs, its options exist."""
+"""README.md and docs/results.md: their results are those of the files, its Python runs, its options exist."""
 
 import importlib.util
 import re
@@ -35,17 +35,31 @@ def test_the_readme_shows_the_results_that_are_there(readme: ModuleType) -> None
     assert readme.main(["--check"]) == 0
 
 
-def test_a_result_becomes_a_table_and_another_change_is_noticed(readme: ModuleType) -> None:
-    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-    made = readme.rewritten(text, [RESULT])
-    assert "old" not in made
-    assert made.startswith("before\n")
-    assert made.endswith("\nafter\n")
+def test_a_result_becomes_a_table(readme: ModuleType) -> None:
+    made = readme.page([RESULT])
     assert "2025-01-01, two cores, torch 9.9, commit 0123456789ab" in made
     assert "| what | seconds | times |" in made
     assert "| a\\|b | 0.123 |  |" in made
     assert "| c |  | 12346 |" in made
-    assert readme.rewritten(made, [RESULT]) == made
+
+
+def test_the_summary_counts_what_is_met_and_another_change_is_noticed(readme: ModuleType) -> None:
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    met = [
+        {"ratio": 0.5, "claim": "at most 1", "met": "yes", "moved claim": "at most 2", "moved met": "no"},
+        {"ratio": 1.25, "claim": "at most 1", "met": "no"},
+        {"ratio": 0.75, "claim": "at most 1", "met": "yes"},
+    ]
+    results = [{**RESULT, "name": "a", "title": "One, (so) to say", "rows": met}, RESULT]
+    made = readme.rewritten(text, results)
+    assert "old" not in made
+    assert made.startswith("before\n")
+    assert made.endswith("\nafter\n")
+    linked = "[One, (so) to say](docs/results.md#one-so-to-say)"
+    assert f"| {linked} | at most 1 | 2 of 3 | 0.5 to 1.25 | 2025-01-01, two cores |" in made
+    assert f"| {linked} | moved at most 2 | 0 of 1 |  | 2025-01-01, two cores |" in made
+    assert "| [Two](docs/results.md#two) |  |  |  | 2025-01-01, two cores |" in made
+    assert readme.rewritten(made, results) == made
     assert readme.rewritten(made, []) != made
 
 
@@ -53,7 +67,7 @@ def test_a_result_becomes_a_table_and_another_change_is_noticed(readme: ModuleTy
 def test_incomplete_results_are_refused(readme: ModuleType, missing: str) -> None:
     cut: dict[str, Any] = {key: value for key, value in RESULT.items() if key != missing}
     with pytest.raises(ValueError, match=missing):
-        readme.section([cut])
+        readme.page([cut])
 
 
 def test_marks_must_be_there(readme: ModuleType) -> None:
