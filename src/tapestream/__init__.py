@@ -10,6 +10,7 @@ from tapestream.errors import (
     TapestreamError,
 )
 from tapestream.frontends.chain import Chain
+from tapestream.frontends.join import Join
 from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.loss import linear_cross_entropy
 from tapestream.frontends.module.home import Home
@@ -33,6 +34,7 @@ __all__ = [
     "GradientError",
     "Home",
     "InputError",
+    "Join",
     "Link",
     "Loop",
     "Machine",

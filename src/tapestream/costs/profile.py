@@ -38,7 +38,7 @@ class Profile:
     ``stages[k].block`` points into it. ``carried``: storages that several states share. ``outside_nbytes``: device
     bytes held all the time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes`` /
     ``turn_seconds``: peak bytes on top and seconds of what runs between the last forward and the first backward
-    (head, loss).
+    (head, loss). ``ends``: of several chains that meet in that turn (see `join`), the last state of each but the last.
     """
 
     stages: Sequence[StageCost]
@@ -48,12 +48,16 @@ class Profile:
     outside_nbytes: int = 0
     turn_nbytes: int = 0
     turn_seconds: float = 0.0
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise InputError("Profile: at least one stage is needed")
         if not isinstance(self.stages, (tuple, UniformStages)):
             object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "ends", tuple(self.ends))  # from a file it is a list
+        if any(stop - start < 1 for start, stop in self.spans):
+            raise InputError(f"Profile: ends={self.ends} leave a branch of {len(self)} stages without any stage")
         distinct = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         for cost in distinct:
             if cost.block is not None and not 0 <= cost.block < len(self.blocks):
@@ -73,8 +77,68 @@ class Profile:
         cost = StageCost(forward_seconds, backward_seconds, state_nbytes, saved_nbytes)
         return cls(UniformStages(cost, n), state_nbytes)
 
+    @classmethod
+    def join(cls, branches: Sequence["Profile"], *, turn_nbytes: int = 0, turn_seconds: float = 0.0) -> "Profile":
+        """Several chains, each from an input of its own, whose last states meet in one turn.
+
+        States are numbered branch after branch, and stage k maps state k to state k+1 as ever: the last state of a
+        branch (``ends``) is followed by the first one of the next, and the number of the stage between is that of none.
+        One branch alone is a chain. Raises InputError for no branch, and for branches with parameter blocks, with a
+        turn of their own, or joined already.
+        """
+        if not branches:
+            raise InputError("Profile.join: at least one branch is needed")
+        stages: list[StageCost] = []
+        ends: list[int] = []
+        carried: list[Carried] = []
+        for number, branch in enumerate(branches):
+            if branch.blocks or branch.ends or branch.turn_nbytes or branch.turn_seconds:
+                raise InputError(
+                    f"Profile.join: branch {number} must be a chain without parameter blocks (without_blocks()) and "
+                    "without a turn (give turn_nbytes= and turn_seconds= to join)"
+                )
+            if number:
+                ends.append(len(stages))
+                stages.append(StageCost(0.0, 0.0, branch.initial_nbytes, 0, reads_input=False))  # no stage: see above
+            carried += (Carried(c.first + len(stages), c.last + len(stages), c.nbytes) for c in branch.carried)
+            stages += branch.stages
+        return cls(
+            branches[0].stages if not ends else tuple(stages),
+            branches[0].initial_nbytes,
+            carried=tuple(carried),
+            outside_nbytes=sum(branch.outside_nbytes for branch in branches),
+            turn_nbytes=turn_nbytes,
+            turn_seconds=turn_seconds,
+            ends=tuple(ends),
+        )
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The first and last state of each branch; of a chain, all there is."""
+        return tuple(zip((0, *(end + 1 for end in self.ends)), (*self.ends, len(self)), strict=True))
+
+    @property
+    def branches(self) -> tuple["Profile", ...]:
+        """The chains that meet, without the turn and without what is held outside of them."""
+        return tuple(
+            Profile(
+                self.stages[start:stop],
+                self.state_nbytes(start),
+                carried=tuple(
+                    Carried(c.first - start, c.last - start, c.nbytes) for c in self.carried if start <= c.first <= stop
+                ),
+            )
+            for start, stop in self.spans
+        )
+
     def __len__(self) -> int:
+        """How many stages are numbered."""
         return len(self.stages)
+
+    @property
+    def runs(self) -> int:
+        """How many stages there are to run: fewer than are numbered where branches meet."""
+        return len(self.stages) - len(self.ends)
 
     @property
     def is_uniform(self) -> bool:

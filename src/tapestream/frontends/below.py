@@ -23,7 +23,7 @@ from tapestream.storage.disk import DiskFolder
 from tapestream.storage.pool import Pool
 
 NEVER_MOVE = frozenset(
-    ("store_all", "periodic", "bisection", "revolve", "rotor", "binomial", "mixed", "online", "least_peak")
+    ("store_all", "periodic", "bisection", "revolve", "rotor", "binomial", "mixed", "online", "least_peak", "join")
 )
 """Planners that do not ask how fast the links are."""
 _HOMES = ("auto", "device", "host", "disk")
@@ -129,7 +129,7 @@ def plan_with(below: Below, profile: Profile, room: Budget, planner: str, knobs:
     if planner == "auto" and not knobs:
         with suppress(BudgetError):
             plan = make_plan(profile, room, Machine())
-            if plan.simulation.forwards == len(profile):
+            if plan.simulation.forwards == profile.runs:
                 return plan
     return make_plan(profile, room, below.machine(), planner=planner, **knobs)
 

@@ -77,7 +77,7 @@ class Chain(nn.Module):
             raise InputError("Chain: at least one stage is needed, found none")
         self.stages = nn.ModuleList(s for s in stages if isinstance(s, nn.Module))
         self._stages = [Stage(k, stage) for k, stage in enumerate(stages)]
-        self._modules_behind = _also_reached(self._stages, self.stages)
+        self._modules_behind = also_reached(self._stages, self.stages)
         self.budget = Budget.of(budget)
         self.planner, self.verify, self.gradients_within = planner, verify, gradients_within
         self._device = None if device is None else torch.device(device)
@@ -108,19 +108,25 @@ class Chain(nn.Module):
 
     def forward(self, state: Any) -> Any:
         """The last state; differentiable like any other tensor."""
-        initial, tensors = take_apart(state)
+        initial, tensors = self._take_apart(state)
         device = self._check_device(initial)
         if not torch.is_grad_enabled():
             return self._plain(state)
         prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)
-        call = _Call(self, prepared, initial, device)
+        call = self._call(prepared, initial, device)
         inputs = (*tensors, *prepared.leaves)
         out = _ChainNode.apply(call, len(tensors), *inputs)  # type: ignore[no-untyped-call]
         template = call.output
         assert template is not None
         return template.tree(out)
+
+    def _take_apart(self, state: Any) -> tuple[State, tuple[torch.Tensor, ...]]:
+        return take_apart(state)
+
+    def _call(self, prepared: Prepared, initial: State, device: torch.device) -> "Call":
+        return Call(self, prepared, initial, device)
 
     def _trainable(self) -> bool:
         return any(p.requires_grad for stage in self._stages for p in stage.parameters())
@@ -145,24 +151,31 @@ class Chain(nn.Module):
         if self._given is not None:
             plan = fit_given_plan(self._given, profile, room)
         else:
-            plan = plan_with(below, profile, room, self.planner, self._knobs)
+            plan = plan_with(below, profile, room, self.planner, self._knobs_for(traits, initial))
         check_lanes(plan, below)
         return self._plans.add(initial, self._mode(), device, plan, traits, last, live=live)
+
+    def _knobs_for(self, traits: Sequence[Traits], initial: State) -> dict[str, Any]:
+        return self._knobs
 
     def _mode(self) -> Mode:
         return mode_of([module for stage in self._stages for module in stage.modules])
 
     def _profile(self, initial: State, device: torch.device) -> tuple[Profile, list[Traits], State]:
         """The stages' profile, after joining those that must be one."""
+        return self._profile_part(slice(None), initial, device)
+
+    def _profile_part(self, part: slice, initial: State, device: torch.device) -> tuple[Profile, list[Traits], State]:
         while True:
-            profile, traits, last = profile_stages(self._stages, initial, device)
+            stages = self._stages[part]
+            profile, traits, last = profile_stages(stages, initial, device)
             if not any(trait.mutates for trait in traits[1:]):
                 return profile, traits, last
-            with as_recompute(), undisturbed(self._stages, device):
-                written = views_written(self._stages, initial, device)
+            with as_recompute(), undisturbed(stages, device):
+                written = views_written(stages, initial, device)
             if not written.stretches:
                 return profile, with_dense(traits, written), last
-            self._stages = join(self._stages, written.stretches)
+            self._stages[part] = join(stages, written.stretches)
             self._plans.clear()  # their traits are of the stages before
 
     def _room(self, device: torch.device) -> Budget:
@@ -185,10 +198,10 @@ class Chain(nn.Module):
     def _check_device(self, state: State) -> torch.device:
         devices = {t.device for t in state.tensors}
         if not devices:
-            raise InputError("Chain: the state holds no tensor; pass a tensor or a pytree of tensors")
+            raise InputError(f"{type(self).__name__}: the state holds no tensor; pass a tensor or a pytree of tensors")
         if len(devices) > 1 or (self._device is not None and not _same_device(self._device, devices)):
             raise InputError(
-                f"Chain: inputs lie on {', '.join(sorted(map(str, devices)))}, but "
+                f"{type(self).__name__}: inputs lie on {', '.join(sorted(map(str, devices)))}, but "
                 + ("must lie on one device" if self._device is None else f"device={str(self._device)!r} was asked for")
                 + "; move them with .to(...)"
             )
@@ -220,7 +233,7 @@ def _same_device(asked: torch.device, found: set[torch.device]) -> bool:
     return device.type == asked.type and asked.index in (None, device.index)
 
 
-def _also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.ModuleList:
+def also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.ModuleList:
     """Modules that function stages reach: registered too, so that parameters(), state_dict() and train() find them."""
     known = {id(m) for m in registered.modules()}
     found: list[nn.Module] = []
@@ -232,13 +245,14 @@ def _also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.Modu
     return nn.ModuleList(found)
 
 
-class _Call:
+class Call:
     """One live call: the interpreter, and the bytes that it holds of the chain's budget until it dies."""
 
     def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
         runner = Runner(chain._stages, prepared.traits, device, once=prepared.once)
-        # Under autocast each stage casts its weights by itself.
-        tail = None if runner.autocast.enabled else prepared.tail
+        # Under autocast each stage casts its weights by itself; the last stages of a Join are of several branches.
+        alone = runner.autocast.enabled or prepared.plan.profile.ends
+        tail = None if alone else prepared.tail
         self.below, parcels = chain._below_on(device), None
         if prepared.plan.simulation.bytes_moved:
             parcels = self.below.parcels((*initial.tensors, *prepared.leaves))
@@ -255,15 +269,11 @@ class _Call:
         """The forward phase."""
         interpreter = self.interpreter
         assert interpreter is not None
-        interpreter.begin(self.initial)
         try:
-            interpreter.run_phase(PhaseKind.FORWARD)
+            out = self._run_forward(interpreter)
         except BaseException:
             self.release()
             raise
-        out = interpreter.live
-        assert out is not None
-        interpreter.live = None
         if out.spec != self.prepared.output.spec:
             raise InputError(
                 f"{self.chain._stages[-1].name} returned another structure ({out.spec}) than when it was profiled "
@@ -282,15 +292,22 @@ class _Call:
                 "(retain_graph=True "
                 "is not supported); call the chain again"
             )
-        n = len(self.chain._stages)
-        interpreter.cotangents[n] = cotangents
         try:
-            interpreter.run_phase(PhaseKind.BACKWARD)
-            given = interpreter.cotangents[0]
+            given = self._run_backward(interpreter, cotangents)
         finally:
             interpreter.close()
             self.release()
         return given, {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
+
+    def _run_forward(self, interpreter: Interpreter) -> State:
+        interpreter.begin(self.initial)
+        interpreter.run_phase(PhaseKind.FORWARD)
+        return interpreter.hand_over(len(self.chain._stages))
+
+    def _run_backward(self, interpreter: Interpreter, cotangents: Gradients) -> Gradients:
+        interpreter.cotangents[len(self.chain._stages)] = cotangents
+        interpreter.run_phase(PhaseKind.BACKWARD)
+        return interpreter.cotangents[0]
 
     def release(self) -> None:
         """Give the budget back and drop what is held."""
@@ -316,7 +333,7 @@ class _ChainNode(torch.autograd.Function):
     """The one autograd node of a call."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, states: int, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Call, states: int, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.states = call, states
         ctx.leaves = [id(leaf) for leaf in inputs[states:]]

@@ -19,6 +19,7 @@ from tapestream.planners import (
     disk_revolve,
     double,
     h_revolve,
+    join,
     joint,
     least_peak,
     mixed,
@@ -54,6 +55,10 @@ def _with_known_knobs(name: str, plan: Planner) -> Planner:
             if knob not in known:
                 has = f"its knobs are {', '.join(known)}" if known else "it has none"
                 raise InputError(f"planner {name!r} has no knob {knob!r}; {has}{_nearest(knob, known)}")
+        if profile.ends and plan is not join.plan:
+            raise InputError(
+                f"planner {name!r} is for a chain, and here {len(profile.branches)} branches meet; use 'join'"
+            )
         return plan(profile, budget, machine, **knobs)
 
     return planner
@@ -106,4 +111,5 @@ planners: Mapping[str, Planner] = _Registry(
     superneurons=superneurons.plan,
     offload=offload.plan,
     joint=joint.plan,
+    join=join.plan,
 )

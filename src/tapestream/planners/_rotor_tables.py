@@ -77,6 +77,10 @@ class _Tables:
             way = [unit.forward_nbytes, *(after.forward_through_nbytes for after in units[a + 1 :])]
             self._peaks.append(np.maximum.accumulate(np.array(way, dtype=np.int64)))
 
+    def ahead(self, a: int) -> tuple[Floats, Bytes]:
+        """Seconds from unit ``a`` forward to each one after it, the end included, and bytes at the peak on that way."""
+        return self._ahead[a], self._peaks[a]
+
     def inside(self, inner: Units) -> Self:
         """The solution of a unit's inside."""
         found = self._inside[id(inner)]
@@ -117,6 +121,10 @@ class Fastest(_Tables):
     def seconds_with(self, memory: int) -> float:
         """Seconds of the whole chain with so many steps."""
         return float(self._seconds[0, 0, -1, memory])
+
+    def reversing(self, held: int, a: int) -> Floats:
+        """Seconds of the problems (held, a, b) for all b, a row each, for each memory."""
+        return self._seconds[held, a, a:]
 
     def choose(self, held: int, a: int, b: int, memory: int) -> Choice:
         """The option of least seconds."""
@@ -174,6 +182,10 @@ class Leanest(_Tables):
     def seconds(self) -> float:
         """Seconds of the whole chain."""
         return float(self._seconds[0, 0, -1])
+
+    def reversing(self, held: int, a: int) -> tuple[Bytes, Floats]:
+        """Bytes and seconds of the problems (held, a, b) for all b."""
+        return self._nbytes[held, a, a:], self._seconds[held, a, a:]
 
     def choose(self, held: int, a: int, b: int, memory: int) -> Choice:
         """The option of least bytes."""

@@ -1,6 +1,6 @@
 """Heterogeneous chains in bytes (Beaumont, Herrmann, Pallez, Shilova 2019; ACM TOMS 2024), "rotor"."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd, inf
 from typing import NamedTuple
 
@@ -64,7 +64,9 @@ def opening(root: Node) -> Node:
     return Series((Phase(PhaseKind.FORWARD), root))
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
+    """Units a .. b with so many memory steps; see `_rotor_tables`."""
+
     held: int
     a: int
     b: int
@@ -77,11 +79,16 @@ Known = dict[tuple[int, int, int], Node]
 
 def tree(solution: Solution, held: int, memory: int, known: Known) -> Node:
     """The actions of a solved chain, its first stage being number 0 and its first state live."""
+    return tree_of(solution, [Problem(held, 0, len(solution.chain.units) - 1, memory)], known)
+
+
+def tree_of(solution: Solution, items: Sequence[Node | Problem], known: Known) -> Node:
+    """The actions of ``items``, problems of a solved chain among them."""
     out: list[Node] = []
-    stack: list[Node | _Problem] = [_Problem(held, 0, len(solution.chain.units) - 1, memory)]
+    stack = list(reversed(items))
     while stack:
         item = stack.pop()
-        if isinstance(item, _Problem):
+        if isinstance(item, Problem):
             stack += reversed(list(_steps(solution, item, known)))
         elif isinstance(item, Keep) and out and out[-1] == freed(item.stage):
             out.pop()  # freed and kept again: it simply stays kept
@@ -90,7 +97,7 @@ def tree(solution: Solution, held: int, memory: int, known: Known) -> Node:
     return Series(tuple(out))
 
 
-def _steps(solution: Solution, problem: _Problem, known: Known) -> Iterator[Node | _Problem]:
+def _steps(solution: Solution, problem: Problem, known: Known) -> Iterator[Node | Problem]:
     """A problem taken apart once."""
     held, a, b, memory = problem
     unit = solution.chain.units[a]
@@ -110,12 +117,12 @@ def _steps(solution: Solution, problem: _Problem, known: Known) -> Iterator[Node
         middle = solution.chain.units[a + cut].first
         yield Keep(first)
         yield Forward(first, middle)
-        yield _Problem(0, a + cut, b, rest)
+        yield Problem(0, a + cut, b, rest)
         yield Restore(first)
         yield freed(first)
-        yield _Problem(held, a, a + cut - 1, memory)
+        yield Problem(held, a, a + cut - 1, memory)
         return
     yield recorded(first, stop)
     if a < b:
-        yield _Problem(int(unit.reads_output), a + 1, b, rest)
+        yield Problem(int(unit.reads_output), a + 1, b, rest)
     yield reversed_stages(first, stop)

@@ -33,6 +33,8 @@ def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, .
     Left out is what cannot win: planners that move states where there is nowhere to move them, `joint` where it would
     only repeat the others, and all but the first five where parameter blocks are what moves.
     """
+    if profile.ends:
+        return ("join",)
     n, stages = len(profile), profile.stages
     equal = isinstance(stages, UniformStages)
     names = list(CANDIDATES)
@@ -110,7 +112,9 @@ class _Search:
         self.refusals: list[tuple[str, BudgetError]] = []
         self.inputs: list[InputError] = []
         self.bound = (
-            0.0 if terms.profile.blocks else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
+            0.0
+            if terms.profile.blocks or terms.profile.ends
+            else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
         )
 
     def consider(self, name: str, tape: Callable[[Budget], Schedule]) -> None:
@@ -142,7 +146,7 @@ class _Search:
     def _unbeatable(self, found: Found) -> str:
         """Why nothing can be faster; empty where something may be."""
         simulation = found.simulation
-        if simulation.stall_seconds == 0 and simulation.forwards == len(self.terms.profile):
+        if simulation.stall_seconds == 0 and simulation.forwards == self.terms.profile.runs:
             return "nothing is recomputed and nothing waits already"
         if self.bound and found.seconds <= self.bound * (1 + 1e-9):
             return "no schedule is faster at this budget"

@@ -84,7 +84,7 @@ def trade_off(
 
     least = [found.least_nbytes for found in compare(profile, 1, machine, **terms)]
     low = min((nbytes for nbytes in least if nbytes is not None), default=1)
-    stored = make_plan(profile, None, machine, planner="store_all", **terms)
+    stored = make_plan(profile, None, machine, planner="join" if profile.ends else "store_all", **terms)
     budgets = spaced(low, stored.peak_nbytes, points)
     return curves(planners, budgets, planned, told, enough_seconds=stored.stored_seconds)
 

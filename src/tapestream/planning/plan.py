@@ -71,7 +71,7 @@ class Plan:
         return seconds + turn + sum(profile.blocks[block].update_seconds for block in updated)
 
     def __str__(self) -> str:
-        found, n = self.simulation, len(self.profile)
+        found, n = self.simulation, self.profile.runs
         rows = [
             ("time", f"{format_seconds(self.seconds)}, overhead {self.overhead:.2f}" + self._waiting()),
             ("forwards", f"{found.forwards} for {n} stages ({found.forwards / n:.2f} each)"),

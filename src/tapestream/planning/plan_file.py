@@ -72,6 +72,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "count": len(stages) if uniform else None,
         "blocks": [asdict(block) for block in profile.blocks],
         "carried": [asdict(storage) for storage in profile.carried],
+        "ends": profile.ends,
         **{name: getattr(profile, name) for name in _PROFILE_NUMBERS},
     }
 
@@ -86,6 +87,7 @@ def profile_from_json(found: Mapping[str, Any]) -> Profile:
         costs if found["count"] is None else UniformStages(costs[0], found["count"]),
         blocks=tuple(BlockCost(**block) for block in found["blocks"]),
         carried=tuple(Carried(**storage) for storage in found["carried"]),
+        ends=found.get("ends", ()),
         **{name: found[name] for name in _PROFILE_NUMBERS},
     )
 

@@ -23,6 +23,7 @@ from tapestream.runner.unneeded import LeftOut, end_left_out
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Gradients = list[torch.Tensor | None]
+Sums = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -177,13 +178,14 @@ class Runner:
         return out, Tape(k, inputs, _edges(live), reached, reached, watch)
 
     def backward(
-        self, k: int, tape: Tape, cotangents: Gradients, sums: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+        self, k: int, tape: Tape, cotangents: Gradients, sums: Sums, begun: Gradients | None = None
     ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Consume ``tape``: cotangents of the inputs, and (leaf, gradient) pairs.
 
         ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It
         enters as an extra root, so that
         the additions happen in the order of plain autograd; the pair returned for that leaf is then the new sum.
+        ``begun``: the same for inputs, where others have used them too.
         """
         if len(tape.edges) != len(cotangents):
             raise GradientError(
@@ -192,22 +194,18 @@ class Runner:
                 f"({len(cotangents)}); it must depend on nothing but its input, its buffers and the global random "
                 f"generators"
             )
-        roots: list[Any] = []
-        seeds: list[torch.Tensor] = []
-        for edge, cotangent in zip(tape.edges, cotangents, strict=True):
-            if edge is not None and cotangent is not None:
-                roots.append(edge)
-                seeds.append(cotangent)
-        if not roots:
-            return [None] * len(tape.inputs), []
-        for leaf, weight in zip(tape.leaves, tape.owners, strict=True):
-            if id(weight) in sums:
-                roots.append(leaf)
-                seeds.append(sums[id(weight)][1])
+        begun = begun or [None] * len(tape.inputs)
+        entering: list[tuple[Any, torch.Tensor]] = _both(tape.edges, cotangents)
+        if not entering:
+            return begun, []
+        entering += _both(tape.inputs, begun)
+        weights = zip(tape.leaves, tape.owners, strict=True)
+        entering += [(leaf, sums[id(weight)][1]) for leaf, weight in weights if id(weight) in sums]
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not tape.leaves:
             return [None] * len(tape.inputs), []
         with hooks_off(tape.leaves), contextlib.nullcontext() if tape.watch is None else tape.watch.opened():
+            roots, seeds = zip(*entering, strict=True)
             found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
@@ -327,6 +325,11 @@ class Runner:
                 f"and that it did "
                 "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
             )
+
+
+def _both(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tuple[Any, torch.Tensor]]:
+    pairs = zip(edges, gradients, strict=True)
+    return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
 
 
 def _edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:

@@ -41,14 +41,18 @@ def check_end(judge: "Judge") -> None:
         if tiers:
             broken(f"{places.whereabouts(Kind.STATE, k)}; put Free of it before the end")
     if judge.phase is PhaseKind.FORWARD:
+        if judge.ends:
+            broken("branches that meet have no schedule without Phase(BACKWARD)")
         if judge.recorded:
             broken("a schedule without Phase(BACKWARD) must not Record; use Forward")
         if states.live != judge.n:
             broken(f"the live state must be {judge.n} at the end and is {states.live}")
     elif judge.next_backward >= 0:
         broken(f"Backward({judge.next_backward}) and those below it are missing")
-    elif judge.phase is PhaseKind.BACKWARD and not places.is_current(Value(Kind.COTANGENT, 0), DEVICE):
-        broken(f"{places.whereabouts(Kind.COTANGENT, 0)}, it must be current on DEVICE for the caller")
+    elif judge.phase is PhaseKind.BACKWARD:
+        for start in judge.due:
+            if not places.is_current(Value(Kind.COTANGENT, start), DEVICE):
+                broken(f"{places.whereabouts(Kind.COTANGENT, start)}, it must be current on DEVICE for the caller")
     for block, parts in judge.blocks.begun.items():
         broken(f"only {parts} of the {len(judge.profile.blocks[block].parts)} parts of block {block} were updated")
     _check_residency(judge)

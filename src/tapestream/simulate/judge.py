@@ -50,8 +50,14 @@ class Judge:
         self.phase_seconds: dict[PhaseKind, float] = {}
         self.phase_began = 0.0
         self.forwards = self.recorded = 0
-        self.next_backward = self.n - 1
+        self.ends, self.spans = profile.ends, profile.spans
+        self.due = {start: stop - 1 for start, stop in self.spans}  # the next backward of each branch, by its input
         self.blocks = Blocks(profile, self.places, self.clock)
+
+    @property
+    def next_backward(self) -> int:
+        """The last of the stages whose backward is still to come, -1 for none."""
+        return max((k for start, k in self.due.items() if k >= start), default=-1)
 
     def run(self) -> None:
         """Walk the whole schedule. Raises ScheduleError at the first broken rule."""
@@ -114,28 +120,44 @@ class Judge:
         if kind is PhaseKind.FORWARD:
             states.live = 0
             states.hold(0)
+            for end in self.ends:  # the inputs of other branches wait as kept states
+                states.kept.add(end + 1)
+                states.hold(end + 1)
             memory.touch(DEVICE)
         elif kind is PhaseKind.BACKWARD:
-            if states.live != self.n:
-                broken(
-                    f"the live state must be {self.n}, the last, and is {states.live}; run the chain to its end first"
-                )
-            self.places.make(Kind.COTANGENT, self.n)
-            memory.touch(DEVICE, profile.turn_nbytes, self.n - 1)
-            states.live = None
-            self.places.release(self.n)
+            self._turn()
             self.clock.compute(profile.turn_seconds, "Turn", self.n)
         else:
             if self.next_backward >= 0:
                 broken(f"Backward({self.next_backward}) and those below it must come before the step")
-            self._need_cotangent(0)
-            self.places.drop_all(Kind.COTANGENT, 0)
+            for start in self.due:
+                self._need_cotangent(start)
+                self.places.drop_all(Kind.COTANGENT, start)
+
+    def _turn(self) -> None:
+        """The last state, or those of all branches, one live and the others kept, go to the caller."""
+        states, places = self.states, self.places
+        lasts = (*self.ends, self.n)
+        missing = [k for k in lasts if k != states.live and (k not in states.kept or not self.ends)]
+        if missing:
+            which = f"be {self.n}, the last" if not self.ends else f"be the last of a branch and {missing[0]} be kept"
+            broken(f"the live state must {which}, and is {states.live}; run the chain to its end first")
+        for k in lasts:
+            places.make(Kind.COTANGENT, k)
+        self.memory.touch(DEVICE, self.profile.turn_nbytes, self.n - 1)
+        for k in lasts:
+            if k != states.live:
+                states.kept.remove(k)
+            places.release(k)
+        states.live = None
 
     def forward(self, start: int, stop: int) -> None:
         """Forward: stage by stage, each input dropped unless somebody else holds it."""
         states, stages = self.states, self.stages
         if not 0 <= start < stop <= self.n:
             broken(f"0 <= start < stop <= {self.n} must hold, there are {self.n} stages")
+        if self.ends and (end := next((end for end in self.ends if start <= end < stop), None)) is not None:
+            broken(f"state {end} is the last of its branch; put Restore({end + 1}) before, which starts the next")
         if states.live != start:
             broken(f"the live state must be {start} and is {states.live}; put Restore({start}) before")
         self.forwards += stop - start
@@ -173,6 +195,8 @@ class Judge:
         states, places = self.states, self.places
         if not 0 <= k < self.n:
             broken(f"there is no stage {k}, there are {self.n} numbered from 0")
+        if k in self.ends:
+            broken(f"there is no stage {k}: state {k} is the last of its branch")
         if states.live != k:
             broken(f"the live state must be {k} and is {states.live}; put Restore({k}) before")
         if k in places.recorded:
@@ -196,10 +220,10 @@ class Judge:
     def backward(self, k: int) -> None:
         """Backward: consume the saved tensors and the cotangent of the output."""
         states, places = self.states, self.places
-        if k != self.next_backward:
-            broken(
-                f"backwards run {self.n - 1}, {self.n - 2}, .., 0, each once; Backward({self.next_backward}) is next"
-            )
+        branch, last = self._branch_of(k)
+        if k != self.due[branch]:
+            next_one = self.due[branch] if self.due[branch] >= branch else self.next_backward
+            broken(f"backwards run {last - 1}, {last - 2}, .., {branch}, each once; Backward({next_one}) is next")
         self._need_cotangent(k + 1)
         if not places.recorded.get(k, 0) & 1:
             broken(f"{places.whereabouts(Kind.SAVED, k)}, it must be current on DEVICE")
@@ -217,8 +241,12 @@ class Judge:
         places.drop_all(Kind.SAVED, k)
         places.drop_all(Kind.COTANGENT, k + 1)
         places.forget(k)
-        self.next_backward = k - 1
+        self.due[branch] = k - 1
         self.clock.compute(cost.backward_seconds, "Backward", k)
+
+    def _branch_of(self, k: int) -> tuple[int, int]:
+        """The first and last state of the branch of stage ``k``."""
+        return next((span for span in reversed(self.spans) if span[0] <= k), self.spans[0])
 
     def keep(self, k: int) -> None:
         """Keep: one more holder of the live state."""

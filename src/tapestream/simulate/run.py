@@ -55,7 +55,7 @@ def _flat(schedule: Schedule, profile: Profile, machine: Machine | None) -> tupl
         stall_seconds=clock.stall_seconds,
         forwards=judge.forwards,
         recorded=judge.recorded,
-        backwards=judge.n - 1 - judge.next_backward,
+        backwards=sum(stop - 1 - judge.due[start] for start, stop in profile.spans),
         phase_seconds=judge.phase_seconds,
         bytes_moved=judge.places.moved,
         _trace=partial(_trace, schedule, profile, machine),
