@@ -1,0 +1,1 @@
+"""Any program: what is recorded of it, and how stretches of it run again."""

@@ -1,0 +1,164 @@
+"""`Keeper`: restart checkpoints of a program: the values alive at a border between two operations."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from tapestream.executor.program.record import Record
+from tapestream.runner.ambient import TorchGenerators
+from tapestream.runner.guards import check_versions
+
+Key = TypeVar("Key")
+
+
+@dataclass(slots=True)
+class Entry:
+    """A value at a border: the tensor without its graph, over memory of its own (``private``) or the program's."""
+
+    tensor: torch.Tensor
+    storage: int
+    requires: bool
+    private: bool
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: int, *, private: bool) -> "Entry":
+        """``tensor`` as it is now."""
+        alias = tensor.detach()
+        return cls(alias, storage, tensor.requires_grad, private, alias._version)
+
+
+@dataclass(slots=True)
+class Kept:
+    """The state before ``operation``: values by number, and external tensors written into, by ``~k``; and the
+    generators, where it is a restart checkpoint."""
+
+    operation: int
+    entries: dict[int, Entry]
+    generators: TorchGenerators | None = None
+
+    def check(self) -> None:
+        """Raise GradientError when a kept tensor was changed in place since."""
+        entries = self.entries.values()
+        seen, now = tuple(e.version for e in entries), tuple(e.tensor._version for e in entries)
+        check_versions("the program", seen, now)
+
+    def unshared(self, record: Record) -> "Kept":
+        """The same state, with copies of what operations from here on will write into."""
+        storages = {e.storage for e in self.entries.values() if record.written_since(e.storage, self.operation)}
+        if not storages:
+            return self
+        entries = dict(self.entries)
+        for storage in storages:
+            entries.update(copied({n: e for n, e in entries.items() if e.storage == storage}))
+        return Kept(self.operation, entries, self.generators)
+
+
+class Keeper:
+    """Restart checkpoints of the first sweep, by operation; the one before operation 0 always stays.
+
+    What an operation is about to write into is copied first for all that hold it. ``addresses``: by storage number
+    that of the live storage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.first = self._generators = TorchGenerators.capture(device)
+        self.kept = {0: Kept(0, {}, self.first)}
+        self.addresses: dict[int, int] = {}
+        self._held: set[int] = set()  # storages that some restart checkpoint holds without a copy of its own
+        self._written: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def found(self, k: int, storage: int) -> None:
+        """External tensor ``k`` was met for the first time; others over its memory may have been written into."""
+
+    def keep(self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]]) -> None:
+        """A restart checkpoint before ``operation``."""
+        entries = {n: Entry.of(t, storage, private=False) for n, (t, storage) in alive.items()}
+        entries.update({n: Entry.of(t, storage, private=False) for n, (t, storage) in self._written.items()})
+        self._held.update(e.storage for e in entries.values())
+        self.kept[operation] = Kept(operation, entries, self.generators())
+
+    def generators(self) -> TorchGenerators:
+        """The states of torch's generators; equal ones are held once."""
+        now = TorchGenerators.capture(self.device)
+        if not now.equals(self._generators):
+            self._generators = now
+        return self._generators
+
+    def drop(self, operation: int) -> None:
+        """Give up a restart checkpoint."""
+        del self.kept[operation]
+
+    def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
+        """An operation is about to write into ``storage``, which ``externals`` show."""
+        first = [(number, tensor) for number, tensor in externals if number not in self._written]
+        if storage not in self._held and not first:
+            return
+        fresh = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
+        shown = [dict(fresh) for _ in self.kept]
+        for found, kept in zip(shown, self.kept.values(), strict=True):
+            found.update({n: e for n, e in kept.entries.items() if e.storage == storage and not e.private})
+        like = {(n, place): e for place, found in enumerate(shown) for n, e in found.items()}
+        copies = copied(like)
+        for (number, place), entry in copies.items():
+            list(self.kept.values())[place].entries[number] = entry
+        self._held.discard(storage)
+        self._written.update({number: (tensor, storage) for number, tensor in first})
+
+    def spoilt(self, storage: int) -> None:
+        """An operation wrote into ``storage`` unannounced: what holds it is of no use any more."""
+        for operation, kept in list(self.kept.items()):
+            if any(e.storage == storage and not e.private for e in kept.entries.values()):
+                del self.kept[operation]
+
+    def settle(self, record: Record) -> None:
+        """The program has ended: drop what nothing uses any more."""
+        record.draws_nbytes = 0 if self.generators().equals(self.first) else self.first.cpu.nbytes
+        for operation in [k for k in self.kept if k >= max(1, len(record))]:
+            del self.kept[operation]
+        for operation, kept in self.kept.items():
+            kept.entries = {n: e for n, e in kept.entries.items() if last_use(record, n) >= operation}
+
+    def nbytes(self, record: Record) -> int:
+        """Bytes that restart checkpoints hold beside the caller's own, each storage once."""
+        return sum(held_nbytes(self.kept.values(), record).values())
+
+
+def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
+    """Bytes by storage of some restart checkpoints."""
+    found: dict[int, int] = {}
+    for one in kept:
+        if one.generators is not None and one.operation:
+            found[-id(one.generators)] = one.generators.cpu.nbytes
+        for entry in one.entries.values():
+            if entry.tensor.layout is torch.strided and (entry.private or not record.storage_external[entry.storage]):
+                storage = entry.tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def last_use(record: Record, number: int) -> int:
+    """The last operation that uses a value, or an external tensor."""
+    return record.last_use[number] if number >= 0 else record.externals[~number].last_use
+
+
+def copied(entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """The same over one copy of their common storage: sizes, strides and places in memory (modulo 64) as they were."""
+    copy: torch.UntypedStorage | None = None
+    out: dict[Key, Entry] = {}
+    for key, entry in entries.items():
+        like = entry.tensor
+        if like.layout is not torch.strided:
+            tensor = like.clone()
+        else:
+            if copy is None:
+                copy = like.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+            tensor.set_(copy, like.storage_offset(), like.size(), like.stride())
+            tensor = tensor.conj() if like.is_conj() else tensor
+            tensor = torch._neg_view(tensor) if like.is_neg() else tensor
+        out[key] = Entry(tensor, entry.storage, entry.requires, True, tensor._version)
+    return out

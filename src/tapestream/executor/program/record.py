@@ -1,0 +1,100 @@
+"""`Record`: what a program did, in numbers: a few dozen bytes an operation."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
+
+
+class Ambient(NamedTuple):
+    """What surrounds an operation. ``casts``: per kind of device, whether autocast is on and its dtype;
+    ``epoch``: how often the cache of casts had been cleared."""
+
+    grad: bool
+    casts: tuple[tuple[str, bool, torch.dtype | None], ...]
+    cache: bool
+    dtype: torch.dtype
+    epoch: int
+
+
+@dataclass(slots=True)
+class External:
+    """A tensor that the program did not make. ``version``: when the program had ended."""
+
+    tensor: torch.Tensor
+    storage: int
+    leaf: bool
+    version: int = 0
+    last_use: int = -1
+
+
+@dataclass(slots=True)
+class Record:
+    """Operations by number: pattern, ambient, arguments, results, seconds, bytes first saved for backward.
+
+    Values (tensors made by operations) by number: the operation that made it, the last one that uses it (``len(self)``
+    for results of the program), its storage. An argument is a value's number, or ``~k`` for external tensor k.
+    ``writes``: by storage, the operations that write into it. ``draws_nbytes``: what a restart checkpoint takes for the
+    states of generators, 0 where the program draws nothing.
+    """
+
+    kinds: Kinds
+    patterns: Patterns = field(init=False)
+    ambients: list[Ambient] = field(default_factory=list)
+    calls: "array[int]" = field(default_factory=lambda: array("I"))
+    ambient: "array[int]" = field(default_factory=lambda: array("H"))
+    seconds: "array[float]" = field(default_factory=lambda: array("f"))
+    saved: "array[int]" = field(default_factory=lambda: array("q"))
+    arguments: "array[int]" = field(default_factory=lambda: array("i"))
+    argument_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    results: "array[int]" = field(default_factory=lambda: array("i"))
+    result_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    birth: "array[int]" = field(default_factory=lambda: array("i"))
+    last_use: "array[int]" = field(default_factory=lambda: array("i"))
+    storage: "array[int]" = field(default_factory=lambda: array("i"))
+    storage_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
+    storage_external: "array[int]" = field(default_factory=lambda: array("b"))
+    writes: "dict[int, array[int]]" = field(default_factory=dict)
+    externals: list[External] = field(default_factory=list)
+    draws_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.patterns = Patterns(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def arguments_of(self, k: int) -> "array[int]":
+        """What operation ``k`` is given."""
+        return self.arguments[self.argument_ends[k - 1] if k else 0 : self.argument_ends[k]]
+
+    def results_of(self, k: int) -> "array[int]":
+        """What operation ``k`` gives."""
+        return self.results[self.result_ends[k - 1] if k else 0 : self.result_ends[k]]
+
+    def pattern(self, k: int) -> Pattern:
+        """The call of operation ``k``."""
+        return self.patterns.all[self.calls[k]]
+
+    def written_since(self, storage: int, operation: int) -> bool:
+        """Whether ``operation`` or a later one writes into ``storage``."""
+        found = self.writes.get(storage)
+        return found is not None and found[-1] >= operation
+
+    def shape(self) -> tuple[Any, ...]:
+        """Equal for records that one plan serves: the same kinds of calls on the same values."""
+        kinds = array("I", [self.patterns.all[call].kind for call in self.calls])
+        values = (self.ambient, self.arguments, self.argument_ends, self.results, self.storage, self.storage_nbytes)
+        written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
+        leaves = tuple((e.tensor.requires_grad, e.leaf) for e in self.externals)
+        return kinds.tobytes(), tuple(a.tobytes() for a in values), tuple(self.ambients), written, leaves
+
+    def host_nbytes(self) -> int:
+        """Bytes of the arrays: what grows with the program."""
+        arrays = (self.calls, self.ambient, self.seconds, self.saved, self.arguments, self.argument_ends, self.results,
+                  self.result_ends, self.birth, self.last_use, self.storage, self.storage_nbytes,
+                  self.storage_external)  # fmt: skip
+        return sum(a.itemsize * len(a) for a in arrays)

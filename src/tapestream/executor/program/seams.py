@@ -1,0 +1,117 @@
+"""Calls that `TorchFunctionMode` does not see, and that must be: they are looked up anew at every call, so replacing
+them where they are looked up reaches every user of them. They are replaced only while some program runs."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+
+
+class Listener(Protocol):
+    """Who hears of such calls made in its own thread."""
+
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Make the call ``function(*args)`` and take note of it as one operation."""
+
+    def seeding(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The same for a call that sets a random generator."""
+
+    def casts_cleared(self) -> None:
+        """The cache of casts was cleared."""
+
+
+class _Heard(threading.local):
+    listener: Listener | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """``cls.apply`` without the wrapper."""
+
+    cls: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Function."""
+        return _function_base(self.cls)(*args, **kwargs)
+
+
+class _Seams:
+    def __init__(self) -> None:
+        self.heard = _Heard()
+        self._lock, self._users = threading.Lock(), 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """Inside, ``listener`` hears of this thread's calls."""
+        before, self.heard.listener = self.heard.listener, listener
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._put_in()
+        try:
+            yield
+        finally:
+            self.heard.listener = before
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._take_out()
+
+    def _put_in(self) -> None:
+        heard = self.heard
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            listener = heard.listener
+            if listener is None or kwargs:
+                return _function_base(cls)(*args, **kwargs)
+            return listener.opaque(Apply(cls), args)
+
+        def clear() -> None:
+            cleared()
+            if heard.listener is not None:
+                heard.listener.casts_cleared()
+
+        def seed(number: Any) -> Any:
+            return seeded(number) if heard.listener is None else heard.listener.seeding(seeded, (number,))
+
+        def restore(new_state: torch.Tensor) -> None:
+            if heard.listener is None:
+                restored(new_state)
+            else:
+                heard.listener.seeding(restored, (new_state,))
+
+        cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
+        self._before = []
+        self._replace(_SingleLevelFunction, "apply", classmethod(apply))
+        self._replace(torch, "clear_autocast_cache", clear)
+        for place in (torch, torch.random):
+            self._replace(place, "manual_seed", seed)
+            self._replace(place, "set_rng_state", restore)
+
+    def _replace(self, place: Any, name: str, new: Any) -> None:
+        self._before.append((place, name, vars(place).get(name)))
+        setattr(place, name, new)
+
+    def _take_out(self) -> None:
+        for place, name, old in reversed(self._before):
+            if old is None:
+                delattr(place, name)
+            else:
+                setattr(place, name, old)
+
+
+def _function_base(cls: Any) -> Callable[..., Any]:
+    return super(_SingleLevelFunction, cls).apply  # type: ignore[no-any-return]
+
+
+_SEAMS = _Seams()
+
+
+def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``listener`` hears of calls that this thread makes."""
+    return _SEAMS.heard_by(listener)

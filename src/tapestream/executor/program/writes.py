@@ -1,0 +1,90 @@
+"""What a call is about to write into, and calls that a program may not make."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tapestream.errors import GradientError, InputError
+
+_STATISTICS = {
+    functional.batch_norm: (1, 2, "running_mean", "running_var"),
+    torch.batch_norm: (3, 4, "running_mean", "running_var"),
+    torch.native_batch_norm: (3, 4, "running_mean", "running_var"),
+    functional.instance_norm: (1, 2, "running_mean", "running_var"),
+    torch.instance_norm: (3, 4, "running_mean", "running_var"),
+}
+"""Functions that write into arguments without saying so: places and names of these."""
+
+_HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+_INSIDE = frozenset(("backward", "grad"))
+_STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory_", "swap_tensors"))
+
+
+def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call says it will write into: by its name, ``out=``, ``inplace=True``, or running statistics.
+
+    A call may write into others unannounced (only their versions tell), and need not write into these.
+    """
+    name = getattr(function, "__name__", "")
+    found: list[Any] = []
+    if name == "__set__" or name == "__setitem__" or name.startswith("__i") or _in_place(name):
+        found.append(args[0] if args else None)
+    statistics = _STATISTICS.get(function)
+    if statistics is not None:
+        first, second, *names = statistics
+        found += [args[place] for place in (first, second) if place < len(args)]
+        found += [kwargs.get(name) for name in names]
+    if kwargs:
+        found.append(kwargs.get("out"))
+    place = _place_of_inplace(function)
+    if kwargs.get("inplace") or (place is not None and place < len(args) and args[place]):
+        found.append(args[0] if args else kwargs.get("input"))
+    tensors: list[torch.Tensor] = []
+    for item in found:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif isinstance(item, (tuple, list)):
+            tensors += [t for t in item if isinstance(t, torch.Tensor)]
+    return tensors
+
+
+@functools.cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Which argument of a Python function is ``inplace``."""
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "retain_grad_")
+
+
+def check_allowed(function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise GradientError or InputError, by name, for what a replay could not honour."""
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None)
+    if name in _HOOKS:
+        raise GradientError(
+            f"Program: Tensor.{name} inside the program would be lost, since the gradients of its tensors are made by "
+            "replays; return the tensor from the function and put the hook on the result"
+        )
+    if name in _INSIDE and (module == "torch.autograd" or name == "backward"):
+        raise GradientError(
+            f"Program: the program calls {name} itself, but its saved tensors are dropped while it runs; take that "
+            "part out of the program, or write it as a torch.autograd.Function"
+        )
+    if name in _STORAGE:
+        raise InputError(
+            f"Program: {name} changes the memory behind a tensor, which cannot be replayed; copy_() into it"
+        )
+    if name == "__set__":
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        if attribute in ("data", "grad"):
+            raise InputError(
+                f"Program: the program sets .{attribute} of a tensor, which cannot be replayed; use copy_() under "
+                "torch.no_grad() instead"
+            )

@@ -1,0 +1,1 @@
+"""`Program`: any function as one differentiable call under a budget."""

@@ -1,0 +1,92 @@
+"""A program beside the same function under plain autograd: values, gradients, buffers and generators, bit for bit."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.errors import BudgetError
+from tapestream.frontends.program.program import Program
+from tapestream.frontends.program.results import found_in
+
+
+def outcome(
+    function: Callable[..., Any], leaves: Sequence[torch.Tensor], make: Callable[[], Any], seed: int = 0
+) -> Any:
+    """What one step of ``function(*make())`` leaves behind. ``leaves``: tensors whose ``.grad`` counts; `make` gives
+    the arguments anew, those that require gradients being the result of an operation before the call."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    for leaf in leaves:
+        leaf.grad = None
+    result = function(*make())
+    found = found_in(result)
+    loss = torch.zeros(())
+    for i, tensor in enumerate(found):
+        if tensor.requires_grad:
+            loss = loss + (tensor * tensor.conj()).real.float().sum() / (i + 1)
+    values = [t.detach().clone() for t in found]
+    flags = [t.requires_grad for t in found]
+    loss.backward()
+    gradients = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    return values, flags, gradients, torch.get_rng_state()
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def compare(
+    function: Callable[..., Any],
+    leaves: Sequence[torch.Tensor],
+    make: Callable[[], Any],
+    budget: int | str | None = None,
+    *,
+    calls: int = 2,
+    planner: str = "revolve",
+    modules: Sequence[nn.Module] = (),
+) -> Program:
+    """Raises AssertionError unless ``calls`` calls of the program equal plain PyTorch; gives the program.
+
+    ``budget`` None: twice the least that the program says it needs.
+    """
+    buffers = [b for module in modules for b in module.buffers()]
+    before = [b.clone() for b in buffers]
+    expected, after = [], []
+    for seed in range(calls):
+        expected.append(outcome(function, leaves, make, seed))
+        after.append([b.clone() for b in buffers])
+    restore(buffers, before)
+    if budget is None:
+        budget = 2 * max(least(function, leaves, make, seed) for seed in range(calls))
+        restore(buffers, before)
+    program = Program(function, budget=budget, planner=planner)
+    for seed in range(calls):
+        values, flags, gradients, generator = outcome(program, leaves, make, seed)
+        wanted = expected[seed]
+        assert flags == wanted[1]
+        assert all(map(same, values, wanted[0])), f"values of call {seed}"
+        assert [g is None for g in gradients] == [g is None for g in wanted[2]]
+        assert all(map(same, gradients, wanted[2])), f"gradients of call {seed}"
+        assert torch.equal(generator, wanted[3])
+        assert all(map(torch.equal, buffers, after[seed])), f"buffers of call {seed}"
+    return program
+
+
+def restore(buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for b, old in zip(buffers, before, strict=True):
+            b.copy_(old)
+
+
+def least(function: Callable[..., Any], leaves: Sequence[torch.Tensor], make: Callable[[], Any], seed: int) -> int:
+    """The least budget in bytes with which a call works."""
+    try:
+        outcome(Program(function, budget=1, planner="revolve"), leaves, make, seed)
+    except BudgetError as error:
+        return error.least_nbytes or 1
+    return 1

@@ -1,0 +1,138 @@
+"""Random programs over a dozen operations with views and writes: values and gradients are plain autograd's."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from side_by_side import outcome, same
+from torch.nn import functional
+
+from tapestream.errors import BudgetError, GradientError
+from tapestream.frontends.program.program import Program
+
+SIDE = 4
+Pool = list[torch.Tensor]
+Operation = Callable[[Pool, torch.Tensor, torch.Tensor, random.Random], torch.Tensor | None]
+
+
+def write_row(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> None:
+    a[rng.randrange(SIDE)] = b[0]
+
+
+def write_column(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> None:
+    a[:, rng.randrange(SIDE)].mul_(b[0, 0])
+
+
+def mix(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    upper, lower = a.split(SIDE // 2)
+    return torch.cat([lower, upper * 0.5])
+
+
+def branch(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    return a * 0.9 if a.sum() > b.sum() else b - 0.1
+
+
+def forget(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> None:
+    if len(pool) > 2:
+        del pool[rng.randrange(len(pool))]
+
+
+def without_gradient(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    with torch.no_grad():
+        return a.exp().clamp(max=2.0)
+
+
+def new(pool: Pool, a: torch.Tensor, b: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    out = torch.zeros(SIDE, SIDE)
+    pool.append(out[1:].view(-1)[: SIDE * 2].view(2, SIDE).repeat(2, 1))
+    pool.append(out.t())
+    return out
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    lambda pool, a, b, rng: a + b,
+    lambda pool, a, b, rng: torch.tanh(a @ b),
+    lambda pool, a, b, rng: a * b * 0.5,
+    lambda pool, a, b, rng: a.t(),
+    lambda pool, a, b, rng: a.view_as(a),
+    lambda pool, a, b, rng: a.flatten().as_strided((SIDE, SIDE), (1, SIDE)),
+    lambda pool, a, b, rng: a.mul_(0.7),
+    lambda pool, a, b, rng: a.add_(b, alpha=0.1),
+    lambda pool, a, b, rng: torch.relu_(a),
+    lambda pool, a, b, rng: a.detach(),
+    lambda pool, a, b, rng: a.clone().copy_(b),
+    lambda pool, a, b, rng: functional.dropout(a, 0.3),
+    lambda pool, a, b, rng: a[0].expand(SIDE, SIDE),
+    lambda pool, a, b, rng: torch.where(a > b, a, b * 0.5),
+    lambda pool, a, b, rng: a.diagonal().expand(SIDE, SIDE),
+    lambda pool, a, b, rng: torch.sigmoid(a) + torch.rand(SIDE, SIDE),
+    write_row, write_column, mix, branch, forget, without_gradient, new,
+)  # fmt: skip
+
+
+def check(steps: list[int], seed: int) -> None:
+    w = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed + 1)).requires_grad_()
+    counter = torch.zeros(SIDE, SIDE)
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        rng = random.Random(seed)
+        pool = [x * 1.0, torch.tanh(x @ w), x + w]
+        for step in steps:
+            a, b = rng.choice(pool), rng.choice(pool)
+            made = OPERATIONS[step](pool, a, b, rng)
+            counter.add_(0.01)
+            if made is not None:
+                pool.append(made)
+            pool = pool[-6:]
+            if rng.random() < 0.2:
+                pool.append(pool[-1] * w + counter)
+        return [sum(t.sum() for t in pool), pool[-1] * 1.0]
+
+    def make() -> tuple[torch.Tensor]:
+        counter.zero_()
+        return (x * 1.0,)
+
+    try:
+        expected = outcome(program, [w, x], make, seed)
+    except RuntimeError as error:  # writes that plain PyTorch refuses
+        if "modified by an inplace operation" not in str(error):  # in backward: replays may know the older values
+            with pytest.raises(type(error)):
+                outcome(Program(program, budget=1 << 20, planner="revolve"), [w, x], make, seed)
+        return
+    budget = 1
+    try:
+        outcome(Program(program, budget=1, planner="revolve"), [w, x], make, seed)
+    except BudgetError as error:
+        budget = error.least_nbytes or 1
+    for limit in (budget, 4 * budget):
+        runs = Program(program, budget=limit, planner="revolve")
+        for _ in range(2):
+            try:
+                found = outcome(runs, [w, x], make, seed)
+            except GradientError as error:
+                raise AssertionError(f"refused: {error}") from error
+            assert found[1] == expected[1]
+            assert all(map(same, found[0], expected[0]))
+            assert all(map(same, found[2], expected[2]))
+            assert torch.equal(found[3], expected[3])
+
+
+programs = st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=24)
+relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@settings(max_examples=60, **relaxed)
+@given(programs, st.integers(0, 1000))
+def test_random_programs(steps: list[int], seed: int) -> None:
+    check(steps, seed)
+
+
+@pytest.mark.full
+@settings(max_examples=2000, **relaxed)
+@given(programs, st.integers(0, 10**6))
+def test_two_thousand_random_programs(steps: list[int], seed: int) -> None:
+    check(steps, seed)
