@@ -1,7 +1,10 @@
 """The examples of loops: what they compute equals plain PyTorch, and what they fit improves."""
 
+import importlib.util
 from pathlib import Path
 
+import loop_hypergradient
+import loop_ode
 import loop_text
 import loop_wave
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 
 
-@pytest.mark.parametrize("example", [loop_text, loop_wave])
+@pytest.mark.parametrize("example", [loop_hypergradient, loop_ode, loop_text, loop_wave])
 def test_help(example, capsys):
     with pytest.raises(SystemExit) as stopped:
         example.main(["--help"])
@@ -62,3 +65,56 @@ def test_wave(tmp_path: Path) -> None:
             found.append(row)
     (theirs,) = torch.autograd.grad(torch.stack(found).square().sum(), speed)
     assert torch.equal(ours, theirs)
+
+
+def test_ode(tmp_path: Path) -> None:
+    sizes = ["--steps", "150", "--rounds", "2", "--width", "4", "--until", "1.5", "--positions", "4"]
+    misfits, found = loop_ode.main([*sizes, "--tolerance", "1e-4", "--budget", "200KiB", "--out", str(tmp_path)])
+    assert (tmp_path / "loop_ode.png").stat().st_size > 1000
+    assert misfits[-1] < misfits[0]
+    for solver in ("Runge-Kutta, Loop", "Dormand-Prince, Loop"):
+        error, nbytes = found[solver]
+        assert error < 1e-2
+        assert nbytes < 200 * 1024
+    if importlib.util.find_spec("torchdiffeq") is None:
+        assert len(found) == 2
+        return
+    assert found["Runge-Kutta, Loop"][1] < found["Runge-Kutta, odeint"][1]
+    assert found["Runge-Kutta, Loop"][0] < found["Dormand-Prince, odeint_adjoint"][0]
+
+
+def test_an_adaptive_solver_gives_the_gradient_of_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    task, field = loop_ode.Task.spiral(4, 2.0), loop_ode.Field(4).double()
+    misfit = loop_ode.adaptively(field, task, 1e-4, "200KiB")()
+    ours = torch.autograd.grad(misfit, list(field.parameters()))
+
+    step, state, steps = loop_ode.adaptive_step(field, task, 1e-4), (), 0
+    state = task.positions[0], torch.zeros((), dtype=torch.float64), 0.0, 0.01, 0
+    while state[4] < 3:
+        state, steps = step(state), steps + 1
+    assert steps > 3
+    theirs = torch.autograd.grad(state[1], list(field.parameters()))
+    assert torch.equal(misfit, state[1])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_hypergradient(tmp_path: Path) -> None:
+    sizes = ["--steps", "200", "--rounds", "3", "--budget", "60KiB"]
+    losses = loop_hypergradient.main([*sizes, "--out", str(tmp_path)])
+    assert (tmp_path / "loop_hypergradient.png").stat().st_size > 1000
+    assert losses[-1] < losses[0]
+
+    train, other = (loop_hypergradient.Examples.drawn(n, 20, seed) for n, seed in ((60, 1), (1000, 2)))
+    optimizer = torch.optim.Adam((hyper := loop_hypergradient.Hyper(20)).parameters(), lr=0.3)
+    theirs = []
+    for _ in range(3):
+        state, step = (torch.zeros(20), torch.zeros(20)), loop_hypergradient.sgd(hyper, train)
+        for numbers in loop_hypergradient.batches(200, 16, 60):
+            state = step(state, numbers)
+        loss = other.loss(state[0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        theirs.append(loss.item())
+    assert losses == theirs

@@ -1,5 +1,7 @@
 """Compiled chunks: gradients equal those of a plain loop over the same compiled chunks, bit for bit."""
 
+import shutil
+
 import pytest
 import torch
 from looping import captured, differentiated, in_place, lstm_cell, same, seeded, tanh_rnn
@@ -64,6 +66,13 @@ def test_inputs_outputs_and_a_rest(how, backend):
 
     for ours, theirs in zip(program(True), program(False), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch):
+    step, h, _ = tanh_rnn()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(InputError, match=r"no C\+\+ compiler was found.*leave compile out"):
+        ts.Loop(step, compile=True)(h, steps=8)
 
 
 def test_refusals():

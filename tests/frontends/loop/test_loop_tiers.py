@@ -59,6 +59,26 @@ def test_auto_takes_the_disk_where_that_is_faster(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    weight, step = rotated()
+    calls = []
+    run = ts.Loop(
+        lambda h: calls.append(1) or step(h), planner="async_multistage", slots=2, interval=4, folder=tmp_path,
+        machine=MACHINE,
+    )  # fmt: skip
+    run(torch.ones(1000), steps=100)  # measures the step
+    real, before = os.statvfs(tmp_path), weight.detach().clone()
+    calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], 5, *real[5:])))  # five blocks are free
+        with pytest.raises(StorageError, match=r"file system, mounted at /.*, \d+ bytes are free, \d+ too few"):
+            run(torch.ones(1000), steps=100)
+    assert len(calls) < 10  # those that are watched
+    assert torch.equal(weight, before)
+    assert weight.grad is None
+    run(torch.ones(1000), steps=100).sum().backward()
+
+
 def test_a_full_disk_leaves_the_parameters_alone(tmp_path, monkeypatch):
     weight, step = rotated()
     run = ts.Loop(step, planner="async_multistage", slots=2, interval=4, folder=tmp_path, machine=MACHINE)

@@ -120,3 +120,25 @@ def test_refusals(grad):
             run(torch.ones(2), steps=3, max_steps=3)
     with pytest.raises(InputError, match="'online'"):
         ts.Loop(lambda h: h * weight, planner="revolve")(torch.ones(2), until=lambda h: h.sum() > 10)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("known", [True, False])
+def test_no_step_is_run_past_the_end(length, known):
+    """Neither to watch steps nor to measure them: a table that the step reads may end there."""
+    factors = torch.linspace(0.5, 1.5, length, requires_grad=True)
+    rows = [factors[t] for t in range(length)]
+
+    def step(state):
+        h, t = state
+        return torch.sin(h * rows[t]), t + 1
+
+    how = {"steps": length} if known else {"until": ends_at(length)}
+    h, t = ts.Loop(step)((torch.ones(2), 0), **how)
+    assert t == length
+    h.sum().backward()
+    expected = torch.ones(2)
+    for row in rows:
+        expected = torch.sin(expected * row)
+    (wanted,) = torch.autograd.grad(expected.sum(), factors)
+    assert same(factors.grad, wanted)

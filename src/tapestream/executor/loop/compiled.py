@@ -50,6 +50,7 @@ class CompiledSteps(TensorSteps):
         fresh = function is not self.body.function  # the sweep runs with gradients on
         size, sink = self.body.chunk, self.body.sink
         chunk = self._chunks(size)
+        self.over, self.reached = False, stop
         for first in range(start, stop, size):
             last = min(first + size, stop)
             if last - first < size:

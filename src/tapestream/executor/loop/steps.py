@@ -4,7 +4,7 @@ A sweep that keeps nothing is a bare Python loop over the user's function. Gradi
 as from plain autograd: each recorded stage is seeded with the sum of all later ones (DESIGN, "sums in the same order").
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from tapestream.runner.graph import next_sequence_number, reached_leaves
 from tapestream.runner.state import replica
 
 Cotangent = list[torch.Tensor | None]
+Place = torch.Tensor | GradientEdge | None
+"""Where cotangents enter or leave a graph: a leaf, or an edge."""
 _LOOK_EVERY = 16  # records, of those that build graphs of a size seen before
 
 
@@ -27,9 +29,9 @@ _LOOK_EVERY = 16  # records, of those that build graphs of a size seen before
 class _Tape:
     """One recorded stage, by leaf: where cotangents leave and enter; by step: where those of outputs and inputs do."""
 
-    inputs: list[GradientEdge | None]
-    edges: list[GradientEdge | None]
-    outputs: list[tuple[int, list[GradientEdge | None]]]
+    inputs: list[Place]
+    edges: list[Place]
+    outputs: list[tuple[int, list[Place]]]
     given: list[tuple[int, list[torch.Tensor]]]
 
 
@@ -77,43 +79,49 @@ class TensorSteps(Sweeps):
 
     def backward(self, tape: _Tape, stage: int, cotangent: Cotangent) -> Cotangent:
         """Consume the graph of a stage."""
-        roots: list[Any] = []
-        seeds: list[torch.Tensor] = []
-
-        def seed(edge: Any, gradient: torch.Tensor | None) -> None:
-            if edge is not None and gradient is not None:
-                roots.append(edge)
-                seeds.append(gradient)
-
-        sink = self.body.sink
-        before = stage * self.body.chunk - 1
-        if sink is not None and sink.early and self.traits.aliases and before >= 0 and sink.wants(before):
-            found = sink.cotangents(before)
-            for out, leaf in self.traits.aliases if found else ():
-                seed(tape.inputs[leaf], found[out])
-        if sink is not None and sink.early:
-            self._seed_outputs(tape, seed)
-        for edge, gradient in zip(tape.edges, cotangent, strict=True):
-            seed(edge, gradient)
-        if sink is not None and not sink.early:
-            self._seed_outputs(tape, seed)
+        edges: Iterable[Any] = tape.edges
+        gradients: Iterable[torch.Tensor | None] = cotangent
+        if self.body.sink is not None:
+            edges, gradients = self._with_outputs(tape, stage, cotangent)
+        roots = [edge for edge, g in zip(edges, gradients, strict=True) if edge is not None and g is not None]
         if not roots:
             return [None] * len(tape.inputs)
-        for target, gradient in zip(self._targets, self.sums, strict=True):
-            seed(target, gradient)
-        wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
-        given = [tensor for _, tensors in tape.given for tensor in tensors]
-        asked = (*wanted, *self._targets, *given)
+        seeds = [g for edge, g in zip(edges, gradients, strict=True) if edge is not None and g is not None]
+        for target, total in zip(self._targets, self.sums, strict=True):
+            if total is not None:
+                roots.append(target)
+                seeds.append(total)
+        asked = [place for place in tape.inputs if place is not None]
+        wanted, sums = len(asked), len(self.sums)
+        asked += self._targets
+        for _, tensors in tape.given:
+            asked += tensors
         if not asked:
             return [None] * len(tape.inputs)
-        answer = torch.autograd.grad(roots, asked, seeds, allow_unused=True)
-        self.sums = list(answer[len(wanted) : len(wanted) + len(self.sums)])
-        of_given = iter(answer[len(wanted) + len(self.sums) :])
+        answer = _differentiated(tuple(roots), tuple(seeds), tuple(asked))
+        self.sums = list(answer[wanted : wanted + sums])
+        of_given = iter(answer[wanted + sums :])
         for step, tensors in tape.given:
             assert self.body.source is not None
             self.body.source.add(step, [next(of_given) for _ in tensors])
         of_inputs = iter(answer)
-        return [None if edge is None else next(of_inputs) for edge in tape.inputs]
+        return [None if place is None else next(of_inputs) for place in tape.inputs]
+
+    def _with_outputs(self, tape: _Tape, stage: int, cotangent: Cotangent) -> tuple[list[Any], Cotangent]:
+        """Where cotangents enter and these, in the order in which plain PyTorch adds them up."""
+        sink = self.body.sink
+        assert sink is not None
+        first: list[tuple[Any, torch.Tensor | None]] = []
+        before = stage * self.body.chunk - 1
+        if sink.early and self.traits.aliases and before >= 0 and sink.wants(before):
+            found = sink.cotangents(before)
+            first += [(tape.inputs[leaf], found[out]) for out, leaf in self.traits.aliases if found]
+        outputs: list[tuple[Any, torch.Tensor | None]] = []
+        for step, edges in tape.outputs:
+            outputs += zip(edges, sink.cotangents(step), strict=False)
+        own = list(zip(tape.edges, cotangent, strict=True))
+        pairs = [*first, *outputs, *own] if sink.early else [*own, *outputs]
+        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
     def keep(self, state: Any) -> Kept:
         """A restart checkpoint."""
@@ -151,11 +159,11 @@ class TensorSteps(Sweeps):
         end = stage * self.body.chunk
         return end if self.steps is None else min(end, self.steps)
 
-    def _guarded(self, state: Any, requires: tuple[bool, ...]) -> tuple[Any, list[GradientEdge | None]]:
+    def _guarded(self, state: Any, requires: tuple[bool, ...]) -> tuple[Any, list[Place]]:
         """The state with leaves of its own where gradients flow, and where the cotangents leave."""
         fresh: dict[int, torch.Tensor] = {}
         leaves = list(self.form.leaves(state))
-        edges: list[GradientEdge | None] = [None] * len(leaves)
+        places: list[Place] = [None] * len(leaves)
         for i, wanted in enumerate(requires):
             leaf, written = leaves[i], i in self.traits.mutates
             if not wanted and not written:
@@ -164,9 +172,10 @@ class TensorSteps(Sweeps):
                 # What a sweep under no_grad made, a step with a graph may not write into.
                 entered = replica(leaf) if written else leaf
                 fresh[id(leaf)] = self._entering(entered) if wanted else entered
-                edges[i] = get_gradient_edge(fresh[id(leaf)]) if wanted else None
+                if wanted:  # what a guard gave may be written into: its place in the graph is noted before
+                    places[i] = get_gradient_edge(fresh[id(leaf)]) if self.traits.guarded else fresh[id(leaf)]
             leaves[i] = fresh[id(leaf)]
-        return self.form.build(leaves), edges
+        return self.form.build(leaves), places
 
     def _fresh_inputs(self, first: int, last: int, tape: _Tape) -> Iterator[tuple[Any, ...]]:
         source = self.body.source
@@ -199,16 +208,9 @@ class TensorSteps(Sweeps):
         roots += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         tape.outputs.append((step, edges))
 
-    def _seed_outputs(self, tape: _Tape, seed: Callable[[Any, torch.Tensor | None], None]) -> None:
-        sink = self.body.sink
-        assert sink is not None
-        for step, edges in tape.outputs:
-            for edge, gradient in zip(edges, sink.cotangents(step), strict=False):
-                seed(edge, gradient)
-
-    def _closed(self, live: list[Any], last: int) -> tuple[list[GradientEdge | None], Any]:
+    def _closed(self, live: list[Any], last: int) -> tuple[list[Place], Any]:
         """Where cotangents enter, and the state without its graph."""
-        edges: list[GradientEdge | None] = [None] * len(live)
+        edges: list[Place] = [None] * len(live)
         fresh: dict[int, torch.Tensor] = {}
         out = list(live)
         for i, leaf in enumerate(live):
@@ -219,7 +221,7 @@ class TensorSteps(Sweeps):
                 if leaf.requires_grad:
                     if not self.traits.requires[i]:
                         raise self._late(i, last)
-                    edges[i] = get_gradient_edge(leaf)
+                    edges[i] = edge_of(leaf)
             out[i] = fresh[id(leaf)]
         return edges, self.form.build(out)
 
@@ -250,6 +252,22 @@ class TensorSteps(Sweeps):
             )
 
 
-def edge_of(leaf: Any) -> GradientEdge | None:
-    """Where the cotangent of a tensor enters its graph, None where it has none."""
-    return get_gradient_edge(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
+def edge_of(leaf: Any) -> Place:
+    """Where the cotangent of a tensor enters its graph, None where it has none. The tensor itself is not held."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+        return None
+    node = leaf.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # what Python made needs more care
+        return get_gradient_edge(leaf)
+    return GradientEdge(node, leaf.output_nr)
+
+
+def _differentiated(
+    roots: Sequence[Any], seeds: Sequence[torch.Tensor], asked: Sequence[Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` without its checks, which take as long as the backward of a small step: every seed is a
+    gradient that autograd itself gave for its root, and autograd compares their shapes again."""
+    return _ENGINE.run_backward(roots, seeds, False, False, asked, True, accumulate_grad=False)  # type: ignore[no-any-return]
+
+
+_ENGINE: Any = torch.autograd.Variable._execution_engine

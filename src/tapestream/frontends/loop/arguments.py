@@ -1,5 +1,6 @@
 """What a call of a loop is given, checked."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -52,6 +53,11 @@ def fulfilled(condition: Callable[[Any], Any], state: Any) -> bool:
             "(use .all() or .any())"
         )
     return bool(found)
+
+
+def ended_by(condition: Callable[[Any], Any] | None) -> Callable[[Any], bool] | None:
+    """`fulfilled` of a state alone."""
+    return None if condition is None else functools.partial(fulfilled, condition)
 
 
 def device_of(form: Form, state: Any, modules: Iterable[nn.Module]) -> torch.device:

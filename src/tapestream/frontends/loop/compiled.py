@@ -1,9 +1,11 @@
 """``compile=True``: chunks of steps through ``torch.compile``, their length found by measurement."""
 
+import os
+import shutil
 import time
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.costs import cost_of
 from tapestream.runner.stage import Stage
 
-_LONGEST = 32
+LONGEST = 32
 _SHARE = 0.1
 """What a call of a compiled function may take of a chunk's time, beside its steps."""
 _SAMPLE_SECONDS = 0.01
@@ -29,6 +31,14 @@ class Compiler:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self._known: dict[tuple[object, int], Chunk] = {}
+
+    def check(self, device: torch.device) -> None:
+        """Raise InputError where torch.compile's own code generator has no C++ compiler for the CPU."""
+        if self.backend == "inductor" and device.type == "cpu" and not _has_compiler():
+            raise InputError(
+                "Loop: compile=True was asked for, but no C++ compiler was found (looked for $CXX, c++, g++, "
+                "clang++ in PATH); install one (g++, say), or leave compile out"
+            )
 
     def chunks(self, body: Body) -> Callable[[int], Chunk]:
         """For a step with or without inputs and outputs."""
@@ -47,6 +57,11 @@ class Compiler:
         return self._known[key]
 
 
+def _has_compiler() -> bool:
+    names = os.environ.get("CXX"), "c++", "g++", "clang++"
+    return any(name is not None and shutil.which(name) is not None for name in names)
+
+
 def _explained(compiled: Chunk, state: Any, xs: list[Any]) -> tuple[Any, list[Any]]:
     try:
         return compiled(state, xs)
@@ -57,10 +72,28 @@ def _explained(compiled: Chunk, state: Any, xs: list[Any]) -> tuple[Any, list[An
         ) from error
 
 
-def compiled_task(
-    task: Task, stage: Stage, compiler: Compiler, count: int, chunk: int | None
-) -> tuple[Task, StageCost, int]:
-    """The task with compiled steps, what one of them costs, and how many make a chunk."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found for one step: how many make a chunk, how chunks run that keep nothing, what one step costs."""
+
+    length: int
+    sweep: Sweep
+    cost: StageCost
+
+
+def with_chunks(task: Task, compiler: Compiler, found: Measured | None = None) -> Task:
+    """The task with compiled chunks of steps, of the length found."""
+    body = task.body
+    if found is not None:
+        body = replace(body, chunk=found.length, traits=replace(body.traits, sweep=found.sweep))
+    return replace(task, body=body, runner=partial(CompiledSteps, chunks=compiler.chunks(body)))
+
+
+def measured(task: Task, stage: Stage, compiler: Compiler, count: int, chunk: int | None) -> Measured:
+    """Compiles chunks and times them. ``chunk``: the length that the user wants.
+
+    Raises InputError for a step that cannot be compiled, and where there is no C++ compiler to do it.
+    """
     body = task.body
     if body.traits.stand_ins:
         raise InputError(
@@ -71,13 +104,12 @@ def compiled_task(
         raise InputError(
             "Loop: compile=True needs a step that neither writes into its state nor differentiates inside; leave it out"
         )
-    chunks = compiler.chunks(body)
-    made = replace(task, runner=partial(CompiledSteps, chunks=chunks))
+    compiler.check(body.device)
+    made, chunks = with_chunks(task, compiler), compiler.chunks(body)
     length = min(count, chunk or _measured(made, chunks, count))
-    body = replace(body, chunk=length, traits=replace(body.traits, sweep=_sweep(made, chunks, length)))
-    made = replace(made, body=body)
-    cost = cost_of(stage, body, task.later, count, made.runner)
-    return made, cost, length
+    sweep = _sweep(made, chunks, length)
+    body = replace(body, chunk=length, traits=replace(body.traits, sweep=sweep))
+    return Measured(length, sweep, cost_of(stage, body, task.later, count, made.runner))
 
 
 def _measured(task: Task, chunks: Callable[[int], Chunk], count: int) -> int:
@@ -88,21 +120,21 @@ def _measured(task: Task, chunks: Callable[[int], Chunk], count: int) -> int:
     step = max((eight - one) / 7, 1e-7)
     call = max(0.0, one - step)
     needed = call / step / _SHARE
-    return max(4, min(_LONGEST, 1 << max(0, int(needed) - 1).bit_length()))
+    return max(4, min(LONGEST, 1 << max(0, int(needed) - 1).bit_length()))
 
 
 def _seconds(task: Task, chunks: Callable[[int], Chunk], length: int) -> float:
     chunk, source = chunks(length), task.body.source
     xs = [] if source is None else list(source.read(0, length))
-    fastest, spent = float("inf"), 0.0
+    found: list[float] = []
     with torch.no_grad():
         chunk(task.later, xs)
-        while spent < _SAMPLE_SECONDS:
+        # On a machine that does other things too, a few runs may all be slow.
+        while sum(found) < _SAMPLE_SECONDS or (len(found) < 20 and sum(found) < 100 * _SAMPLE_SECONDS):
             began = time.perf_counter()
             chunk(task.later, xs)
-            seconds = time.perf_counter() - began
-            fastest, spent = min(fastest, seconds), spent + seconds
-    return fastest
+            found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def _sweep(task: Task, chunks: Callable[[int], Chunk], length: int) -> Sweep:

@@ -30,25 +30,28 @@ _MOST_STEPS = 8
 @as_recompute()
 @collector_off()
 def cost_of(
-    stage: Stage, body: Body, state: Any, steps: int | None, make: Callable[..., TensorSteps] = TensorSteps
-) -> StageCost:
-    """The cost of one step from ``state``, a state of the loop other than its first (where it has two steps).
+    stage: Stage, body: Body, state: Any, steps: int | None, make: Callable[..., TensorSteps] = TensorSteps,
+    *, ended: Callable[[Any], bool] | None = None,
+) -> StageCost:  # fmt: skip
+    """The cost of one step from ``state``: that after the loop's first step, or its first if it has one step alone.
+
+    No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible.
 
     Bytes count what Python and autograd keep beside the numbers, which is most of it for tiny states. Generators,
-    buffers and gradients are afterwards as before. ``steps``: how many steps inputs reach for at least. ``make`` makes
-    the executor's part, whose stages are of ``body.chunk`` steps: the cost is their share.
+    buffers and gradients are afterwards as before. ``make`` makes the executor's part, whose stages are of
+    ``body.chunk`` steps: the cost is their share.
     """
     device, chunk = body.device, body.chunk
     number = 0 if steps is not None and steps < 2 * chunk else 1
-    most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps, _MOST_STEPS)) // chunk)
+    most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps - 1, _MOST_STEPS)) // chunk)
     with undisturbed((stage,), device), hooks_off(body.traits.leaves), watch_memory(device) as watch:
         runner = make(body, None)
         runner.first_run = False
-        own = runner.keeper.own
+        own, state = runner.keeper.own, runner.detached(state)
         _reversed(runner, own(state), number, watch)  # the process may never have run such kernels
         cost = _reversed(runner, own(state), number, watch)
         with watch.paused():
-            seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most)) / most
+            seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
     written = (module._buffers[name] for module, name in body.traits.buffers)
     buffers = sum(buffer.nbytes for buffer in written if buffer is not None)

@@ -20,7 +20,8 @@ from tapestream.runner.state import replica
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The traits, a later state and its output, and which leaves of outputs carry a gradient."""
+    """The traits; the last state from which a step was watched, and its output; which leaves of outputs carry a
+    gradient."""
 
     traits: StepTraits
     state: Any
@@ -32,9 +33,9 @@ class Look:
 @collector_off()
 def look_at(
     stage: Stage, state: Any, form: Form, given: Sequence[tuple[Any, ...]], split: Split, device: torch.device,
-    *, verify: bool = False,
+    *, ended: Callable[[Any], bool] | None = None, verify: bool = False,
 ) -> Look:  # fmt: skip
-    """Watch one step for each of ``given`` (at most two), from ``state``.
+    """Watch one step for each of ``given`` (at most two), from ``state``; one alone where ``ended`` accepts its state.
 
     Generators and buffers are as before afterwards. Raises InputError where the form of the state changes, and with
     ``verify`` GradientError where a step gives two results for one input.
@@ -51,7 +52,8 @@ def look_at(
 
         found = [watch(step, state, first, form, given[0], split, 0)]
         mask = found[0].requires
-        for _ in range(2 * (len(given) > 1)):
+        twice = len(given) > 1 and not (ended is not None and ended(found[0].state))
+        for _ in range(2 * twice):
             found.append(watch(step, found[0].state, mask, form, given[1], split, 1))
             if _either(mask, found[-1].requires) == mask:
                 break
@@ -70,7 +72,7 @@ def look_at(
             again()
             check_repeats(found[0], watch(step, state, first, form, given[0], split, 0), form)
     outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
-    return Look(traits, found[-1].state, found[-1].output, outputs)
+    return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
 
 
 def _merged(stage: Stage, found: list[Watched], first: Mask, mask: Mask, device: torch.device) -> StepTraits:

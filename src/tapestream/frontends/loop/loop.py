@@ -18,9 +18,9 @@ from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.loop import arrays
-from tapestream.frontends.loop.arguments import count_of, device_of, fulfilled, roots_of, whole
+from tapestream.frontends.loop.arguments import count_of, device_of, ended_by, fulfilled, roots_of, whole
 from tapestream.frontends.loop.call import Task, TensorCall, casting
-from tapestream.frontends.loop.compiled import Compiler, compiled_task
+from tapestream.frontends.loop.compiled import LONGEST, Compiler, Measured, measured, with_chunks
 from tapestream.frontends.loop.costs import cost_of
 from tapestream.frontends.loop.inputs import source_of
 from tapestream.frontends.loop.look import look_at
@@ -29,7 +29,7 @@ from tapestream.frontends.loop.open_call import OpenCall, exhausted
 from tapestream.frontends.loop.outputs import check_tensors, sink_of
 from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of
 from tapestream.frontends.loop.progress import Progress, progress_of
-from tapestream.frontends.loop.tier_plans import choose_below
+from tapestream.frontends.loop.tier_plans import check_room, choose_below
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.stage import Stage, mode_of
@@ -93,13 +93,14 @@ class Loop(nn.Module):
         self._below: Below | None = None
         self._knobs, self._given, self._progress = knobs, plan, progress_of(progress)
         self._costs: dict[object, StageCost] = {}
+        self._measured: dict[object, Measured] = {}
         self._plans: dict[object, Chosen] = {}
         self._live_nbytes = 0
         self.plan: Plan | None = plan
 
     def __getstate__(self) -> dict[str, Any]:
         # Costs are known by shapes and modes; live calls are this object's own.
-        return {**self.__dict__, "_costs": {}, "_plans": {}, "_live_nbytes": 0, "_below": None}
+        return {**self.__dict__, "_costs": {}, "_measured": {}, "_plans": {}, "_live_nbytes": 0, "_below": None}
 
     def forward(
         self,
@@ -134,19 +135,22 @@ class Loop(nn.Module):
         task = Task(bare, state, source, sink, (), None)
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
-        task = self._looked(task, count)
+        task = self._looked(task, count, until)
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)
         if self._compiler is None:
-            return self._within_budget(task, self._cost(task, count), count, until)
+            return self._within_budget(task, self._cost(task, count, until), count, until)
         return self._compiled(task, self._compiler, count, until)
 
     def _compiled(self, task: Task, compiler: Compiler, count: int | None, until: Condition | None) -> Any:
         """A call whose stages are compiled chunks."""
         if until is not None or count is None:
             raise InputError("Loop: a compiled loop cannot stop inside a chunk; give steps=, or compile=False")
-        task, cost, chunk = compiled_task(task, self._stage, compiler, count, self.chunk)
-        return self._within_budget(task, cost, count, None, chunk)
+        key = self._key(task), min(count, LONGEST)
+        if key not in self._measured:
+            self._measured[key] = measured(task, self._stage, compiler, count, self.chunk)
+        found = self._measured[key]
+        return self._within_budget(with_chunks(task, compiler, found), found.cost, count, None, found.length)
 
     def _within_budget(
         self, task: Task, cost: StageCost, count: int | None, until: Condition | None, chunk: int | None = None
@@ -161,6 +165,7 @@ class Loop(nn.Module):
         call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
         below = self._below_on(task.body.device)
         moves = any(chosen.plan.simulation.bytes_moved.values())
+        check_room(self._tiers["folder"], chosen.plan.simulation)
         states = ParcelStates(below.parcels(task.inputs()), task.body.form) if moves else None
         return self._called(call.using(states))
 
@@ -190,32 +195,39 @@ class Loop(nn.Module):
             return arrays.as_tensors(found) if arrays.has_tensors(state) else found
         return self._within_budget(*arrays.looked(task, self._stage, adjoint, count), count, until)
 
-    def _looked(self, task: Task, count: int | None) -> Task:
+    def _looked(self, task: Task, count: int | None, until: Condition | None) -> Task:
         """The task with what watching two steps shows."""
         body, most = task.body, 2 if count is None else min(count, 2)
         given = [(x,) for x in body.source.read(0, most)] if body.source is not None else [()] * most
         split = _alone if task.sink is None else paired
         with casting(Autocast.capture(body.device), body.device):
-            look = look_at(self._stage, task.state, body.form, given, split, body.device, verify=self.verify)
+            look = look_at(
+                self._stage, task.state, body.form, given, split, body.device,
+                ended=ended_by(until), verify=self.verify,
+            )  # fmt: skip
         if task.sink is not None:
             task.sink.form = Form.of(look.output, "output")
             check_tensors(task.sink, task.sink.form)
         body = replace(body, traits=look.traits)
         return replace(task, body=body, output_requires=look.output_requires, later=look.state)
 
-    def _cost(self, task: Task, count: int | None) -> StageCost:
+    def _cost(self, task: Task, count: int | None, until: Condition | None) -> StageCost:
         """What one step costs, measured once for each combination of shapes and modes."""
-        form, traits = task.body.form, task.body.traits
-        leaves = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in traits.leaves)
-        key = (
-            tuple(map(str, form.parts)), str(form.spec), traits.requires, traits.sweep, traits.stand_ins, leaves,
-            mode_of(list(self._stage.modules)), Autocast.capture(task.body.device), task.body.device,
-            task.sink is not None, count == 1,
-        )  # fmt: skip
+        key = self._key(task), count == 1
         if key not in self._costs:
             with casting(Autocast.capture(task.body.device), task.body.device):
-                self._costs[key] = cost_of(self._stage, task.body, task.later, count)
+                self._costs[key] = cost_of(self._stage, task.body, task.later, count, ended=ended_by(until))
         return self._costs[key]
+
+    def _key(self, task: Task) -> object:
+        """What a step's cost depends on."""
+        form, traits = task.body.form, task.body.traits
+        leaves = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in traits.leaves)
+        return (
+            tuple(map(str, form.parts)), str(form.spec), traits.requires, traits.sweep, traits.stand_ins, leaves,
+            mode_of(list(self._stage.modules)), Autocast.capture(task.body.device), task.body.device,
+            task.sink is not None,
+        )  # fmt: skip
 
     def _chosen(self, cost: StageCost, count: int, device: torch.device, chunk: int | None) -> Chosen:
         room = self._room(device)
@@ -268,7 +280,7 @@ class Loop(nn.Module):
             state = runner.plain(task.state, 0, count or 0)
         else:
             limit = 1 << 62 if count is None else count
-            state = runner.plain(task.state, 0, limit, lambda found: fulfilled(until, found))
+            state = runner.plain(task.state, 0, limit, ended_by(until))
             if not runner.over:
                 raise exhausted(limit)
         if task.sink is None:

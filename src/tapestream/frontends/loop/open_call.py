@@ -7,7 +7,7 @@ from tapestream.errors import InputError
 from tapestream.executor.loop.driver import LoopDriver
 from tapestream.executor.loop.program import Program
 from tapestream.executor.loop.steps import TensorSteps
-from tapestream.frontends.loop.arguments import fulfilled
+from tapestream.frontends.loop.arguments import ended_by
 from tapestream.frontends.loop.call import Task, TensorCall
 from tapestream.ir.actions import Free, Keep, Phase, PhaseKind
 from tapestream.ir.schedule import Schedule, Series
@@ -36,7 +36,7 @@ class OpenCall(TensorCall):
             stop = start + chunk if self._most is None else min(start + chunk, self._most)
             if stop == start:
                 raise exhausted(start)
-            state = runner.sweep(state, start, stop, lambda found: fulfilled(self._until, found))
+            state = runner.sweep(state, start, stop, ended_by(self._until))
             start = runner.reached
         self.steps = runner.steps = start
         root = Series((Phase(PhaseKind.FORWARD), online.backward()))

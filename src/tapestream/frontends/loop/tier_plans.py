@@ -1,9 +1,11 @@
 """Schedules that keep restart checkpoints in a slower tier."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from tapestream.costs import Budget, Machine, Profile, StageCost, UniformStages
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, StorageError
 from tapestream.frontends.loop.plans import MOST_SLOTS, Chosen, choose, few_steps, profile_of
 from tapestream.ir import Tier
 from tapestream.planners import planners
@@ -11,6 +13,7 @@ from tapestream.planners._tiers import Two
 from tapestream.planners.async_multistage import hiding
 from tapestream.planning.plan import Plan
 from tapestream.simulate import Simulation, simulate
+from tapestream.units import format_nbytes
 
 _LONGEST = 4_000
 """Stages of a schedule with copies that are judged one by one."""
@@ -42,6 +45,24 @@ def choose_below(
             raise
         return away
     return here if refused is not None or here.plan.seconds <= away.plan.seconds else away
+
+
+def check_room(folder: str | os.PathLike[str] | None, simulation: Simulation) -> None:
+    """Raise StorageError where ``folder`` has no room for what the plan puts there: before the first step, not in the
+    midst."""
+    nbytes = simulation.peak_nbytes.get(Tier.DISK, 0)
+    if folder is None or not nbytes:
+        return
+    path = Path(folder).resolve()
+    system = next(parent for parent in (path, *path.parents) if os.path.ismount(parent))
+    room = os.statvfs(system)
+    free = room.f_bavail * room.f_frsize
+    if nbytes > free:
+        raise StorageError(
+            f"Loop: restart checkpoints will take {format_nbytes(nbytes)} ({nbytes} bytes) in {path}, but on its file "
+            f"system, mounted at {system}, {free} bytes are free, {nbytes - free} too few; make room (`tapestream "
+            "clean` finds what killed runs have left), or choose another folder"
+        )
 
 
 def _away(profile: Profile, budget: Budget, machine: Machine, knobs: dict[str, object]) -> Plan:
