@@ -3,24 +3,33 @@
 The same chain of equal steps, the same number of slots, the same prices: forwards where nothing else is paid, else the
 makespan, in which a step costs ``uf`` and a reversed step, its recording included, ``ub``, a state written to disk or
 read from it 2. Costs of the others are counted from the actions that they give; ours are the judge's. Time is that of
-making the schedule and listing every action. The others know equal steps and no overlap of copies with computation.
+making the schedule and listing every action; a contest that takes seconds gets fewer rounds. ``--full``: longer chains
+too, on which the others take minutes. The others know equal steps and no overlap of copies with computation.
 numba is what the mixed schedule of checkpoint_schedules asks for; without it, it is slower.
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common import Row, Settings, alternate, milliseconds, save, settings, yes
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.common import Row, Settings, alternate, milliseconds, settings, write, yes
 from tapestream.costs import Link, Machine, Profile, StageCost, UniformStages
 from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
 from tapestream.simulate import simulate
 
 TITLE = "Beside checkpoint_schedules and pyrevolve, on the same instances"
+_SECONDS = 3.0  # of rounds of one of theirs, about
 DISK_SECONDS = 2.0  # of writing or reading one state
 PEERS = ("checkpoint_schedules", "pyrevolve")
 
@@ -55,14 +64,22 @@ class Contest:
 
 
 def main() -> None:
-    """Run all contests, those of libraries that are not installed left out."""
-    chosen = settings("cpu", rounds=5)
+    """Run all contests, those of libraries that are not installed left out; a table of them at the end."""
+    chosen = settings("cpu", rounds=5, full="longer chains too, on which the others take minutes")
     there = [peer for peer in PEERS if find_spec(peer) is not None]
     if not there:
         print(f"neither is installed, so nothing is measured: pip install checkpoint_schedules==1.0.4 {PEERS[1]} numba")
         return
-    rows = (measure(contest, chosen) for peer in there for contest in CONTESTS[peer](chosen.quick))
-    save("beside_schedules", TITLE, chosen, rows, peers={peer: metadata.version(peer) for peer in there})
+    contests = [contest for peer in there for contest in CONTESTS[peer](chosen)]
+    with redirect_stdout(sys.stderr):  # one of theirs prints, another asks for a descriptor
+        rows = [measure(contest, chosen) for contest in track(contests, TITLE, console=Console(stderr=True))]
+    table = Table(*rows[0], title=TITLE)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=None if sys.stdout.isatty() else 220).print(table)
+    if chosen.save:
+        versions = {peer: metadata.version(peer) for peer in there}
+        write("beside_schedules", TITLE, chosen, rows, chosen.results, peers=versions, full=chosen.full)
 
 
 def measure(contest: Contest, chosen: Settings) -> Row:
@@ -78,10 +95,13 @@ def measure(contest: Contest, chosen: Settings) -> Row:
         schedule = planners[contest.planner](profile, None, **below, **contest.knobs)
         return schedule, len(list(schedule))
 
-    timings = alternate({"ours": ours, "its": contest.theirs}, chosen.rounds, "cpu")
-    ratio = timings.ratio("ours", "its")
     judged = simulate(ours()[0], profile, machine)
+    started = perf_counter()
     theirs = contest.count(contest.theirs())
+    taken = perf_counter() - started
+    rounds = max(1, min(chosen.rounds, round(_SECONDS / taken)))
+    timings = alternate({"ours": ours, "its": contest.theirs}, rounds, "cpu", warm=0)
+    ratio = timings.ratio("ours", "its")
     if theirs.reversed != contest.n:
         raise ValueError(f"{contest.peer} reversed {theirs.reversed} of {contest.n} steps")
     if contest.prices is None:
@@ -92,7 +112,7 @@ def measure(contest: Contest, chosen: Settings) -> Row:
         "of": contest.peer, "its schedule": contest.name, "steps": contest.n, "slots": contest.slots,
         "our planner": contest.planner, "what counts": _counted(contest.prices), **cost,
         "never dearer": yes(cost["cost"] <= cost["its cost"]),
-        "its ms": milliseconds(timings.seconds("its")), "ms": milliseconds(timings.seconds("ours")),
+        "its ms": milliseconds(timings.seconds("its")), "ms": milliseconds(timings.seconds("ours")), "rounds": rounds,
         "time over its": ratio["ratio"], "processor time over its": ratio["ratio of processor time"],
     }  # fmt: skip
 
@@ -101,10 +121,12 @@ def _counted(prices: tuple[float, float] | None) -> str:
     return "forwards" if prices is None else f"makespan, uf {prices[0]:g}, ub {prices[1]:g}"
 
 
-def _checkpoint_schedules(quick: bool) -> Iterator[Contest]:
+def _checkpoint_schedules(chosen: Settings) -> Iterator[Contest]:
     """Its schedules, one or two instances of each."""
     made = import_module("checkpoint_schedules")
+    quick = chosen.quick
     few, many = (30, 60) if quick else (1000, 10_000)
+    short = few if quick or chosen.full else 250  # its Revolve takes 35 s for 1,000 steps
 
     def contest(
         name: str, n: int, slots: str, planner: str, knobs: dict[str, Any], *arguments: Any, **more: Any
@@ -116,14 +138,14 @@ def _checkpoint_schedules(quick: bool) -> Iterator[Contest]:
         )  # fmt: skip
 
     ram = {"binomial_storage": made.StorageType.RAM}
-    yield contest("Revolve", few, "20", "revolve", {"slots": 20}, few, 20)
+    yield contest("Revolve", short, "20", "revolve", {"slots": 20}, short, 20)
     yield contest("MultistageCheckpointSchedule", few, "3 + 17", "revolve", {"slots": 20}, few, 3, 17)
     yield contest("MultistageCheckpointSchedule", many, "20 + 0", "revolve", {"slots": 20}, many, 20, 0)
     yield contest("MixedCheckpointSchedule", 100, "10", "mixed", {"slots": 10}, 100, 10)
     yield contest("MixedCheckpointSchedule", few, "10", "mixed", {"slots": 10}, few, 10)
     yield contest("TwoLevelCheckpointSchedule", few, "5, period 50", "periodic_disk_revolve",
                   {"slots": 5, "period": 50}, 50, 5, **ram)  # fmt: skip
-    for n in (20, 30) if quick else (100, 500):
+    for n in _lengths(chosen):
         for uf, ub in ((1.0, 1.0), (5.0, 1.0)):
             cost = {"uf": uf, "ub": ub, "wd": DISK_SECONDS, "rd": DISK_SECONDS, "prices": (uf, ub)}
             yield contest("HRevolve", n, "3 + 3", "h_revolve", {"slots": (3, 3)}, n, 3, 3, **cost)
@@ -132,6 +154,11 @@ def _checkpoint_schedules(quick: bool) -> Iterator[Contest]:
             yield contest("PeriodicDiskRevolve", n, "3", "periodic_disk_revolve", {"slots": 3}, n, 3, **cost)
             yield contest("MultistageCheckpointSchedule", n, "3 + 3", "h_revolve", {"slots": (3, 3)}, n, 3, 3,
                           prices=(uf, ub))  # fmt: skip
+
+
+def _lengths(chosen: Settings) -> tuple[int, ...]:
+    """Steps for the schedules with a price of their own for the disk."""
+    return (20,) if chosen.quick else (100, 250, 500) if chosen.full else (100, 250)
 
 
 def _listed(schedule: Any, n: int) -> list[Any]:
@@ -162,15 +189,15 @@ def _tally(made: Any, actions: list[Any], n: int) -> Tally:
     return Tally(int(forwards), int(reversed_), int(written), int(read))  # some are numbers of NumPy
 
 
-def _pyrevolve(quick: bool) -> Iterator[Contest]:
+def _pyrevolve(chosen: Settings) -> Iterator[Contest]:
     """Revolve in C, H-Revolve in Python (there n - 1 counts the steps before the last)."""
     made = import_module("pyrevolve.schedulers")
-    for n in (30,) if quick else (100, 1000, 10_000):
+    for n in (30,) if chosen.quick else (100, 1000, 10_000):
         yield Contest(
             PEERS[1], "CRevolve", "20", n, "revolve", {"slots": 20},
             lambda n=n: _drained(made, made.CRevolve(20, n)), lambda found: _tallied(made, found),
         )  # fmt: skip
-    for n in (20,) if quick else (100, 500):
+    for n in _lengths(chosen):
         for uf, ub in ((1.0, 1.0), (5.0, 1.0)):
 
             def theirs(n: int = n, uf: float = uf, ub: float = ub) -> list[Any]:

@@ -1,11 +1,13 @@
 """Least peak with one recompute: the published chains, brute force over all sets, a million stages."""
 
-from itertools import combinations
+import random
+from itertools import accumulate, combinations
 
 import pytest
 from chains import chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from least_peak import least_peak, peak
 
 from tapestream.costs import Budget, Profile, StageCost
 from tapestream.errors import BudgetError, InputError
@@ -40,6 +42,11 @@ def bytes_of(sizes, checkpoints, objective):
     inside = [sum(sizes[j + 1 : k + 1]) for j, k in zip(starts, stops, strict=True)]
     kept = [sum(sizes[c] for c in starts[: i + 1]) for i in range(len(starts))]
     return max(k + i for k, i in zip(kept, inside, strict=True)) if objective == "A" else kept[-1] + max(inside)
+
+
+def unequal(n):
+    draw = random.Random(0).randint
+    return Profile(tuple(StageCost(1.0, 2.0, draw(1000, 4000), draw(4000, 20_000)) for _ in range(n)), 2000)
 
 
 def every_set(n):
@@ -124,6 +131,31 @@ def _forwards_only(profile):
 def test_a_never_counts_more_than_b(profile):
     sizes = Sizes.of_profile(profile)
     assert freed_early(sizes).nbytes <= kept_to_the_end(sizes).nbytes
+
+
+@st.composite
+def any_sizes(draw, most):
+    """Not only those that a chain can have: what is reached rises and falls as it likes."""
+    few = st.integers(0, draw(st.sampled_from((0, 1, 9, 99))))
+    some = st.integers(0, draw(st.sampled_from((0, 1, 9, 99))))
+    n = draw(st.integers(1, most))
+    states, grown, beyond, last = (draw(st.lists(kind, min_size=n, max_size=n)) for kind in (few, some, some, some))
+    tape = [0, *accumulate(grown)]
+    reached = [here + more for here, more in zip(tape[1:], beyond, strict=True)]
+    return Sizes([*states, 0], tape, reached, [tape[-1] - here + most for here, most in zip(tape, last, strict=False)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes=any_sizes(40))
+def test_a_is_what_its_formula_says(sizes):
+    found = freed_early(sizes)
+    assert found.nbytes == least_peak(sizes) == peak(sizes, found)
+
+
+def test_a_is_what_its_formula_says_on_a_longer_chain():
+    for sizes in (Sizes.of_profile(unequal(400)), Sizes.of_profile(Profile.uniform(400))):
+        found = freed_early(sizes)
+        assert found.nbytes == least_peak(sizes) == peak(sizes, found)
 
 
 def test_saved_tensors_and_cotangents_change_the_cuts():

@@ -104,18 +104,23 @@ def iterate(root: Node) -> Iterator[Action]:
     stack: list[tuple[Iterator[Node], int]] = [(iter((root,)), 0)]
     while stack:
         nodes, offset = stack[-1]
-        node = next(nodes, None)
-        match node:
-            case None:
-                stack.pop()
-            case Series(children):
-                stack.append((iter(children), offset))
-            case Repeat(body, count, shift):
-                stack.append((_copies(body, count, shift), offset))
-            case Shift(body, by):
-                stack.append((iter((body,)), offset + by))
-            case _:
-                yield shifted(node, offset)
+        for node in nodes:
+            at = offset
+            while isinstance(node, Shift):
+                at, node = at + node.by, node.body
+            if isinstance(node, Series):
+                stack.append((iter(node.children), at))
+                break
+            if not isinstance(node, Repeat):
+                yield shifted(node, at)
+            elif isinstance(node.body, (Series, Repeat, Shift)):
+                stack.append((_copies(node.body, node.count, node.shift), at))
+                break
+            else:
+                for i in range(node.count):
+                    yield shifted(node.body, at + i * node.shift)
+        else:
+            stack.pop()
 
 
 def _copies(body: Node, count: int, shift: int) -> Iterator[Node]:

@@ -64,6 +64,7 @@ def kept_between(
     allowed = int(empty.max()) + sum(stay.nbytes for stay in stays) if allowed_nbytes is None else allowed_nbytes
     price = np.ones(len(computation))
     best: tuple[int, set[_Gap]] = (0, set())
+    before: set[_Gap] | None = None
     for _ in range(_ROUNDS):
         total = np.concatenate([[0.0], np.cumsum(price)])
         prices = {gap: float(sum(total[stop] - total[start] for start, stop in gap.spans)) for gap in gaps}
@@ -71,6 +72,9 @@ def kept_between(
         for choice in sorted(choices, key=lambda choice: choice.price(prices)):
             _take(choice, held, taken, allowed)
         best = max(best, (_spared(choices, taken), taken), key=lambda found: found[0])
+        if len(taken) == len(gaps) or taken == before:  # nothing is left to take, or prices lead here again
+            break
+        before = taken
         price = (held / max(1, allowed)) ** _STEEP
     return _joined(stays, best[1], len(computation) - 1)
 

@@ -1,11 +1,30 @@
 """The first candidate that fits the device budget, or an error that says what would; seconds and peaks of trees."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from tapestream.costs import Budget, Profile, UniformStages
 from tapestream.errors import BudgetError, InputError
-from tapestream.ir import Backward, Forward, Node, Record, Repeat, Schedule, Series, Shift, Tier
+from tapestream.ir import (
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Node,
+    Phase,
+    PhaseKind,
+    Record,
+    Repeat,
+    Restore,
+    Schedule,
+    Series,
+    Shift,
+    Tier,
+    Value,
+)
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
 
@@ -74,19 +93,106 @@ def first_fit(name: str, candidates: Iterable[Node], profile: Profile, budget: B
 
     Raises BudgetError with the least peak among them and the stage at that peak.
     """
-    limit = device_limit(budget)
-    least: tuple[int, Node] | None = None
-    for root in candidates:
-        if limit is None:
-            return Schedule(root, len(profile), planner=name)
-        peak = device_peak(root, profile)
-        if peak <= limit:
-            return Schedule(root, len(profile), planner=name)
-        if least is None or peak < least[0]:
-            least = peak, root
-    if least is None or limit is None:
-        raise InputError(f"{name}: the chain of {len(profile)} stages has no schedule to choose from")
-    raise _too_small(name, least[1], least[0], profile, limit)
+    return _Ranked(name, candidates, profile).first_fit(device_limit(budget))
+
+
+Timed = Callable[[Profile], list[tuple[float, Node]]]
+"""A planner's fixed list of trees for a profile, with their seconds, fastest first."""
+
+
+def first_timed_fit(name: str, timed: Timed, profile: Profile, budget: Budget | str | int | None) -> Schedule:
+    """`first_fit` among ``timed(profile)``.
+
+    Splitting a budget asks for many budgets on one profile: each tree is made and judged once for all of them, and the
+    same tree found again is the same Schedule.
+    """
+    return _ranked(name, timed, plain(profile)).first_fit(device_limit(budget))
+
+
+@lru_cache(maxsize=8)
+def _ranked(name: str, timed: Timed, profile: Profile) -> "_Ranked":
+    return _Ranked(name, (root for _, root in timed(profile)), profile)
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A schedule, its place in the order, device bytes that it surely takes, and those that the judge found."""
+
+    number: int
+    schedule: Schedule
+    least_nbytes: int
+    peak_nbytes: int | None = None
+
+
+class _Ranked:
+    """Trees for one profile, fastest first. The judge sees each once, and those not that a bound decides."""
+
+    def __init__(self, name: str, trees: Iterable[Node], profile: Profile) -> None:
+        self._name, self._new, self._profile = name, iter(trees), profile
+        self._trees: list[_Tree] = []
+
+    def first_fit(self, limit: int | None) -> Schedule:
+        """As `first_fit`."""
+        for tree in self._in_order():
+            if limit is None or (tree.least_nbytes <= limit and self._peak(tree) <= limit):
+                return tree.schedule
+        if limit is None or not self._trees:
+            raise InputError(f"{self._name}: the chain of {len(self._profile)} stages has no schedule to choose from")
+        leanest = self._leanest()
+        raise _too_small(self._name, leanest.schedule.root, self._peak(leanest), self._profile, limit)
+
+    def _in_order(self) -> Iterator[_Tree]:
+        yield from self._trees
+        for root in self._new:
+            schedule = Schedule(root, len(self._profile), planner=self._name)
+            self._trees.append(_Tree(len(self._trees), schedule, _least_at_turn(schedule, self._profile)))
+            yield self._trees[-1]
+
+    def _leanest(self) -> _Tree:
+        """Of least peak, the first of equals."""
+        found: _Tree | None = None
+        for tree in sorted(self._trees, key=lambda tree: tree.least_nbytes):
+            if found is None or (self._peak(tree), tree.number) < (self._peak(found), found.number):
+                found = tree
+            if tree.least_nbytes > self._peak(found):
+                break
+        assert found is not None
+        return found
+
+    def _peak(self, tree: _Tree) -> int:
+        if tree.peak_nbytes is None:
+            tree.peak_nbytes = device_peak(tree.schedule.root, self._profile)
+        return tree.peak_nbytes
+
+
+def _least_at_turn(schedule: Schedule, profile: Profile) -> int:
+    """Device bytes at the turn, at least: the states that the first sweep has kept and what it has recorded. 0 where
+    something moves, and for equal stages, of which there may be too many to walk."""
+    stages = profile.stages
+    if isinstance(stages, UniformStages):
+        return 0
+    kept: set[int] = set()
+    read: set[int] = set()
+    saved = 0
+    for action in schedule:
+        match action:
+            case Keep(stage):
+                kept.add(stage)
+            case Record(stage):
+                saved += stages[stage].saved_nbytes
+                if stages[stage].reads_input:
+                    read.add(stage)
+            case Free(Value(Kind.STATE, index)):
+                kept.discard(index)
+            case Phase(PhaseKind.BACKWARD):
+                break
+            case Forward() | Restore() | Phase():
+                pass
+            case _:
+                return 0
+    states = sum(profile.state_nbytes(k) for k in kept | read)
+    turn = profile.cotangent_nbytes(len(profile)) + profile.turn_nbytes
+    return profile.outside_nbytes + states + saved + turn
 
 
 def _too_small(name: str, root: Node, peak: int, profile: Profile, limit: int) -> BudgetError:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from tapestream.costs import Profile, UniformStages
 
+_MOST = 1 << 100  # above any number of bytes
+
 
 class Cuts(NamedTuple):
     """``nbytes`` at the peak by the objective, and the restart checkpoints besides state 0, ascending."""
@@ -45,16 +47,18 @@ class Sizes:
     @classmethod
     def of_profile(cls, profile: Profile) -> "Sizes":
         """With saved tensors, states where backward reads them, cotangents, gradients that stay, and the turn."""
-        states, column = _states(profile), partial(_column, profile)
+        output, column = _column(profile, "output_nbytes"), partial(_column, profile)
+        states = _states(profile, output)
         saved, output_read = column("saved_nbytes"), column("reads_output")
-        cotangents = np.append(profile.cotangent_nbytes(0), column("cotangent_bytes"))
+        cotangents = np.append(profile.cotangent_nbytes(0), column("cotangent_nbytes", output))
         made = np.append(column("gradient_nbytes")[::-1].cumsum()[::-1], 0)
         # The tape holds a state, or it is a restart checkpoint, or it is the last, live until the turn.
         held = np.ones_like(states)
         held[1:-1] = column("reads_input")[1:] | output_read[:-1]
         tape = np.append(0, (saved + held[1:] * states[1:]).cumsum())
         taped = tape[:-1] + saved
-        recording = taped + states[1:] + column("recorded_extra_nbytes") + (1 - held[:-1]) * states[:-1]
+        recording = taped + states[1:] + column("record_extra_nbytes", column("forward_extra_nbytes"))
+        recording += (1 - held[:-1]) * states[:-1]
         backward = taped + cotangents[:-1] + cotangents[1:] + column("backward_extra_nbytes") + made[:-1]
         backward += output_read * states[1:]
         reached = np.maximum(recording + cotangents[1:] + made[1:], backward)
@@ -64,18 +68,24 @@ class Sizes:
         return cls(states.tolist(), tape.tolist(), reached.tolist(), last.tolist())
 
 
-def _column(profile: Profile, name: str) -> NDArray[np.int64]:
-    """One figure of every stage."""
+def _column(profile: Profile, name: str, unsaid: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """One figure of every stage; where that is None, ``unsaid``."""
     stages, figure = profile.stages, attrgetter(name)
     if isinstance(stages, UniformStages):
-        return np.full(len(stages), figure(stages.cost), np.int64)
-    return np.fromiter(map(figure, stages), np.int64, len(stages))
+        value = figure(stages.cost)
+        return unsaid if value is None and unsaid is not None else np.full(len(stages), value, np.int64)
+    if unsaid is None:
+        return np.fromiter(map(figure, stages), np.int64, len(stages))
+    said = list(map(figure, stages))
+    if said.count(None) == len(said):
+        return unsaid
+    return np.array([a if b is None else b for a, b in zip(unsaid.tolist(), said, strict=True)])
 
 
-def _states(profile: Profile) -> NDArray[np.int64]:
+def _states(profile: Profile, output: NDArray[np.int64]) -> NDArray[np.int64]:
     """Carried storages count with each state that holds them, unless all states do: those are there anyway."""
     n = len(profile)
-    states = np.append(profile.initial_nbytes, _column(profile, "output_nbytes"))
+    states = np.append(profile.initial_nbytes, output)
     for shared in profile.carried:
         first, last = max(shared.first, 0), min(shared.last, n)
         if last - first < n:
@@ -86,43 +96,49 @@ def _states(profile: Profile) -> NDArray[np.int64]:
 def freed_early(sizes: Sizes) -> Cuts:
     """Objective A: a restart checkpoint goes when its segment is done. O(n).
 
-    M(j) = min(last(j), min over j < k < n of max(I(j, k), a_k + M(k))), the answer a_0 + M(0). As j falls, I grows and
-    the least of a_k + M(k) falls, so where the two cross only ever moves left: ``cross`` is the largest k such that
-    I(j, k) is below that least over j+1 .. k. The optimum is that least, or the segment that ends at cross + 1.
+    M(j) = min(last(j), min over k > j of max(I(j, k), f(k))) with f(k) = a_k + M(k), the answer a_0 + M(0). As j falls,
+    I(j, k) grows and f stays. So with ``end`` the best k so far: those to its right never come back; those to its left
+    have less inside, and become better only when what ``end`` gives exceeds the least f among them, ``bound``, and then
+    the first of that least f is the next ``end``. Least f and largest reached between j and ``end`` are those of a
+    front, which grows to the left of ``middle``, and of a back, stored for every number of its stages; when the least
+    lies in the front, that becomes the back. Each stage enters a back once (ours).
     """
     states, tape, reached, last = sizes.states, sizes.tape, sizes.reached, sizes.last
-    n = cross = len(last)
-    rest, ends = [0] * n, [n] * n  # a_k + M(k), and where the segment from k ends
-    low: deque[int] = deque()  # k in j+1 .. cross; the least rest is at the right end
-    high: deque[int] = deque()  # i in j .. cross-1; the largest reached is at the right end
-    for j in range(n - 1, -1, -1):
-        here, most = tape[j], reached[j]
-        while high and reached[high[0]] <= most:
-            high.popleft()
-        high.appendleft(j)
-        if j + 1 < n:
-            added = rest[j + 1]
-            while low and rest[low[0]] >= added:
-                low.popleft()
-            low.appendleft(j + 1)
+    n = middle = end = len(last)
+    rest, ends = [0] * n, [n] * n  # f, and where the segment from k ends
+    fixed = most = _MOST  # f(end), largest reached in j .. end-1: worse than any at first
+    least = bound = 2 * _MOST  # of f: in the front, in front and back
+    low, high, left, front = [2 * _MOST], [0], 0, 0  # ``left`` stages of the back lie before end
+    downwards = (range(n - 1, -1, -1), *map(reversed, (reached, tape[:n], last, states[:n])))
+    for j, added, here, whole, kept in zip(*downwards, strict=True):
+        if added > front:
+            front = added
+            most = max(most, front)
+        value = most - here
+        if value < fixed:
+            value = fixed
+        while value > bound:
+            if least < low[left]:
+                left, middle = middle - j - 1, j + 1
+                low = [2 * _MOST, *accumulate(rest[middle : middle + left], min)]
+                high = [0, *accumulate(reached[middle : middle + left], max)]
+                front, least = added, 2 * _MOST
+            fixed = low[left]
+            while low[left] == fixed:
+                left -= 1
+            end, bound = middle + left, min(least, low[left])
+            most = max(front, high[left])
+            value = max(most - here, fixed)
+        if value < whole:
+            ends[j] = end
         else:
-            cross = j
-            high.clear()
-        while cross > j and reached[high[-1]] - here >= rest[low[-1]]:
-            if low[-1] == cross:
-                low.pop()
-            cross -= 1
-            if high[-1] == cross:
-                high.pop()
-        best, end = last[j], n
-        if low and rest[low[-1]] < best:
-            best, end = rest[low[-1]], low[-1]
-        if cross + 1 < n:
-            inside = reached[cross] if not high else max(reached[cross], reached[high[-1]])
-            found = max(inside - here, rest[cross + 1])
-            if found < best:
-                best, end = found, cross + 1
-        rest[j], ends[j] = states[j] + best, end
+            value = whole
+        value += kept
+        rest[j] = value
+        if value < least:
+            least = value
+            if value < bound:
+                bound = value
     return Cuts(rest[0], _path(ends))
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tapestream.ir import (
     Backward,
     Forward,
@@ -47,6 +50,15 @@ def least_forwards(n: int, slots: int) -> int:
     besides (Griewank & Walther 2000, Theorem 6.1). ``slots`` counts the slot of the initial state."""
     t = repetitions(n, slots)
     return t * n - reach(slots + 1, t - 1)
+
+
+def least_forwards_to(longest: int, slots: int) -> NDArray[np.int64]:
+    """`least_forwards` of 1 .. ``longest`` stages, in this order."""
+    most = repetitions(longest, slots)
+    n = np.arange(1, longest + 1)
+    t: NDArray[np.int64] = np.array([reach(slots, i) for i in range(most)], np.int64).searchsorted(n)
+    less = np.array([reach(slots + 1, i - 1) for i in range(most + 1)], np.int64)
+    return n * t - less[t]
 
 
 def binomial_cut(part: "Part") -> "tuple[Part, Part] | None":

@@ -12,6 +12,7 @@ from tapestream.planners._recurrences import (
     Twins,
     binomial_cut,
     least_forwards,
+    least_forwards_to,
     reversal,
     sweep_and_back,
 )
@@ -38,7 +39,8 @@ class Segments:
 
     def table(self, longest: int) -> NDArray[np.float64]:
         """`seconds` of 1 .. ``longest`` stages, in this order."""
-        return np.array([self.seconds(length) for length in range(1, longest + 1)])
+        lengths, each = np.arange(1, longest + 1), self.cost.recorded_seconds + self.cost.backward_seconds
+        return lengths * each + least_forwards_to(longest, self.slots) * self.forward
 
     def live(self, length: int) -> Node:
         """The actions of `seconds`."""

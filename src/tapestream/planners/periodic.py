@@ -8,7 +8,7 @@ from math import isqrt
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Forward, Keep, Node, Phase, PhaseKind, Repeat, Restore, Schedule, Series
-from tapestream.planners._fit import device_peak, first_fit, positive
+from tapestream.planners._fit import device_peak, first_fit, first_timed_fit, positive
 from tapestream.planners._recurrences import counts, freed, recorded, reversed_stages, turn
 
 NAME = "periodic"
@@ -48,7 +48,7 @@ def plan(
     elif profile.is_uniform:
         trees = (_tree(n, _equal(n, count)) for count in counts(n))
     else:
-        trees = (root for _, root in timed(profile))
+        return first_timed_fit(NAME, timed, profile, budget)
     return first_fit(NAME, trees, profile, budget)
 
 

@@ -42,20 +42,22 @@ def plan(
     segments = Segments(cost, two.slots)
     table = min(n if period is None else positive(NAME, "period", period, n), _LONGEST_TABLE)
     reread = Reread.of(segments, two.store, table)
+    rests = segments.table(min(n, _LONGEST_TABLE * (_TRIED + 1))).tolist()  # seconds of what stays on the device
     lengths = {min(period, n)} if period else {*range(1, table + 1), *_periods(n, segments, two.store)}
     _, count, length = min(  # of equally fast ones that with the fewest copies
-        (_total(n, length, count, reread), count, length) for length in lengths for count in _numbers(n, length)
+        (_total(n, length, count, reread, rests), count, length) for length in lengths for count in _numbers(n, length)
     )
     two.check(count)
     return Schedule(_tree(n, length, count, reread), n, planner=NAME)
 
 
-def _total(n: int, length: int, count: int, reread: Reread) -> float:
+def _total(n: int, length: int, count: int, reread: Reread, rests: list[float]) -> float:
     """Seconds of ``count`` segments that are written, swept, read and reversed, and of the rest on the device."""
     store = reread.store
     sweep = length * reread.segments.forward
     each = store.write_seconds + sweep + store.read_seconds + reread.seconds(length)
-    return count * each + reread.segments.seconds(n - count * length)
+    rest = n - count * length
+    return count * each + (rests[rest - 1] if rest <= len(rests) else reread.segments.seconds(rest))
 
 
 def _numbers(n: int, length: int) -> Iterable[int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Node, Schedule
-from tapestream.planners._fit import by_seconds, device_limit, device_peak, first_fit, positive
+from tapestream.planners._fit import by_seconds, device_limit, device_peak, first_fit, first_timed_fit, positive
 from tapestream.planners._recurrences import binomial_cut, counts, divide
 
 NAME = "revolve"
@@ -31,7 +31,7 @@ def plan(
     elif profile.is_uniform:
         candidates = [binomial(n, _most_slots(profile, device_limit(budget)))]
     else:
-        candidates = (root for _, root in timed(profile))
+        return first_timed_fit(NAME, timed, profile, budget)
     return first_fit(NAME, candidates, profile, budget)
 
 

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
+from itertools import chain, pairwise
 from math import ceil
 
 from tapestream.costs import Budget, Machine, Profile
@@ -87,34 +88,66 @@ def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: fl
     bytes of each lane, phase by phase), a bounded number of times. Raises BudgetError with the least device
     budget when nothing fits.
     """
-    candidates: list[_Candidate] = []
+    if _surely_slower(tape, terms, faster_than):
+        return None
+    streamings: dict[tuple[int, int, float], Streaming] = {}
     leanest: Streaming | None = None
-    beaten = False
-    seen: set[tuple[int, int, float]] = set()
+    before: Schedule | None = None
     for schedule in _tapes(tape, terms):
-        streaming = _streaming(schedule, terms)
-        signature = (len(streaming.computation), int(streaming.base.during.max()), _compute(streaming))
-        if signature in seen:
-            continue
-        seen.add(signature)
-        leanest = streaming
-        if signature[2] >= faster_than:
-            beaten = True
-        else:
-            candidates.extend(_choices(streaming, terms))
-    if not candidates and leanest is not None and not beaten:
+        if schedule != before:
+            before, leanest = schedule, _streaming(schedule, terms)
+            looks = len(leanest.computation), int(leanest.base.during.max()), _compute(leanest)
+            leanest = streamings.setdefault(looks, leanest)
+    worth_it = [(looks[2], streaming) for looks, streaming in streamings.items() if looks[2] < faster_than]
+    ordered = _in_order(worth_it, terms)
+    first = next(((bound, candidate) for bound, candidate in ordered if candidate is not None), None)
+    if first is not None:
+        return _fastest(chain([first], ordered), terms, faster_than)
+    if leanest is not None and len(worth_it) == len(streamings):
         raise _too_small(leanest, terms)
-    return _fastest(candidates, terms, faster_than)
+    return None
 
 
-def _fastest(candidates: list[_Candidate], terms: Terms, faster_than: float) -> Found | None:
+def _surely_slower(tape: Callable[[Budget], Schedule], terms: Terms, seconds: float) -> bool:
+    """Whether the planner's computation takes ``seconds`` with all the bytes that a tape could have, so with fewer."""
+    limit = terms.budget.device_nbytes
+    if limit is None or seconds == float("inf"):
+        return False
+    try:
+        return sum(compute_seconds(action, terms.profile) for action in tape(Budget(limit))) >= seconds
+    except BudgetError:
+        return False
+
+
+def _in_order(tapes: list[tuple[float, Streaming]], terms: Terms) -> Iterator[tuple[float, _Candidate | None]]:
+    """Candidates with their bounds, the least first. None, with the seconds of its computation, announces a tape: all
+    that follows takes as long at least, and its choices are made for those who go on."""
+    queue: list[tuple[float, int, int, int, _Candidate | Streaming]]
+    queue = [(seconds, -1, number, 0, streaming) for number, (seconds, streaming) in enumerate(tapes)]
+    heapify(queue)
+    while queue:
+        bound, _, number, _, item = heappop(queue)
+        if isinstance(item, _Candidate):
+            yield bound, item
+            continue
+        yield bound, None
+        for place, one in enumerate(_choices(item, terms)):
+            heappush(queue, (one.bound_seconds, one.moved_nbytes, number, place, one))
+
+
+def _fastest(ordered: Iterator[tuple[float, _Candidate | None]], terms: Terms, faster_than: float) -> Found | None:
     tried: list[tuple[Found, _Candidate]] = []
     best: Found | None = None
     refused: BudgetError | None = None
-    most = _SIMULATIONS[len(terms.profile) > _SHORT]
-    for number, candidate in enumerate(sorted(candidates, key=lambda c: (c.bound_seconds, c.moved_nbytes))):
+    number, most = -1, _SIMULATIONS[len(terms.profile) > _SHORT]
+    for bound, candidate in ordered:
         to_beat = faster_than if best is None else min(faster_than, best.seconds)
-        if candidate.bound_seconds >= to_beat * _AS_FAST or (best is not None and number >= most):
+        if bound >= to_beat * _AS_FAST:
+            break
+        if candidate is None:
+            continue
+        number += 1
+        if best is not None and number >= most:
             break
         try:
             found = _early_or_just_in_time(candidate, terms)
