@@ -35,23 +35,36 @@ class Settings:
     threads: int
     save: bool
     folder: str
+    results: Path = RESULTS
+    full: bool = False
 
     def facts(self, **more: object) -> dict[str, object]:
         """For the result file."""
         return {"device": self.device, "rounds": self.rounds, "threads": self.threads, **more}
 
 
-def settings(device: str = "cpu", rounds: int = 7) -> Settings:
-    """Settings from the command line; limits PyTorch's threads."""
+def settings(device: str = "cpu", rounds: int = 7, full: str = "") -> Settings:
+    """Settings from the command line; limits PyTorch's threads. ``full``: what `--full` does, if it does anything."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds A B A B ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the disk is that is streamed from")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file (%(default)s)")
+    if full:
+        parser.add_argument("--full", action="store_true", help=full)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    rounds = 2 if given.quick else given.rounds
     return Settings(
-        device, given.quick, 2 if given.quick else given.rounds, given.threads, not given.quick, given.folder
+        device,
+        given.quick,
+        rounds,
+        given.threads,
+        not given.quick,
+        given.folder,
+        given.results,
+        bool(full and given.full),
     )
 
 
@@ -146,15 +159,21 @@ def save(name: str, title: str, settings: Settings, rows: Iterable[Row], **facts
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         found.append(row)
-    if not settings.save:
-        return
+    if settings.save:
+        write(name, title, settings, found, settings.results, **facts)
+
+
+def write(
+    name: str, title: str, settings: Settings, rows: Sequence[Row], folder: Path = RESULTS, **facts: object
+) -> None:
+    """``FOLDER/NAME.json``: the rows, and when, where and with what they were measured."""
     document = {
         "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": _commit(),
         "machine": _machine(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
-        "rows": found,
+        "rows": rows,
     }  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 

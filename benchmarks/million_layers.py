@@ -1,12 +1,13 @@
-"""Claim: networks of up to a million layers are really trained, parameters on disk, under a hard limit in which plain
-PyTorch fails; and depth costs nothing superlinear.
+"""Claim: networks of up to a million layers, and GPTs of up to 175 billion parameters, are really trained, parameters
+on disk, under a hard limit in which plain PyTorch fails; and depth costs nothing superlinear.
 
-Each run is a child of its own. It may take what Python and PyTorch take after a small run of the same kind, plus the
-limit: Python objects, plans and threads lie within it. ``--scale 0.01`` runs all of them at a hundredth of the depth;
-``--only`` names some.
+Each run is a child of its own, which may take what Python and PyTorch take after a small run of the same kind, plus the
+limit. ``--scale 0.01`` runs all at a hundredth of the depth, or of a GPT's parameters; ``--only`` names some, of which
+the rows in the result file are replaced, as they come.
 """
 
 import argparse
+import datetime
 import json
 import os
 import resource
@@ -17,16 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 import tapestream as ts
-from benchmarks.common import Row, Settings, mebibytes, save
-from tapestream.cli.children import _ENVIRONMENT
-from tapestream.cli.loop import Config, config_from_json, config_to_json, model_of
-from tapestream.models import DRANetConfig, ResNetConfig
+from benchmarks.common import RESULTS, Row, Settings, mebibytes, write
+from tapestream.cli.loop import Config, config_from_json, config_to_json, model_of, optimizer_class
+from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
+from tapestream.simulate import simulate
 
 TITLE = "A million layers on one machine, under a hard memory limit"
 MIB = 2**20
@@ -36,7 +38,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Job:
     """One child. ``limit``: bytes above the interpreter, ``budget``: those of them that `tapestream.stream` may plan
-    with (0: plain PyTorch). ``segments``: every group of layers is one, so that all runs make the same sweeps."""
+    with (0: plain PyTorch). ``size``: pixels of an image's side, or tokens. ``segments``: every group of layers is
+    one, so that all runs make the same sweeps. ``limit`` 0: none."""
 
     name: str
     config: Config
@@ -46,6 +49,7 @@ class Job:
     limit: int
     budget: int
     segments: bool = True
+    optimizer: str = "sgd"
 
     def to_json(self) -> str:
         """For the child's command line."""
@@ -64,11 +68,29 @@ class Job:
         assert isinstance(config, ResNetConfig)
         return config
 
+    @property
+    def layers(self) -> int:
+        """As papers count them: those of a ResNet with weights, blocks of a GPT."""
+        return self.config.layers if isinstance(self.config, GPTConfig) else self.backbone.depth
+
     def shallow(self) -> "Job":
         """The same with as few blocks as there can be: it starts the threads and imports what the real one does."""
+        budget = self.budget and max(self.budget, 512 * MIB)
+        if isinstance(self.config, GPTConfig):
+            tiny = replace(self.config, layers=2, width=64, heads=1, vocabulary=256)
+            return replace(self, config=tiny, steps=1, budget=budget)
         small = replace(self.backbone, stages=tuple(min(3, n) for n in self.backbone.stages), group_nbytes=1)
-        shape = replace(self.config, backbone=small) if isinstance(self.config, DRANetConfig) else small
-        return replace(self, config=shape, steps=1, budget=self.budget and max(self.budget, 512 * MIB))
+        return replace(self, config=self._with(small), steps=1, budget=budget)
+
+    def plain(self) -> "Job":
+        """The same in plain PyTorch, every layer a module of its own."""
+        config = self.config
+        if not isinstance(config, GPTConfig):
+            config = self._with(replace(self.backbone, group_nbytes=0))
+        return replace(self, config=config, budget=0, steps=1)
+
+    def _with(self, backbone: ResNetConfig) -> Config:
+        return replace(self.config, backbone=backbone) if isinstance(self.config, DRANetConfig) else backbone
 
 
 def jobs(scale: float) -> list[Job]:
@@ -82,18 +104,32 @@ def jobs(scale: float) -> list[Job]:
             name, ResNetConfig.cifar(depth, stages=stages, group_nbytes=group), 1, size, steps, 2048 * MIB, budget
         )  # fmt: skip
 
+    def gpt(name: str, size: str, tokens: int, steps: int, limit: int, budget: int, **changes: Any) -> Job:
+        config, optimizer = GPTConfig.named(size), changes.pop("optimizer", "sgd")
+        heads = max(1, round(config.heads * scale**0.5))  # a hundredth of the parameters at a tenth of the width
+        width, vocabulary = config.width // config.heads * heads, round(config.vocabulary * scale**0.5)
+        config = replace(config, width=width, heads=heads, vocabulary=vocabulary, **changes)
+        return Job(name, config, 1, tokens, steps, limit * MIB, budget * MIB, segments=False, optimizer=optimizer)
+
     blocks = max(11, round(250_000 * scale) // 3)
     backbone = ResNetConfig.deep(2 + 3 * blocks, width=8)
     large = ResNetConfig.named("resnet2500", classes=1000)
     if scale < 1:
         large = replace(large, stages=(2, 2, max(2, round(788 * scale)), 2))
+    half = torch.bfloat16
     return [
         deep("ResNet, 32x32", 2_500, 3, 32, 2),
+        deep("ResNet, 32x32", 25_000, 3, 32, 2),
         deep("ResNet, 32x32", 250_000, 3, 32, 2),
         deep("ResNet, width 16, 8x8", 100_000, 1, 8, 1),
         deep("ResNet, width 16, 8x8", 1_000_000, 1, 8, 1),
         Job("DRANet, 32x32 crops", DRANetConfig.on(backbone, 4), 2, 32, 1, 2048 * MIB, 1280 * MIB),
         Job("ResNet-2500, 224x224", large, 16, 224, 1, 6144 * MIB, 5376 * MIB, segments=False),
+        gpt("GPT-2 XL, AdamW", "gpt2-1.5b", 256, 5, 2048, 1280, optimizer="adamw"),
+        gpt("GPT-3 6.7B, bfloat16", "gpt3-6.7b", 256, 1, 4096, 3072, dtype=half),
+        gpt(
+            "GPT-3 175B, bfloat16, one stored layer for all", "gpt3-175b", 64, 1, 12288, 11520, dtype=half, shared=True
+        ),
     ]
 
 
@@ -101,6 +137,7 @@ def main() -> None:
     """Run the table, or be a child."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scale", type=float, default=1.0, help="of the depths; results are written for 1 only")
+    parser.add_argument("--output", default=str(RESULTS), help="folder of the result file")
     parser.add_argument("--only", default="", help="part of the name of the runs wanted")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the disk is that is streamed from")
@@ -110,36 +147,67 @@ def main() -> None:
         torch.set_num_threads(given.threads)
         child(Job.from_json(given.child), given.folder)
         return
-    whole = given.scale == 1 and not given.only
-    chosen = Settings("cpu", not whole, 1, given.threads, whole, given.folder)
+    chosen = Settings("cpu", given.scale != 1, 1, given.threads, given.scale == 1, given.folder)
     wanted = [job for job in jobs(given.scale) if given.only in job.name]
-    save("million_layers", TITLE, chosen, _rows(wanted, chosen), scale=given.scale, optimizer="SGD, update='backward'")
+    update(wanted, chosen, Path(given.output))
 
 
-def _rows(wanted: list[Job], chosen: Settings) -> Iterator[Row]:
+def update(wanted: list[Job], chosen: Settings, output: Path) -> None:
+    """Run ``wanted``. With ``chosen.save`` every row is put in its place in ``output``/million_layers.json as it comes,
+    and the other rows there stay as they are."""
+    file = output / "million_layers.json"
+    known = json.loads(file.read_text())["rows"] if chosen.save and file.exists() else []
+    for row in _rows(wanted, chosen, known):
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        known = merged(known, row)
+        if chosen.save:
+            write("million_layers", TITLE, chosen, known, output, update="in backward")
+
+
+def merged(rows: list[Row], row: Row) -> list[Row]:
+    """``rows`` with ``row`` in the place of the one for the same run, in the order of the table."""
+    places = {(job.name, job.layers): number for number, job in enumerate(jobs(1))}
+    found = {(one["network"], one["layers"]): one for one in (*rows, row)}
+    return [found[key] for key in sorted(found, key=lambda key: places.get(key, len(places)))]
+
+
+def _rows(wanted: list[Job], chosen: Settings, known: list[Row]) -> Iterator[Row]:
+    """A row per job, compared with that of the shallowest of its name among ``known`` and those before it."""
     before: dict[str, Row] = {}
+    for one in sorted(known, key=lambda one: one["layers"]):
+        before.setdefault(one["network"], one)
     for job in wanted:
-        row = {**_described(job), **run(job, chosen)}
-        row["plain PyTorch"] = run(replace(job, budget=0, steps=1), chosen).get("failed", "fits")
-        shallower = before.get(job.name)
-        if shallower is not None and "failed" not in row and "failed" not in shallower:
-            row["seconds per layer, of the shallower's"] = round(row["step us/layer"] / shallower["step us/layer"], 3)
-            row["peak, of the shallower's"] = round(row["peak MiB"] / shallower["peak MiB"], 3)
-        before[job.name] = row
-        yield row
+        row = {**_described(job, chosen), **run(job, chosen)}
+        row["plain PyTorch"] = run(job.plain(), chosen).get("failed", "fits")
+        shallower = before.setdefault(job.name, row)
+        if shallower["layers"] < job.layers and "failed" not in row and "failed" not in shallower:
+            row["seconds per layer, of the shallowest's"] = round(row["step us/layer"] / shallower["step us/layer"], 3)
+            row["peak, of the shallowest's"] = round(row["peak MiB"] / shallower["peak MiB"], 3)
         if job.name.startswith("ResNet-2500"):
-            deepest = deepest_plain(job, chosen)
-            yield {
-                **_described(job), "network": "the deepest of its kind that plain PyTorch fits", "layers": deepest,
-                "times as deep": round(job.backbone.depth / max(1, deepest), 1),
-            }  # fmt: skip
+            row["deepest that plain PyTorch fits"] = deepest = deepest_plain(job, chosen)
+            row["times as deep"] = round(job.layers / max(1, deepest), 1)
+        if job.optimizer == "adamw" and "failed" not in row:
+            row["s resident"] = resident = resident_seconds(job, chosen)
+            row["step, of max(resident, link)"] = round(row["step s"] / max(resident, row["link s"]), 3)
+        yield row
 
 
-def _described(job: Job) -> Row:
+def _described(job: Job, chosen: Settings) -> Row:
     return {
-        "network": job.name, "layers": job.backbone.depth, "batch": job.batch, "limit MiB": mebibytes(job.limit),
-        "budget MiB": mebibytes(job.budget),
+        "network": job.name, "layers": job.layers, "batch": job.batch, "size": job.size, "optimizer": job.optimizer,
+        "limit MiB": mebibytes(job.limit), "budget MiB": mebibytes(job.budget),
+        "date": datetime.date.today().isoformat(), "threads": chosen.threads,
     }  # fmt: skip
+
+
+def resident_seconds(job: Job, chosen: Settings) -> float:
+    """Seconds of a step of plain PyTorch with everything in memory, from nets of one and of three of its layers."""
+    assert isinstance(job.config, GPTConfig)
+    seconds = [
+        run(replace(job.plain(), config=replace(job.config, layers=count), steps=5, limit=0), chosen)["step s"]
+        for count in (1, 3)
+    ]
+    return round(seconds[0] + (seconds[1] - seconds[0]) / 2 * (job.layers - 1), 2)
 
 
 def deepest_plain(job: Job, chosen: Settings) -> int:
@@ -149,7 +217,7 @@ def deepest_plain(job: Job, chosen: Settings) -> int:
 
     def with_third(count: int) -> Job:
         config = replace(job.backbone, stages=(*stages[:2], count, *stages[3:]))
-        return replace(job, config=config, budget=0, steps=1)
+        return replace(job, config=config).plain()
 
     low, high = 0, stages[2] + 1
     while high - low > 1:
@@ -164,7 +232,7 @@ def run(job: Job, chosen: Settings) -> Row:
         sys.executable, "-m", "benchmarks.million_layers", "--child", job.to_json(),
         "--threads", str(chosen.threads), "--folder", chosen.folder,
     ]  # fmt: skip
-    environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(chosen.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(chosen.threads)}
     root = Path(__file__).parents[1]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -181,7 +249,8 @@ def child(job: Job, folder: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as home:
         work(job.shallow(), home)
         taken = _status()["VmData"]
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + job.limit,) * 2)
+        if job.limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (taken + job.limit,) * 2)
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
         before = _status()["RssAnon"]
         try:
@@ -194,47 +263,57 @@ def child(job: Job, folder: str) -> None:
 
 
 def _stream(job: Job, home: str) -> Row:
-    depth, row = job.backbone.depth, Row()
+    depth, row = job.layers, Row()
     start = _status()
     with torch.device("meta"):
         hollow, row["make us/layer"] = _timed(depth, lambda: model_of(job.config))
-    blocks = list(hollow.blocks)
-    knobs: dict[str, Any] = {"planner": "periodic", "segments": len(blocks)} if job.segments else {}
+    knobs: dict[str, Any] = {}
+    if not isinstance(job.config, GPTConfig):
+        knobs["blocks"] = list(hollow.blocks)
+    if job.segments:
+        knobs |= {"planner": "periodic", "segments": len(hollow.blocks)}
     model, row["home us/layer"] = _timed(
-        depth, lambda: ts.stream(hollow, device="cpu", budget=job.budget, folder=home, blocks=blocks, **knobs)
+        depth, lambda: ts.stream(hollow, device="cpu", budget=job.budget, folder=home, **knobs)
     )
-    optimizer = ts.optimizer(model, torch.optim.SGD, update="backward", lr=1e-3)
+    optimizer = ts.optimizer(model, optimizer_class(job.optimizer), update="backward", lr=1e-3)
     row["Python bytes/layer"] = round(max(0, _status()["RssAnon"] - start["RssAnon"]) / depth)
-    images, targets = _batch(job, 0)
-    _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, (images, targets)))
+    _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, _batch(job)))
     losses, seconds = _train(job, model, optimizer)
     report = ts.report(model)
     row |= {
-        "parameters": sum(p.numel() for p in model.parameters()), "groups": len(blocks),
+        "parameters": sum(p.numel() for p in model.parameters()), "groups": len(hollow.blocks),
         "sweeps": round(report.plan.simulation.forwards / len(report.plan.profile), 2),
         "step s": round(min(seconds), 2), "step us/layer": round(min(seconds) / depth * 1e6, 2),
+        "link s": round(sum(map(_link_seconds, report.plans)), 2),
         "waited s": round(report.wait_seconds, 2), "moved MiB": mebibytes(sum(report.bytes_moved.values())),
-        "planned peak MiB": mebibytes(report.plan.peak_nbytes),
+        "planned peak MiB": mebibytes(max(plan.peak_nbytes for plan in report.plans)),
         "peak MiB": mebibytes(_status()["VmHWM"] - start["VmRSS"]),
         "losses": " ".join(f"{loss:.6g}" for loss in losses),
     }  # fmt: skip
     return row
 
 
+def _link_seconds(plan: ts.Plan) -> float:
+    """What the step would take if computing took no time: the disk's own time at the measured mix of directions."""
+    idle = [replace(s, forward_seconds=0.0, backward_seconds=0.0, record_seconds=0.0) for s in plan.profile.stages]
+    blocks = [replace(block, update_seconds=0.0) for block in plan.profile.blocks]
+    bare = replace(plan.profile, stages=tuple(idle), blocks=tuple(blocks), turn_seconds=0.0)
+    return simulate(plan.schedule, bare, plan.machine).makespan_seconds
+
+
 def _plain(job: Job, home: str) -> Row:
-    shape = replace(job.backbone, group_nbytes=0)
-    config = replace(job.config, backbone=shape) if isinstance(job.config, DRANetConfig) else shape
-    model = model_of(config)
-    losses, _ = _train(job, model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    return {"losses": " ".join(f"{loss:.6g}" for loss in losses)}
+    model = model_of(job.config)
+    optimizer = optimizer_class(job.optimizer)(model.parameters(), lr=1e-3)
+    losses, seconds = _train(job, model, optimizer)
+    return {"losses": " ".join(f"{loss:.6g}" for loss in losses), "step s": round(median(seconds), 4)}
 
 
 def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
     losses, seconds = [], []
     for step in range(job.steps):
-        images, targets = _batch(job, 0)
+        inputs, targets = _batch(job)
         begin = time.perf_counter()
-        loss = model(images, targets)
+        loss = model(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -244,8 +323,12 @@ def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     return losses, seconds
 
 
-def _batch(job: Job, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
+def _batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same at every step."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(job.config, GPTConfig):
+        tokens = torch.randint(job.config.vocabulary, (job.batch, job.size + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
     shape = (job.batch, job.size, job.size)
     images = torch.randn(job.batch, job.backbone.channels, job.size, job.size, generator=generator)
     segments = isinstance(job.config, DRANetConfig)

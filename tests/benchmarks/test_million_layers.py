@@ -1,13 +1,14 @@
 """The benchmark's table at a hundredth of the depth: under a hard limit where plain PyTorch fails."""
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tapestream.models import DRANetConfig, ResNetConfig
+from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def test_2502_layers_under_a_hard_limit_where_plain_pytorch_fails(table: Any, tm
     job = table.Job("ResNet", ResNetConfig.cifar(2502), 2, 8, steps=2, limit=128 * mib, budget=64 * mib)
     found = table.run(job, chosen)
     assert "failed" not in found, found
-    failed = table.run(replace(job, budget=0), chosen)
+    failed = table.run(job.plain(), chosen)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
     first, second = map(float, found["losses"].split())
     assert 0 < second < first < 5
@@ -37,13 +38,36 @@ def test_2502_layers_under_a_hard_limit_where_plain_pytorch_fails(table: Any, tm
 def test_jobs_survive_the_way_to_the_child(table: Any) -> None:
     for job in table.jobs(1):
         assert table.Job.from_json(job.to_json()) == job
-        assert job.shallow().backbone.depth < 60
+        assert job.shallow().layers < 60
 
 
 def test_the_table_is_the_one_asked_for(table: Any) -> None:
-    depths = [job.backbone.depth for job in table.jobs(1)]
-    assert depths == [2502, 250_002, 100_002, 1_000_002, 250_001, 2498]
-    assert [job.backbone.depth for job in table.jobs(0.01)][:4] == [26, 2502, 1002, 10_002]
-    segmented = table.jobs(1)[4].config
+    found = table.jobs(1)
+    depths = [2502, 25_002, 250_002, 100_002, 1_000_002, 250_001, 2498, 48, 32, 96]
+    assert [job.layers for job in found] == depths
+    assert [job.layers for job in table.jobs(0.01)][:5] == [26, 252, 2502, 1002, 10_002]
+    segmented = found[5].config
     assert isinstance(segmented, DRANetConfig)
     assert segmented.auxiliary > 0
+    gigantic = found[-1].config
+    assert isinstance(gigantic, GPTConfig)
+    assert gigantic.shared
+    assert replace(gigantic, shared=False).parameters == pytest.approx(175e9, rel=0.01)
+
+
+def test_a_run_replaces_its_own_row_in_the_file(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others stay, in the order of the table; a deeper run is compared with the shallowest known."""
+    steps = {2502: 10.0, 250_002: 11.0}
+
+    def measured(job: Any, chosen: Any) -> dict[str, Any]:
+        return {"step us/layer": steps[job.layers], "peak MiB": 4.0} if job.budget else {"failed": "no memory"}
+
+    monkeypatch.setattr(table, "run", measured)
+    chosen = table.Settings("cpu", quick=False, rounds=1, threads=1, save=True, folder=str(tmp_path))
+    shallow, _, deep, *_ = table.jobs(1)
+    for job in (deep, shallow, deep):
+        table.update([job], chosen, tmp_path)
+    rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
+    assert [row["layers"] for row in rows] == [2502, 250_002]
+    assert rows[1]["seconds per layer, of the shallowest's"] == 1.1
+    assert rows[1]["plain PyTorch"] == "no memory"

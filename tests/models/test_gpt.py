@@ -41,10 +41,10 @@ def test_exact_counts() -> None:
 
 
 def test_meta_is_fast_and_allocates_nothing() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with torch.device("meta"):
         model = GPT(GPTConfig.named("gpt3-175b"))
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert len(model.blocks) == 96
     assert all(p.is_meta for p in model.parameters())
 

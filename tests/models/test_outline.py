@@ -1,6 +1,8 @@
 """`models.outline`: what is said of a model before it exists, against what `tapestream.stream` measures of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +244,66 @@ def test_what_depends_on_numbers_is_refused() -> None:
 def test_what_cannot_be_outlined_is_said(model: nn.Module, call: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
         outline(model, call)
+
+
+DISK = ts.Link(1e9)
+MACHINE = ts.Machine({(ts.Tier.DISK, ts.Tier.DEVICE): DISK, (ts.Tier.DEVICE, ts.Tier.DISK): DISK})
+
+
+class Words(nn.Module):
+    """An embedding of 1 MiB and a head that uses its weight, by calling a module or itself."""
+
+    def __init__(self, *, direct: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2**13, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.direct, self.head = direct, nn.Linear(WIDTH, 2**13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(x, self.head.weight) if self.direct else self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(3, 64, 4, vocabulary=2**13, context=32))
+
+
+@pytest.mark.parametrize(
+    ("make", "coming"),
+    [
+        (lambda: Words(direct=False), ["Embedding", "Linear"]),
+        (lambda: Words(direct=True), []),
+        (gpt, ["Embedding", "Linear"]),
+    ],
+    ids=["called", "direct", "gpt"],
+)
+def test_embeddings_and_heads_come_and_go_as_when_streamed(
+    make: Callable[[], nn.Module], coming: list[str], tmp_path: Path
+) -> None:
+    tokens = torch.randint(2**13, (2, 16))
+    args = (tokens, tokens) if make is gpt else (tokens,)
+    model = make()
+    ts.stream(model, device="cpu", budget="1GiB", folder=tmp_path, machine=MACHINE)
+    ts.optimizer(model, torch.optim.AdamW, lr=0.1)
+    model(*args)
+    last = handle_of(model).last
+    assert last is not None
+    real = last.profiles
+    ts.unstream(model)
+    found = outline(model, args)
+    said = found.profiles(flops_per_second=1.0, budget_nbytes=2**30)
+    found_to_come = [type(found.modules[k]).__name__ for s in found.segments for k in s.positions if k >= found.wide]
+    assert found_to_come == coming
+    for one, other in zip(said, real, strict=True):
+        assert_alike(one, other, 0.01)
+        pairs = zip(one.blocks, other.blocks, strict=False)  # those that turned out to stay come last and cost nothing
+        assert one.blocks == tuple(replace(b, update_seconds=a.update_seconds) for a, b in pairs)
+    (stays, *_) = outline(model, args, moves=False).profiles(flops_per_second=1.0)
+    assert stays.outside_nbytes >= 4 * 2**20
 
 
 def test_rates_must_be_positive() -> None:

@@ -42,7 +42,8 @@ class GPTConfig:
     """The shape of a GPT.
 
     ``vocabulary``: number of tokens; ``context``: longest sequence in tokens; ``dropout``: probability, of embeddings,
-    attention weights and residual branches; ``tied``: the head shares the token embedding's matrix.
+    attention weights and residual branches; ``tied``: the head shares the token embedding's matrix; ``shared``: every
+    block has the parameters of the first (Lan et al. 2020, "ALBERT"), which exist once.
     Raises InputError where the numbers do not fit together.
     """
 
@@ -53,6 +54,7 @@ class GPTConfig:
     context: int = 2048
     dropout: float = 0.0
     tied: bool = True
+    shared: bool = False
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -86,9 +88,9 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied matrix counted once."""
+        """All parameters; tied and shared ones are counted once."""
         tables = self.vocabulary * (1 if self.tied else 2) + self.context
-        return self.layers * self.block_parameters + self.width * (tables + 2)
+        return (1 if self.shared else self.layers) * self.block_parameters + self.width * (tables + 2)
 
 
 class Block(nn.Module):
@@ -113,6 +115,8 @@ class Block(nn.Module):
 
     def initialize(self) -> None:
         """GPT-2's initial values, in place: normal with 0.02, residual projections scaled by 1/sqrt(2 layers)."""
+        if self.config.shared and self.index > 0:
+            return  # they are the first block's
         generator = keyed_generator(self.seed, self.index)
         residual_std = _STD / math.sqrt(2 * self.config.layers)
         for norm in (self.attention_norm, self.mlp_norm):
@@ -157,13 +161,11 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config, index, seed=seed) for index in range(config.layers))
             self.norm = nn.LayerNorm(config.width, dtype=config.dtype)
             self.head = nn.Linear(config.width, config.vocabulary, bias=False, dtype=config.dtype)
-            if config.tied:
-                self.head.weight = self.token.weight
+            self._tie()
 
     def initialize(self) -> None:
-        """GPT-2's initial values, in place; ties the head again, which ``to_empty`` undoes."""
-        if self.config.tied:
-            self.head.weight = self.token.weight
+        """GPT-2's initial values, in place; makes one again what ``to_empty`` has parted."""
+        self._tie()
         generator = keyed_generator(self.seed, "outside")
         for table in (self.token, self.position):
             _fill_normal(table.weight, _STD, generator)
@@ -173,6 +175,14 @@ class GPT(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             block.initialize()
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.head.weight = self.token.weight
+        for block in self.blocks[1:] if self.config.shared else ():
+            for module, first in zip(block.modules(), self.blocks[0].modules(), strict=True):
+                for name, parameter in first.named_parameters(recurse=False):
+                    setattr(module, name, parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, sequence, vocabulary) of integer ``tokens`` (batch, sequence).

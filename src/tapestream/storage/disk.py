@@ -72,6 +72,16 @@ class DiskFolder:
                 raise
         return Extent(self, path, nbytes)
 
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Raise StorageError where fewer than ``nbytes`` are free: before ``what`` is written, not in the midst."""
+        free = _free_nbytes(self.path)
+        if nbytes > free:
+            raise StorageError(
+                f"{what} will take {format_nbytes(nbytes)} ({nbytes} bytes) in {self.path.parent}, where {free} bytes "
+                f"are free on this disk, {nbytes - free} too few; make room (`tapestream clean` finds what killed runs "
+                "have left) or choose another folder"
+            )
+
     def close(self) -> None:
         """Remove the folder with all its extents and unlock it, as garbage collection would. May be called twice."""
         self._remove()

@@ -12,14 +12,15 @@ from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.frontends.available import host_limit
-from tapestream.frontends.module.adopt import check_own_bytes, parameter_groups, parameters_of
+from tapestream.frontends.module.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.real import Maker
 from tapestream.frontends.module.weights import Source, Weights
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
+from tapestream.storage.heap import free_at_once, keep_freed
 from tapestream.storage.pool import Pool
 
 
@@ -48,6 +49,8 @@ class Homes:
         self._path = folder
         self._counted: EngineStatistics | None = None
         with ExitStack() as undo:
+            undo.callback(keep_freed)
+            free_at_once()
             groups, uses = parameter_groups(model, blocks, wide)
             blocks = [*blocks, *wide]
             check_own_bytes(model, blocks)
@@ -60,6 +63,7 @@ class Homes:
             limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
             self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
             undo.callback(self.pool.close)
+            self._check_room(home, groups, blocks)
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             undo.callback(self._disown)
@@ -72,6 +76,11 @@ class Homes:
             for position, use in enumerate(uses):
                 if use is None:
                     maker.block(blocks[position], device)
+            for adopted in self.store.blocks:
+                mark(adopted.parameters)
+                undo.callback(unmark, adopted.parameters)
+            if device.type != "cpu" or Tier.DISK not in home.values():
+                keep_freed()  # else RAM stays scarce
             self._undo = undo.pop_all()
 
     @property
@@ -79,13 +88,27 @@ class Homes:
         """This run's own folder."""
         return self._folder
 
+    def check_room_for_updates(self, budget: Budget, gradients: bool) -> None:
+        """Raise StorageError where the disk cannot hold the optimizer's state, nor the ``gradients`` that are sent
+        home, even if as much as the ``budget`` allows stays on the device."""
+        kinds = (Kind.OPTIMIZER_STATE, Kind.GRADIENT) if gradients else (Kind.OPTIMIZER_STATE,)
+        total = sum(
+            block.nbytes_of(kind, part)
+            for kind in kinds
+            if self.store.homes[kind] is Tier.DISK
+            for block in self.store.blocks
+            if block.trainable
+            for part in range(block.updates if kind is Kind.OPTIMIZER_STATE else 1)
+        )
+        if self._folder is not None:
+            self._folder.check_room(total - (budget.device_nbytes or 0), "gradients and the optimizer's state")
+
     def measured(self) -> Machine:
-        """Speeds of the links that blocks pass."""
+        """Speeds of the links that blocks pass. The first step waits for it."""
         if self.store.home is Tier.DEVICE:
             return Machine()
-        return measure_machine(
-            device=self.store.device, folder=self._path if Tier.DISK in self.store.homes.values() else None
-        )
+        folder = self._path if Tier.DISK in self.store.homes.values() else None
+        return measure_machine(self.store.device, folder, quick=True)
 
     def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
         """Bytes moved per lane and seconds waited since the last call of this."""
@@ -99,6 +122,11 @@ class Homes:
     def close(self) -> None:
         """Give every block memory of its own again and remove the files."""
         self._undo.close()
+
+    def _check_room(self, home: HomeTiers, groups: Sequence[Sequence[int]], blocks: Sequence[nn.Module]) -> None:
+        if self._folder is not None and home[Kind.PARAMETERS] is Tier.DISK:
+            inside = (parameters_of([blocks[position] for position in members]) for members in groups)
+            self._folder.check_room(sum(p.nbytes for found in inside for p in found), "the parameters of the blocks")
 
     def _disown(self) -> None:
         for block in self.store.blocks:

@@ -29,8 +29,11 @@ def optimizer(
     masters; None updates them as they are. The updates equal those of the same torch implementation on the plain
     model, bit for bit.
 
-    Raises InputError for unknown options or an optimizer that cannot be streamed.
+    Raises InputError for unknown options or an optimizer that cannot be streamed, StorageError where the disk cannot
+    hold its state.
     """
     handle = handle_of(model)
     chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]
-    return StreamedOptimizer(handle, optimizer_class, chosen, update=update, master=master, options=options)
+    made = StreamedOptimizer(handle, optimizer_class, chosen, update=update, master=master, options=options)
+    handle.homes.check_room_for_updates(handle.budget, gradients=update == "step")
+    return made
