@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
+from tapestream.frontends import loss as loss_module
 
 WIDTH, VOCABULARY, SHAPE = 24, 130, (3, 7)
 
@@ -25,6 +26,7 @@ class Case:
     autocast: bool = False
     cached: bool = True
     bias: bool = False
+    transposed: bool = False
     chunks: int = 4
     frozen: tuple[str, ...] = ()
     ignored: float = 0.2
@@ -40,6 +42,8 @@ class Case:
             "hidden": torch.randn(*SHAPE, WIDTH).to(self.dtype),
             "weight": torch.randn(VOCABULARY, WIDTH).to(self.weight_dtype or self.dtype),
         }
+        if self.transposed:
+            leaves["weight"] = leaves["weight"].t().contiguous().t()
         if self.bias:
             leaves["bias"] = torch.randn(VOCABULARY).to(self.weight_dtype or self.dtype)
         return {name: t.requires_grad_(name not in self.frozen) for name, t in leaves.items()} | {"labels": labels}
@@ -124,6 +128,7 @@ CASES = {
     "frozen bias": Case(bias=True, frozen=("bias",)),
     "bias alone": Case(bias=True, frozen=("hidden", "weight")),
     "all frozen": Case(frozen=("hidden", "weight")),
+    "transposed weight": Case(transposed=True),
     "float64": Case(dtype=torch.float64, bias=True),
 }
 LOW = {
@@ -144,21 +149,42 @@ VARIANTS = {
 CASES |= {f"{low} {name}": replace(case, **given) for low, case in LOW.items() for name, given in VARIANTS.items()}
 
 
+@pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_chunks_in_plain_pytorch(name: str) -> None:
+def test_bits_are_those_of_the_chunks_in_plain_pytorch(
+    name: str, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sliced:  # as large arguments are
+        monkeypatch.setattr(loss_module, "_LEAST_SLICE_NBYTES", 1)
+        monkeypatch.setattr(loss_module, "_GRAIN", 32)
     case = CASES[name]
     assert_same_bits(differentiated(plain, case), differentiated(ts.linear_cross_entropy, case))
 
 
-def test_bits_at_a_size_where_kernels_cut_their_sums() -> None:
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(400, 96, 3001), (150, 200, 9001)])
+def test_bits_at_a_size_where_kernels_cut_their_sums_and_we_our_slices(
+    rows: int, width: int, vocabulary: int, low: bool
+) -> None:
     def run(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
         torch.manual_seed(0)
-        hidden, weight = torch.randn(2, 400, 96, requires_grad=True), torch.randn(3001, 96, requires_grad=True)
-        loss = function(hidden, weight, torch.randint(3001, (2, 400)), chunks=2, shift=True)
+        hidden, weight = torch.randn(2, rows, width), torch.randn(vocabulary, width) / 10
+        leaves = [t.bfloat16().requires_grad_() if low else t.requires_grad_() for t in (hidden, weight)]
+        loss = function(*leaves, torch.randint(vocabulary, (2, rows)), chunks=2, shift=True)
         loss.backward()
-        return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
+        return {"loss": loss.detach(), "hidden": leaves[0].grad, "weight": leaves[1].grad}
 
     assert_same_bits(run(plain), run(ts.linear_cross_entropy))
+    slices = loss_module._slices(vocabulary, (2 if low else 4) * vocabulary * width, loss_module._GRAIN)
+    assert len(slices) == (1 if vocabulary == 3001 else 3 if low else 5)
+
+
+@pytest.mark.parametrize(("count", "nbytes", "grain"), [(5, 2**30, 1), (70_000, 2**23, 1024), (3, 10, 1), (0, 0, 7)])
+def test_slices_cover_every_row_once(count: int, nbytes: int, grain: int) -> None:
+    slices = loss_module._slices(count, nbytes, grain)
+    assert [row for part in slices for row in range(count)[part]] == list(range(count))
+    assert all(part.start % grain == 0 for part in slices)
+    assert len(slices) <= min(16, max(1, nbytes // 2**20))
 
 
 def test_autocast_casts_the_weight_once_even_without_its_cache() -> None:
@@ -210,10 +236,10 @@ def test_gradients_are_the_derivative() -> None:
 
 @pytest.mark.parametrize("chunks", ["auto", 8, 32])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_peak_is_a_few_chunks_and_the_gradients(chunks: Any, frozen: bool) -> None:
-    rows, width, vocabulary = 512, 64, 50_000
+def test_peak_is_a_chunk_and_the_gradients(chunks: Any, frozen: bool) -> None:
+    rows, width, vocabulary = 256, 64, 50_000
     hidden = torch.randn(rows, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width, requires_grad=not frozen)
+    weight = (torch.randn(vocabulary, width) / 10).requires_grad_(not frozen)
     labels = torch.randint(vocabulary, (rows,))
     in_chunk = width // 4 if chunks == "auto" else rows // chunks
     chunk, gradient = 4 * in_chunk * vocabulary, 0 if frozen else weight.nbytes
@@ -221,11 +247,11 @@ def test_peak_is_a_few_chunks_and_the_gradients(chunks: Any, frozen: bool) -> No
         loss = ts.linear_cross_entropy(hidden, weight, labels, chunks=chunks)
     with ts.track_memory() as backward:
         loss.backward()
-    least = max(3 * chunk + gradient, chunk + 2 * gradient)
+    # Slices are of 1 to 2 MiB at least; a cross entropy keeps up to three times its logits.
+    slices = max(3 * min(chunk, chunk // 16 + 2**21), gradient // 16 + 2**21)
     slack = hidden.nbytes + 2**17
     assert 2 * chunk <= forward.peak_nbytes <= 2 * chunk + slack
-    assert least <= backward.peak_nbytes <= least + slack
-    assert least + slack < 4 * rows * vocabulary  # all the logits, once
+    assert chunk + gradient <= backward.peak_nbytes <= chunk + gradient + slices + slack
 
 
 class Head(nn.Module):

@@ -37,6 +37,24 @@ def test_a_disk_that_fills_up_while_blocks_move_there(tmp_path: Path, monkeypatc
     model(torch.randn(3, WIDTH)).sum().backward()
 
 
+def test_too_little_room_is_told_before_anything_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the parameters, and for an optimizer's state beyond what the budget may keep in RAM."""
+    room = os.statvfs(tmp_path)
+    full = os.statvfs_result((*room[:4], 1, *room[5:]))  # blocks of room.f_frsize bytes
+    model = CASE.model()
+    needed = sum(p.nbytes for p in model.parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: full)
+        with pytest.raises(StorageError, match=rf"parameters of the blocks will take .* \({needed} bytes\) .* too few"):
+            ts.stream(model, device="cpu", folder=tmp_path, blocks=list(model.children()))
+        assert not any(tmp_path.iterdir())
+    ts.stream(model, device="cpu", folder=tmp_path, blocks=list(model.children()), budget=2 * needed)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    with pytest.raises(StorageError, match=r"gradients and the optimizer's state will take .* too few"):
+        ts.optimizer(model, torch.optim.AdamW)
+    ts.unstream(model)
+
+
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     ts.unstream(ts.stream(CASE.model(), device="cpu", folder=tmp_path / "made" / "here"))
     (tmp_path / "file").write_text("")

@@ -16,13 +16,13 @@ from tapestream.planning.measure import measure_machine
 
 DISK_TO_DEVICE = (Tier.DISK, Tier.DEVICE)
 DEVICE_TO_DISK = (Tier.DEVICE, Tier.DISK)
+TINY = measure._Effort(0.01, 2**16, 2**16)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few small chunks: the arithmetic is the same."""
-    monkeypatch.setattr(measure, "_CHUNK_NBYTES", 2**16)
-    monkeypatch.setattr(measure, "_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "_THOROUGH", TINY)
 
 
 def assert_sensible(machine: Machine) -> None:
@@ -44,6 +44,25 @@ def test_cpu_links_join_disk_and_device_and_nothing_is_left(tmp_path: Path) -> N
     assert_sensible(machine)
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_quick_measurement_moves_little_and_leaves_flops_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock moved by hand, on which every copy takes 10 ms: no more than the least number of samples."""
+    now, moved = 0.0, 0
+
+    def copy(file: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal now, moved
+        now, moved = now + 0.01, moved + len(buffers[0])
+        return len(buffers[0])
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(os, "preadv", copy)
+    monkeypatch.setattr(os, "pwritev", copy)
+    monkeypatch.setattr(measure, "ThreadPoolExecutor", InTurn)
+    machine = measure_machine("cpu", tmp_path, quick=True)
+    assert machine.flops_per_second is None
+    assert [link.bytes_per_second for link in machine.links.values()] == pytest.approx([2**21 / 0.01] * 2)
+    assert moved <= 6 * 3 * 2**21 + 6 * 4096
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -75,7 +94,7 @@ def test_rates_are_medians_of_what_the_clock_says(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "preadv", slow_read)
     monkeypatch.setattr(os, "pwritev", slow_write)
     monkeypatch.setattr(measure, "ThreadPoolExecutor", InTurn)
-    read, write = measure._disk_links(tmp_path)
+    read, write = measure._disk_links(tmp_path, TINY)
     assert read.bytes_per_second == pytest.approx(2**16)
     assert write.bytes_per_second == pytest.approx(2**15)
     assert (read.latency_seconds, write.latency_seconds) == (1, 2)
@@ -91,8 +110,8 @@ class InTurn:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def submit(self, function, argument):
-        outcome = function(argument)
+    def submit(self, function, *arguments):
+        outcome = function(*arguments)
         return type("Done", (), {"result": lambda self: outcome})()
 
 

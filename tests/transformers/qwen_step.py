@@ -5,6 +5,7 @@ import hashlib
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import transformers as hf
 
 import tapestream as ts
+from tapestream.errors import BudgetError
 from tapestream.frontends.module.lazy_logits import compute_lazily
+from tapestream.frontends.module.stream import handle_of
 
 
 def status() -> dict[str, int]:
@@ -21,10 +24,10 @@ def status() -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
-def qwen(vocabulary: int, width: int) -> Any:
+def qwen(vocabulary: int, width: int, layers: int) -> Any:
     torch.manual_seed(0)
     config = hf.Qwen3Config(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=2,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8, max_position_embeddings=8192,
         tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
@@ -32,7 +35,7 @@ def qwen(vocabulary: int, width: int) -> Any:
 
 
 def prepare(job: dict[str, Any], vocabulary: int, width: int) -> tuple[Any, Any]:
-    model = qwen(vocabulary, width).to(getattr(torch, job["dtype"]))
+    model = qwen(vocabulary, width, job["layers"]).to(getattr(torch, job["dtype"]))
     if not job["streamed"]:
         if job["chunks"]:
             compute_lazily(model.lm_head, job["chunks"])
@@ -41,17 +44,36 @@ def prepare(job: dict[str, Any], vocabulary: int, width: int) -> tuple[Any, Any]
     return model, ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=job["update"], master=job["master"])
 
 
-def train(model: Any, optimizer: Any, job: dict[str, Any], vocabulary: int) -> list[str]:
-    losses = []
+def words_of(step: int, job: dict[str, Any], vocabulary: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    words = torch.randint(0, vocabulary, (1, job["tokens"]), generator=generator)
+    return {"input_ids": words, "labels": words}
+
+
+def least_budget(model: Any, job: dict[str, Any]) -> int | None:
+    """Bytes, as the error about a budget of one byte says; the model's budget is the job's again afterwards."""
+    handle = handle_of(model)
+    handle.budget = ts.Budget(1)
+    try:
+        model(**words_of(0, job, job["vocabulary"]))
+    except BudgetError as error:
+        handle.budget = ts.Budget(job["budget"])
+        return error.least_nbytes
+    raise AssertionError("a budget of one byte was not refused")
+
+
+def train(model: Any, optimizer: Any, job: dict[str, Any], vocabulary: int) -> tuple[list[str], list[float]]:
+    """The losses, exactly, and the seconds of each step."""
+    losses, seconds = [], []
     for step in range(job["steps"]):
-        generator = torch.Generator().manual_seed(step)
-        words = torch.randint(0, vocabulary, (1, job["tokens"]), generator=generator)
-        loss = model(input_ids=words, labels=words).loss
+        begin = time.perf_counter()
+        loss = model(**words_of(step, job, vocabulary)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()).hex())
-    return losses
+        seconds.append(time.perf_counter() - begin)
+    return losses, seconds
 
 
 def main(job: dict[str, Any]) -> None:
@@ -67,7 +89,8 @@ def main(job: dict[str, Any]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     before = status()["VmRSS"] - mine
     try:
-        losses = train(model, optimizer, job, job["vocabulary"])
+        least = least_budget(model, job) if job["tell_least"] else None
+        losses, seconds = train(model, optimizer, job, job["vocabulary"])
     except (RuntimeError, MemoryError) as error:
         print(json.dumps({"failed": str(error).splitlines()[0]}))
         return
@@ -75,7 +98,8 @@ def main(job: dict[str, Any]) -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
-    print(json.dumps({"losses": losses, "resident": resident, "digest": digest.hexdigest()}))
+    found = {"losses": losses, "seconds": seconds, "least": least, "resident": resident, "digest": digest.hexdigest()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

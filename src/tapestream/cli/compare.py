@@ -23,8 +23,7 @@ _EVERYTHING = 1 << 60
 def compared(question: Question, plot: Path | None, title: str) -> tuple[list[Outcome[Answer]], dict[str, Any]]:
     """What each planner makes of the question, the fastest first, and all of it as JSON; ``plot``: where to draw the
     trade-off over budgets, with ``title``."""
-    profiles = question.profiles()
-    question = replace(question, costs=lambda *_, **__: profiles)  # so that they count in nobody's planning time
+    question.outlined()  # so that it counts in nobody's planning time
     with show.progress() as advance:
         found = outcomes(planners, question.plan, lambda what, done, of: advance(what, done, of, ""))
         document: dict[str, Any] = {"planners": [_figures(one) for one in found]}

@@ -85,7 +85,7 @@ def plan(
     costs = costs_of(subject, device)
     room = host_budget or ram
     question = Question(
-        costs.profiles, subject.batch, optimizer, update, device,
+        costs.outline, subject.batch, optimizer, update, device,
         budget=parse_nbytes(allowed),
         gpu=parse_nbytes(gpu) if gpu else None,
         ram=parse_nbytes(room) if room else psutil.virtual_memory().total,
@@ -149,14 +149,15 @@ def _compare(
 
 
 def _write(found: Answer, save: Path | None, plot: Path | None) -> None:
-    if len(found.plans) > 1:
+    if len(found.chains) > 1:
         raise InputError(
-            f"--save and --plot are for one plan; this model has {len(found.plans)} chains of blocks, each with its own"
+            f"--save and --plot are for one plan; this model has {len(found.chains)} chains of blocks, each with its "
+            "own"
         )
     if save is not None:
-        found.plans[0].save(save)
+        found.chains[0].save(save)
     if plot is not None:
-        found.plans[0].plot(plot)
+        found.chains[0].plot(plot)
 
 
 def _document(
@@ -172,25 +173,20 @@ def _document(
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
         "optimizer": question.optimizer, "update": question.update,
-        "fits": refusal is None, "reason": None if refusal is None else str(refusal), "changes": changes,
+        "fits": refusal is None, "reason": None if refusal is None else str(refusal),
+        "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "answer": None if found is None else _figures(question, subject, found, changes),
     }  # fmt: skip
 
 
 def _figures(question: Question, subject: Subject, found: Answer, changes: list[Change]) -> dict[str, Any]:
-    allowed = found.plans[0].budget
     samples = int(changes[0].get("--batch", question.batch)) if changes else question.batch
-    device = sum(plan.budget.nbytes(Tier.DEVICE) or 0 for plan in found.plans)
-    device -= found.plans[0].profile.outside_nbytes * (len(found.plans) - 1)
     return {
         "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
         "waiting_seconds": found.waiting_seconds,
         f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
         "tiers": {
-            tier.name.lower(): {
-                "peak_nbytes": found.peak_nbytes(tier),
-                "allowed_nbytes": device if tier is Tier.DEVICE else allowed.nbytes(tier),
-            }
+            tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
             for tier in Tier
         },
         "disk_written_nbytes_per_step": found.written_nbytes,

@@ -5,12 +5,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tapestream.cli.answer import Answer, divided
+from tapestream.cli.answer import Answer
 from tapestream.costs import Budget, Link, Machine, Profile
 from tapestream.errors import BudgetError
+from tapestream.frontends.module.divide import Division
+from tapestream.frontends.module.shared import find_shared
 from tapestream.ir.actions import Tier
-from tapestream.planning.auto import make_plan
-from tapestream.planning.plan import Plan
+from tapestream.models.outline import Outline
 from tapestream.units import format_nbytes
 
 Change: TypeAlias = dict[str, str]
@@ -24,12 +25,12 @@ _TRIES = 4
 class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
 
-    ``costs``: what a step of so many samples costs, per chain of blocks, given what `tapestream.models.estimate` takes.
+    ``outline``: of a step of so many samples, and whether blocks may leave the device.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
     on the device fits into it, the disk otherwise.
     """
 
-    costs: Callable[..., tuple[Profile, ...]]
+    outline: Callable[[int, bool], Outline]
     batch: int
     optimizer: str
     update: str
@@ -44,13 +45,16 @@ class Question:
     disk_write: float
     flops: float
 
+    def outlined(self) -> Outline:
+        """The step, whatever it is trained with."""
+        return self.outline(self.batch, self.home is not Tier.DEVICE)
+
     def profiles(self, *, finer: bool = False) -> tuple[Profile, ...]:
-        """What the step costs, chain by chain; ``finer``: with optimizer state in the smallest parts."""
-        return self.costs(
-            self.batch,
+        """What the step costs, segment by segment; ``finer``: with optimizer state in the smallest parts."""
+        return self.outlined().profiles(
             flops_per_second=self.flops,
             optimizer=self.optimizer,
-            update=self.update,
+            update=self.update,  # type: ignore[arg-type]  # planning checks it
             # An update reads and writes memory: about 1 TB/s on a GPU, 5 GB/s on a CPU.
             update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
             budget_nbytes=self.budget,
@@ -121,21 +125,19 @@ class Question:
                 f"{format_nbytes(room + self.budget)}; give more there"
             )
 
-        def planned(profile: Profile, allowed: int) -> Plan:
-            return make_plan(
-                profile,
-                Budget(allowed, host=self.ram, disk=self.disk),
-                self.machine(),
-                planner=planner,
-                update=self.update,  # type: ignore[arg-type]  # make_plan checks it
-                home=home,
-            )
-
-        answer = divided(profiles, self.budget, planned)
+        outline = self.outlined()
+        terms = replace(
+            outline.terms(self.update),  # type: ignore[arg-type]
+            budget=Budget(host=self.ram, disk=self.disk), machine=self.machine, home=home,
+            planner=planner, moves_states=True,
+        )  # fmt: skip
+        outside, shared = profiles[0].outside_nbytes, find_shared(outline.segments, outline.uses)
+        division = Division(terms, outline.segments, profiles, self.budget, outside, shared)
+        answer = Answer(division, tuple(division.plans()))
         for tier, room in ((Tier.HOST, self.ram), (Tier.DISK, self.disk)):
-            if room is not None and answer.peak_nbytes(tier) > room:  # each chain by itself fits
+            if room is not None and answer.peak_nbytes(tier) > room:  # each part by itself fits
                 raise BudgetError(
-                    f"{len(profiles)} chains of blocks together take {format_nbytes(answer.peak_nbytes(tier))} of "
+                    f"the {len(profiles)} parts of a step together take {format_nbytes(answer.peak_nbytes(tier))} of "
                     f"{tier.name.lower()}, where there are {format_nbytes(room)}; give more there"
                 )
         return answer

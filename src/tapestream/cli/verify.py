@@ -36,6 +36,8 @@ from tapestream.cli.options import (
 from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import GradientError, InputError
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.module.divide import Division
+from tapestream.frontends.module.prepare import terms_of
 from tapestream.frontends.module.stream import handle_of
 from tapestream.planning.auto import make_plan
 from tapestream.units import format_nbytes
@@ -117,9 +119,12 @@ def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[
         ts.verify(model, (*args, *kwargs.values()))
     except GradientError as error:
         differs = str(error)
-    last = handle_of(model).last
+    handle = handle_of(model)
+    last, allowed = handle.last, handle.budget.device_nbytes
     assert last is not None
-    plans = Answer(last.plans)
+    assert allowed is not None
+    outside = last.profiles[0].outside_nbytes
+    plans = Answer(Division(terms_of(handle), last.segments, last.profiles, allowed, outside, last.shared), last.plans)
     found = [plan.simulation for plan in last.plans]
     return {
         "step": number + 1, "differs": differs, "planner": plans.planner,

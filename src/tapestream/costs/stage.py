@@ -13,7 +13,8 @@ class StageCost:
     ``saved_nbytes``: what autograd saves inside the stage beyond states and parameters.
     ``reads_input`` / ``reads_output``: whether backward reads state k / state k+1.
     ``forward_extra_nbytes`` / ``backward_extra_nbytes``: transient bytes at the peak of a run, beyond input, output,
-    saved tensors, cotangents and the gradient block.
+    saved tensors, cotangents and the gradient block. That of backward is negative where these are never all there at
+    once: down to minus the bytes of the saved tensors, which it frees, and of the output's cotangent, which it uses up.
     ``cotangent_nbytes``: bytes of the cotangent of the *output*; None means ``output_nbytes``.
     ``block``: the parameter block that the stage uses, None for none.
     ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
@@ -39,9 +40,15 @@ class StageCost:
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
-                     "forward_extra_nbytes", "backward_extra_nbytes", "gradient_nbytes"):  # fmt: skip
+                     "forward_extra_nbytes", "gradient_nbytes"):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise InputError(f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}")
+        least = -self.saved_nbytes - self.cotangent_bytes
+        if not self.backward_extra_nbytes >= least:
+            raise InputError(
+                f"StageCost: backward_extra_nbytes must be at least {least}, what saved tensors and cotangent take, "
+                f"not {self.backward_extra_nbytes!r}"
+            )
         if self.gradient_nbytes and self.block is not None:
             raise InputError(
                 f"StageCost: block {self.block} and gradient_nbytes={self.gradient_nbytes} say the same thing twice; "

@@ -169,8 +169,9 @@ class BlockCopies:
                 if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
                     raise InputError(
                         f"a streamed parameter's data was replaced by {parameter.dtype} of shape "
-                        f"{list(parameter.shape)}, it was {view.dtype} of {list(view.shape)}; convert the model before "
-                        "stream(), or call tapestream.unstream(model) first"
+                        f"{list(parameter.shape)}, it was {view.dtype} of {list(view.shape)}; convert or resize the "
+                        "model before stream(), or call tapestream.unstream(model), which keeps what was put there, "
+                        "and stream it again"
                     )
                 view.copy_(parameter.data)
                 parameter.data = view

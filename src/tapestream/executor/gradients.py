@@ -30,6 +30,7 @@ class GradientBook:
         self.copies = copies
         self.fresh: dict[int, Found] = {}  # taken from a call, not yet laid out
         self.together = False
+        self._failed = False
         self._arrived: dict[int, list[int]] = {}  # laid out and sent home, not yet shown by .grad
         self._stepped: dict[int, list[int]] = {}  # used up by updates within this backward
         self._earlier: dict[int, Region | None] = {}  # what .grad shows while this backward's sums lie at home
@@ -121,6 +122,9 @@ class GradientBook:
         """Let ``.grad`` be the gradients that came home."""
         for block, arrived in self._arrived.items():
             value, this = Value(Kind.GRADIENT, block), self.copies.blocks[block]
+            if self._failed:  # .grad may have been set to None since: what it showed comes back, if it still does
+                self._put_back(value, self._earlier.pop(block, None))
+                continue
             views = this.views(self.copies.bytes_at(value, self.copies.home_of(value)))
             if self.together:
                 self._add_to_earlier(value, {i: _through_hooks(this.parameters[i], views[i]) for i in arrived})
@@ -134,11 +138,12 @@ class GradientBook:
                 _after_accumulation(parameter)
         self._arrived.clear()
         self._stepped.clear()
-        self.together = False
+        self.together = self._failed = False
 
     def clear(self) -> None:
-        """Drop what no one sees yet."""
+        """The backward has failed: what of it no one sees yet, no one will see."""
         self.fresh.clear()
+        self._failed = True
 
     def _put_aside(self, value: Value) -> None:
         """This backward's sum gets a home of its own beside the bytes that ``.grad`` shows."""
@@ -152,9 +157,12 @@ class GradientBook:
         for i, total in sums.items():
             held = views[i].copy_(total) if views and parameters[i].grad is None else total
             _add(parameters[i], held)
+        self._put_back(value, earlier)
+
+    def _put_back(self, value: Value, earlier: Region | None) -> None:
         if earlier is not None:
-            copies.release(value, copies.home_of(value))
-            copies.regions[value, copies.home_of(value)] = earlier
+            self.copies.release(value, self.copies.home_of(value))
+            self.copies.regions[value, self.copies.home_of(value)] = earlier
 
     def _shown(self, block: int) -> bool:
         """Whether any ``.grad`` shows the gradients at home."""

@@ -4,7 +4,7 @@ Front-ends drive it by autograd: a Chain runs a whole phase at once, a streamed 
 """
 
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 
@@ -62,6 +62,7 @@ class Interpreter:
         self.tail = tail
         self.cotangents: dict[int, Gradients] = {}
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.begun: Callable[[int], Gradients] | None = None  # by stage: where the sums of its inputs' gradients begin
         self._actions: Iterator[Action] = iter(schedule)
         self._ahead: deque[Action] = deque()  # looked at already
         self._pending: Action | None = next(self._actions, None)
@@ -76,9 +77,18 @@ class Interpreter:
 
     # -- driving ------------------------------------------------------------------------------------------------
 
-    def begin(self, state: State) -> None:
-        """Take the caller's state 0 as the live state."""
+    def begin(self, state: State, waiting: Iterable[tuple[int, State]] = ()) -> None:
+        """Take the caller's state 0 as the live state; ``waiting``: the inputs of other branches, which are kept."""
         self.live, self.live_index = state, 0
+        for k, other in waiting:
+            self.travel.keep(k, other)
+
+    def hand_over(self, k: int) -> State:
+        """Give the caller state ``k``, the last of a branch, at the end of the forward phase."""
+        if self.live_index != k:
+            return self.travel.kept.pop(k).state
+        state, self.live = self._live(k), None
+        return state
 
     def run_phase(self, kind: PhaseKind) -> None:
         """Every action up to the phase that follows ``kind``."""
@@ -89,7 +99,8 @@ class Interpreter:
     def run_stage(self, k: int) -> State:
         """Within the forward phase: up to and including the run of stage ``k``; returns state k+1.
 
-        Copies that follow are started too, as far as they need no waiting.
+        Copies that follow are started too, as far as they need no waiting; after the last stage the whole rest of the
+        phase is run, since the room that it makes is counted on in the turn.
         """
         self._enter(PhaseKind.FORWARD)
         while self.live_index <= k:
@@ -98,7 +109,11 @@ class Interpreter:
             self._step(one_stage=True)
         state = self.live
         assert state is not None
-        self._run_ahead()
+        last = k == len(self.runner.stages) - 1
+        while self._pending is not None and not isinstance(self._pending, Phase) and (last or self._needs_no_wait()):
+            self._step()
+        if last and self.blocks is not None:
+            self.blocks.forward_ended()
         return state
 
     def run_backward(self, k: int, cotangents: Gradients) -> Gradients:
@@ -164,8 +179,11 @@ class Interpreter:
                 self.live = None
 
     def _run_ahead(self) -> None:
-        while isinstance(self._pending, (Offload, Prefetch, Free, Keep)):
+        while self._needs_no_wait():
             self._step()
+
+    def _needs_no_wait(self) -> bool:
+        return isinstance(self._pending, (Offload, Prefetch, Free, Keep))
 
     def _next(self) -> None:
         self._pending = self._ahead.popleft() if self._ahead else next(self._actions, None)
@@ -253,11 +271,12 @@ class Interpreter:
         tape = self.travel.consume(k)
         given = self.cotangents.pop(k + 1)
         first = tape.first
+        begun = self.begun(first) if self.begun is not None else []
         if not any(g is not None for g in given):
-            self.cotangents[first] = [None] * len(tape.inputs)
+            self.cotangents[first] = begun or [None] * len(tape.inputs)
         else:
             self._compute_begins(k, backward=True)
-            self.cotangents[first], pairs = self.runner.backward(k, tape, given, self.sums)
+            self.cotangents[first], pairs = self.runner.backward(k, tape, given, self.sums, begun)
             self.sums.update({id(leaf): (leaf, total) for leaf, total in pairs})
             self._compute_ended(k)
         for _ in range(first, k):  # one graph: its other backwards are done

@@ -1,9 +1,12 @@
 """`linear_cross_entropy`: the head's projection and its cross entropy, by chunks of rows, never all logits at once.
 
-The forward keeps its arguments and nothing else; the backward makes each chunk's logits again, last chunk first, by the
-operations of the forward under plain autograd. So kernels and order of sums are those of the same loop written in plain
-PyTorch, whatever cotangent arrives. (Gradients made in the forward would save one product in four, but they hold for a
-cotangent of 1 alone: scaling them afterwards rounds otherwise.)
+The forward keeps its arguments and nothing else; the backward makes each chunk's logits again, last chunk first, and
+their gradient in their place. Kernels and order of sums are those of the same loop under plain autograd, whatever
+cotangent arrives. (Gradients made in the forward would save one product in four, but they hold for a cotangent of 1
+alone: scaling them afterwards rounds otherwise.)
+
+What autograd would make as a whole beside its result is made by slices here: what a cross entropy keeps, by slices of a
+chunk's rows, each of which is judged by itself; what a chunk adds to the gradient of the weight, by slices of that.
 """
 
 import contextlib
@@ -20,6 +23,9 @@ from tapestream.errors import GradientError, InputError
 
 _LEAST_CHUNK_NBYTES = 2**20
 _CHUNKS_IN_WEIGHT = 4
+_SLICES = 16
+_LEAST_SLICE_NBYTES = 2**20
+_GRAIN = 1024  # rows: slices of the vocabulary start where vectors of any width do
 
 Chunks: TypeAlias = int | Literal["auto"]
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -52,12 +58,14 @@ def linear_cross_entropy(
     a quarter of ``weight`` (what each chunk adds to its gradient must be worth the reading of it) and 1 MiB.
 
     Bits: those of ``sum(F.cross_entropy(F.linear(h, weight, bias).float(), y, reduction="sum")) / count`` over the
-    chunks in order, for the loss and for every gradient. Under autocast the weight is cast once per call.
+    chunks in order, for the loss and for every gradient. That of a ``weight`` of 2 MiB or more is made by slices of
+    at least 1,024 words: its bits are the same where the matrix product of a slice is the slice of the product, as it
+    was found to be on CPUs. Under autocast the weight is cast once per call.
 
-    Memory, with c the bytes of a chunk's logits in the result's dtype and g those of ``weight`` in the product's:
-    forward 2c; backward the gradient of ``hidden`` and the larger of 3c + g and c + 2g, the second g from the second
-    chunk on (a sum has two operands); 3c where ``weight`` is frozen. ``softcap`` adds up to c to the backward, autocast
-    a cast of the weight, g, to both. Work: one matrix product in four is a recompute.
+    Memory beside the arguments, with c the bytes of a chunk's logits in the result's dtype and g those of ``weight`` in
+    the product's: forward 2c; backward the gradient of ``hidden``, c, g (where ``weight`` is trained) and the larger of
+    3/16 c and g/16, or up to 6 and 2 MiB where those are less. ``softcap`` adds up to c/8 to the backward, autocast a
+    cast of the weight, g, to both. Work: one matrix product in four is a recompute.
 
     Raises InputError for shapes, dtypes or options that cannot be used, IndexError (from PyTorch, on the CPU) for a
     label outside the vocabulary, GradientError in a backward with ``create_graph=True``.
@@ -95,7 +103,9 @@ def check_chunks(what: str, chunks: object) -> None:
 @dataclass(frozen=True, slots=True)
 class ChunkLoss:
     """The loss of one chunk. ``cast``: what autocast makes of the operands of a linear layer, None where it is off;
-    ``pointwise``: what happens to logits before the cross entropy. ``reduction`` is that of all chunks together."""
+    ``pointwise``: what happens to logits before the cross entropy. ``reduction`` is that of all chunks together.
+
+    ``head``: weight and bias as `lowered` leaves them; ``hidden``: (rows, width)."""
 
     cast: torch.dtype | None
     pointwise: tuple[Pointwise, ...]
@@ -104,20 +114,32 @@ class ChunkLoss:
     label_smoothing: float
 
     def __call__(self, hidden: Tensor, head: Sequence[Tensor | None], labels: Tensor) -> Tensor:
-        """Of ``hidden`` (rows, width), given weight and bias as `lowered` leaves them."""
+        return self.of_logits(self.logits(hidden, head), labels)
+
+    def logits(self, hidden: Tensor, head: Sequence[Tensor | None]) -> Tensor:
+        """The head's own."""
         weight, bias = head
         assert weight is not None
-        logits = F.linear(hidden.to(cast_dtype(hidden.dtype, self.cast)), weight, bias)
+        return F.linear(hidden.to(cast_dtype(hidden.dtype, self.cast)), weight, bias)
+
+    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """A sum over the rows, or for ``reduction="none"`` the loss of each."""
         for operation in self.pointwise:
             logits = operation(logits)
-        logits = logits.to(_wide(logits.dtype))
         return F.cross_entropy(
-            logits,
+            logits.to(_wide(logits.dtype)),
             labels,
             ignore_index=self.ignore_index,
             reduction="none" if self.reduction == "none" else "sum",
             label_smoothing=self.label_smoothing,
         )
+
+    def differentiate(self, logits: Tensor, labels: Tensor, cotangent: Tensor) -> None:
+        """Put the gradient of `of_logits` in the place of ``logits``."""
+        for part in _slices(len(logits), logits.nbytes):
+            leaf = logits[part].detach().requires_grad_()
+            given = cotangent if cotangent.dim() == 0 else cotangent[part]
+            logits[part] = torch.autograd.grad(self.of_logits(leaf, labels[part]), leaf, given)[0]
 
 
 class _Chunked(torch.autograd.Function):
@@ -144,20 +166,28 @@ class _Chunked(torch.autograd.Function):
         hidden, weight, bias, labels = ctx.saved_tensors
         loss, needs = ctx.loss, ctx.needs_input_grad
         of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
-        sums: list[Tensor | None] = [None, None]
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
         with torch.enable_grad(), without_autocast(hidden.device.type):
-            head = [_leaf(lowered(t, loss.cast), need) for t, need in zip((weight, bias), needs[1:3], strict=True)]
+            head = [_leaf(lowered(weight, loss.cast), False), _leaf(lowered(bias, loss.cast), needs[2])]
             for part in reversed(_parts(hidden, ctx.rows)):
                 h = _leaf(hidden[part], needs[0])
-                given = cotangent if cotangent.dim() == 0 else cotangent[part]
-                found = _gradients(loss(h, head, labels[part]), [h, *head], given)
+                assert h is not None
+                logits = loss.logits(h, head)
+                gradient = logits.detach()
+                loss.differentiate(gradient, labels[part], cotangent if cotangent.dim() == 0 else cotangent[part])
+                of_h, new = _gradients(logits, [h, head[1]], gradient)
                 if of_hidden is not None:
-                    of_hidden[part] = found[0]
-                sums = [_added(total, new) for total, new in zip(sums, found[1:], strict=True)]
-                del found  # or the next chunk's logits would lie beside this chunk's gradient of weight
+                    of_hidden[part] = of_h
+                of_bias = _added(of_bias, new)
+                if needs[1]:
+                    assert head[0] is not None
+                    low = h.detach().to(cast_dtype(h.dtype, loss.cast))
+                    of_weight = _with_product(of_weight, gradient, low, head[0])
+                del logits, gradient  # or the next chunk's would lie beside them
         del head  # or the cast of weight would lie beside its gradient in its own dtype
-        of_head = [None if total is None else total.to(t.dtype) for total, t in zip(sums, (weight, bias), strict=True)]
-        return of_hidden, *of_head, None, None, None
+        sums = zip((of_weight, of_bias), (weight, bias), strict=True)
+        return of_hidden, *(None if total is None else total.to(t.dtype) for total, t in sums), None, None, None
 
 
 def _parts(hidden: Tensor, rows: int) -> list[slice]:
@@ -168,11 +198,34 @@ def _leaf(tensor: Tensor | None, requires_grad: bool) -> Tensor | None:
     return None if tensor is None else tensor.detach().requires_grad_(requires_grad)
 
 
+def _slices(count: int, nbytes: int, grain: int = 1) -> list[slice]:
+    """Of ``count`` rows of ``nbytes`` bytes together: about `_SLICES`, none without need below `_LEAST_SLICE_NBYTES`;
+    they start at multiples of ``grain``."""
+    most = max(1, min(_SLICES, nbytes // _LEAST_SLICE_NBYTES))
+    rows = -(-max(1, count) // (most * grain)) * grain
+    return [slice(start, start + rows) for start in range(0, count, rows)]
+
+
 def _gradients(output: Tensor, leaves: Sequence[Tensor | None], cotangent: Tensor) -> list[Tensor | None]:
     """Those of ``leaves`` (None where no gradient is asked for) from one chunk's ``output``."""
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(output, wanted, cotangent))
+    found = iter(torch.autograd.grad(output, wanted, cotangent) if wanted else ())
     return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+
+def _with_product(total: Tensor | None, gradient: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """``total`` and what the ``gradient`` of ``hidden @ weight.T`` adds to that of ``weight``, as autograd makes it."""
+    if not weight.is_contiguous():
+        new = (hidden.t() @ gradient).t()
+        return new if total is None else total.add_(new)
+    if total is None:
+        return gradient.t() @ hidden
+    parts = _slices(len(total), total.nbytes, _GRAIN)
+    room = torch.empty_like(total[parts[0]])
+    for part in parts:
+        product = torch.mm(gradient[:, part].t(), hidden, out=room[: len(total[part])])
+        total[part] += product
+    return total
 
 
 def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -210,7 +263,7 @@ def without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _auto_chunks(hidden: Tensor, weight: Tensor, wide: torch.dtype) -> int:
-    """As many as `linear_cross_entropy` says; ``weight`` counts since its gradient, twice, is in the peak anyway."""
+    """As many as `linear_cross_entropy` says; ``weight`` counts since its gradient is in the peak anyway."""
     chunk_nbytes = max(hidden.nbytes, weight.nbytes // _CHUNKS_IN_WEIGHT, _LEAST_CHUNK_NBYTES)
     rows = max(1, chunk_nbytes // max(1, len(weight) * wide.itemsize))
     return max(1, -(-len(hidden) // rows))

@@ -1,23 +1,27 @@
 """`Outline`: what one training step of a model takes, whatever optimizer and machine, as profiles for planners."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from tapestream.costs import BlockCost, Carried, Profile, StageCost
+from tapestream.costs import Budget, Carried, Machine, Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.frontends.module.shared import find_shared
+from tapestream.frontends.module.step import Step
+from tapestream.frontends.module.terms import Terms, Update
+from tapestream.ir.actions import Tier
 from tapestream.models.estimate import block_costs, kept_nbytes
 
 
 @dataclass(slots=True)
 class Segment:
-    """Blocks called one after the other. ``stages``: their costs, operations in place of seconds; ``uses``: the
-    parameter block of each; ``spans``: first and last state of each storage that several share, and its bytes."""
+    """Modules called one after the other. ``stages``: their costs, operations in place of seconds; ``positions``: which
+    they are; ``spans``: first and last state of each storage that several share, and its bytes."""
 
     initial_nbytes: int
     stages: list[StageCost] = field(default_factory=list)
-    uses: list[int | None] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     travelling: dict[int, int] = field(default_factory=dict)  # storages of the last state: where in ``spans``
 
@@ -44,11 +48,16 @@ class Segment:
 class Outline:
     """What a model takes for one kind of batch, whatever the optimizer and the machine.
 
-    ``groups``: parameters that move together; ``outside``: parameters beside the blocks. ``before_nbytes``: tape and
-    constants of what runs before and between blocks; ``turn_nbytes`` and ``turn_flops``: of head and loss.
+    ``modules``: blocks and, from position ``wide`` on, embeddings, heads and others that come and go like them;
+    ``uses``: the group of each; ``groups``: parameters that move together; ``outside``: parameters that do not.
+    ``before_nbytes``: tape and constants of what runs before and between blocks; ``turn_nbytes`` and ``turn_flops``: of
+    what runs after them.
     """
 
     segments: tuple[Segment, ...]
+    modules: tuple[nn.Module, ...]
+    wide: int
+    uses: tuple[int | None, ...]
     groups: tuple[tuple[nn.Parameter, ...], ...]
     outside: tuple[nn.Parameter, ...]
     buffers_nbytes: int
@@ -67,20 +76,24 @@ class Outline:
         found = sum(c.forward_seconds + c.backward_seconds for s in self.segments for c in s.stages)
         return int(found) + self.turn_flops
 
+    def terms(self, update: Update) -> Terms:
+        """On what terms to plan where nothing is known of a machine."""
+        return Terms(self.modules, self.wide, Budget(), Machine, Tier.DEVICE, update)
+
     def profiles(
         self,
         *,
         flops_per_second: float,
         optimizer: str = "adamw",
-        update: str = "step",
+        update: Update = "step",
         update_bytes_per_second: float = 5e9,
         budget_nbytes: int | None = None,
         finer: bool = False,
     ) -> tuple[Profile, ...]:
-        """One Profile for each chain of blocks, as `tapestream.stream` would find them, with all that lies outside.
+        """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside.
 
-        Blocks of other chains cost nothing in a Profile; the seconds of what runs outside blocks are in the last one.
-        ``budget_nbytes``, ``finer``: see `tapestream.models.estimate.estimate`.
+        ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
+        it); None leaves that of a block in one.
         Raises InputError for an unknown optimizer and for rates that are not positive.
         """
         if not flops_per_second > 0 or not update_bytes_per_second > 0:
@@ -88,34 +101,24 @@ class Outline:
         costs = block_costs(self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer)
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
-        last = self.segments[-1]
+        step = Step(
+            self.terms(update), self.segments, self.uses, costs, find_shared(self.segments, self.uses),
+            outside, self.turn_nbytes, self.turn_flops / flops_per_second,
+        )  # fmt: skip
         return tuple(
-            Profile(
-                tuple(_timed(segment, costs, flops_per_second, update)),
-                segment.initial_nbytes,
-                tuple(cost if number in segment.uses else BlockCost(0) for number, cost in enumerate(costs)),
-                segment.carried,
-                outside_nbytes=outside,
-                turn_nbytes=self.turn_nbytes,
-                turn_seconds=self.turn_flops / flops_per_second if segment is last else 0.0,
-            )
-            for segment in self.segments
+            step.profile(number, list(_timed(segment, flops_per_second)), segment.initial_nbytes, segment.carried)
+            for number, segment in enumerate(self.segments)
         )
 
 
-def _timed(segment: Segment, costs: Sequence[BlockCost], flops_per_second: float, update: str) -> Iterator[StageCost]:
+def _timed(segment: Segment, flops_per_second: float) -> Iterator[StageCost]:
     shared = {first: 0 for first, _, _ in segment.spans}
     for carried in segment.carried:
         shared[carried.first] += carried.nbytes
-    for k, (cost, use) in enumerate(zip(segment.stages, segment.uses, strict=True)):
-        extra = cost.backward_extra_nbytes
-        if use is not None and update != "backward":  # gradients come one by one and are laid out in a run of bytes
-            extra = max(extra, costs[use].gradient_nbytes)
+    for k, cost in enumerate(segment.stages):
         yield replace(
             cost,
             forward_seconds=cost.forward_seconds / flops_per_second,
             backward_seconds=cost.backward_seconds / flops_per_second,
             output_nbytes=cost.output_nbytes - shared.get(k + 1, 0),
-            backward_extra_nbytes=extra,
-            block=use,
         )

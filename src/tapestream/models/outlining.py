@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from tapestream.errors import InputError, TapestreamError
 from tapestream.frontends.module.adopt import parameter_groups, parameters_of
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.blocks import find_blocks
+from tapestream.frontends.module.wide import DirectUse, reads_parameters, wide_modules
 from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
 from tapestream.models.outline import Outline, Segment
 from tapestream.planning.profile import collector_off
@@ -34,21 +35,41 @@ def outline(
     *,
     device: str = "cpu",
     blocks: Sequence[nn.Module | type | str] | None = None,
+    moves: bool = True,
 ) -> Outline:
     """The Outline of ``model(*args, **kwargs)`` and its backward. Tensors may lie on meta: only their shapes count.
 
     Every block runs on fake tensors; those whose graphs save tensors of the same shapes are measured once. A scalar
     that the model returns is taken as the loss, otherwise the sum of all that it returns. ``device="cuda"``: attention
-    as fused as GPUs have it. The model's tensors are afterwards as before.
+    as fused as GPUs have it. ``moves``: whether blocks may leave the device, embeddings and heads with them where
+    ``blocks`` are not named. The model's tensors are afterwards as before.
     Raises InputError for a model without blocks, and for one that cannot run without the values of its tensors.
     """
     found = find_blocks(model, blocks)
-    groups, uses = parameter_groups(model, found)
+    wide = wide_modules(model, found) if moves and blocks is None else []
+    while True:
+        outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide)
+        if not direct:
+            return outlined
+        wide = [m for k, m in enumerate(wide, len(found)) if outlined.uses[k] not in direct]
+
+
+def _outlined(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    blocks: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+) -> tuple[Outline, Set[int]]:
+    """The Outline with these modules streamed, and the parameter blocks that code uses outside of their calls."""
+    groups, uses = parameter_groups(model, blocks, wide)
+    modules = [*blocks, *wide]
     with fake_tensors(device) as meter, fake_inside(model):
-        observed = _Outlining(model, meter, found, uses)
-        with _watched(found, observed.observe), collector_off(), torch.enable_grad():
+        observed = _Outlining(model, meter, modules, uses, len(blocks))
+        with _watched(modules, observed.observe), collector_off(), torch.enable_grad():
             try:
-                turn_nbytes = observed.run(*faked((args, kwargs or {})))
+                turn_nbytes = observed.run(*faked((args, kwargs)))
             except TapestreamError:
                 raise
             except Exception as error:
@@ -57,10 +78,13 @@ def outline(
                     f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); check the example batch, or "
                     "plan it as it is, in Python: tapestream.plan(model, batch)"
                 ) from error
-    inside = {id(p) for block in found for p in block.parameters()}
-    return Outline(
+    inside = {id(p) for module in modules for p in module.parameters()}
+    found = Outline(
         tuple(observed.segments),
-        tuple(parameters_of([found[position] for position in group]) for group in groups),
+        tuple(modules),
+        len(blocks),
+        tuple(uses),
+        tuple(parameters_of([modules[position] for position in group]) for group in groups),
         tuple(p for p in model.parameters() if id(p) not in inside),
         sum(b.nbytes for b in model.buffers()),
         observed.before_nbytes,
@@ -68,6 +92,7 @@ def outline(
         # Of the products of head and loss, two in the backward for each in the forward.
         3 * (observed.forward_flops - observed.inside_flops),
     )
+    return found, observed.direct.found
 
 
 @contextlib.contextmanager
@@ -94,9 +119,12 @@ class _Outlining:
     """One run of the model; the counterpart of `tapestream.frontends.module.observe.Observation` on fake tensors."""
 
     def __init__(
-        self, model: nn.Module, meter: FakeMeter, blocks: Sequence[nn.Module], uses: Sequence[int | None]
+        self, model: nn.Module, meter: FakeMeter, modules: Sequence[nn.Module], uses: Sequence[int | None], wide: int
     ) -> None:
-        self.model, self.meter, self.blocks, self.uses = model, meter, blocks, uses
+        """``wide``: the position of the first of ``modules`` that is no repeated block."""
+        self.model, self.meter, self.modules = model, meter, modules
+        coming = {k: use for k, use in enumerate(uses) if k >= wide and use is not None}
+        self.direct = DirectUse({id(p): use for k, use in coming.items() for p in modules[k].parameters()})
         self.segments: list[Segment] = []
         self.before_nbytes = self.inside_flops = self.forward_flops = 0
         self._alike: dict[object, StageCost] = {}
@@ -126,6 +154,8 @@ class _Outlining:
     def _measure_outside(self, *held: torch.Tensor) -> None:
         """Measure until the next block; ``held``: its input, which the caller drops without making room by that."""
         self._held = held
+        if self.direct.parameters:
+            self._outside.enter_context(self.direct)
         self._section = self._outside.enter_context(self.meter.measured())
 
     def observe(
@@ -134,7 +164,7 @@ class _Outlining:
         """One block's call."""
         self._outside.close()
         self._held = ()
-        bare = Stage(position, self.blocks[position])
+        bare = Stage(position, self.modules[position])
         run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)
         before = storages(run.tensors)
@@ -148,8 +178,8 @@ class _Outlining:
         self.inside_flops += int(cost.forward_seconds)
         self.meter.flops = flops + int(cost.forward_seconds)  # other runs were for measuring
         segment = self.segments[-1]
-        segment.stages.append(cost)
-        segment.uses.append(self.uses[position])
+        segment.stages.append(replace(cost, reads_parameters=reads_parameters(self.modules[position])))
+        segment.positions.append(position)
         segment.follow(before, storages(out.tensors))
         self.before_nbytes += _taken_over(run, args, kwargs)
         outputs = tuple(self._guarded(bare.name, t, r) for t, r in zip(out.tensors, out.requires, strict=True))
@@ -174,7 +204,7 @@ class _Outlining:
             del _
         forward_flops = self.meter.flops - flops
         nbytes = sum(n for key, n in storages(out.tensors).items() if key not in held)
-        parameters = [p for p in self.blocks[position].parameters() if p.requires_grad]
+        parameters = [p for p in self.modules[position].parameters() if p.requires_grad]
         kind = (tuple(shapes), forward_flops, nbytes, section.peak_nbytes, out.requires, len(parameters))
         if kind not in self._alike:
             self._alike[kind] = replace(

@@ -1,9 +1,10 @@
 """`measure_machine`: the rates that planning needs, measured where they will be used.
 
-Every rate is the median over many copies of 8 MiB (disk) or 64 MiB (page-locked host memory). Disks are read and
+Every rate is the median over copies of 8 MiB (disk) or 64 MiB (page-locked host memory). Disks are read and
 written past the page cache where the filesystem allows, alone and both at once; files that were written before are
 overwritten, as a pool does in every step after the first. A disk with a cache of its own, larger than what two seconds
-can fill, looks faster than it is in the long run.
+can fill, looks faster than it is in the long run. Where a training step waits for the answer, a few copies of 2 MiB
+(32 MiB of host memory) are enough: plans change with rates that are wrong by half, not by a tenth.
 """
 
 import errno
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,22 +29,36 @@ from tapestream.errors import InputError, StorageError
 from tapestream.ir import Tier
 from tapestream.units import format_nbytes
 
-_CHUNK_NBYTES = 8 * 2**20
 _PAGE_NBYTES = 4096
-_MOST_CHUNKS = 32  # 256 MiB a file
-_SECONDS = 0.3  # of each single measurement
+_MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
-_COPY_NBYTES = 64 * 2**20
 
 
-def measure_machine(device: str | torch.device = "cpu", folder: str | os.PathLike[str] | None = None) -> Machine:
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """``seconds`` of each single measurement (a few samples always); bytes of a disk's chunk, of a copy to the GPU."""
+
+    seconds: float
+    chunk_nbytes: int
+    copy_nbytes: int
+
+
+_THOROUGH = _Effort(0.3, 8 * 2**20, 64 * 2**20)
+_QUICK = _Effort(0.01, 2 * 2**20, 32 * 2**20)
+
+
+def measure_machine(
+    device: str | torch.device = "cpu", folder: str | os.PathLike[str] | None = None, *, quick: bool = False
+) -> Machine:
     """Rates and latencies of every link below ``device``, and its float32 matrix-multiply FLOP/s, in about two seconds.
 
     ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB are
-    written there, in files that are gone even if the process is killed. On "cpu" the links join DISK and DEVICE, on
-    CUDA DISK and HOST, HOST and DEVICE. Raises InputError for a missing folder or another kind of device,
-    StorageError where the folder cannot be written or is full.
+    written there, in files that are gone even if the process is killed. ``quick``: the links alone, in about a tenth
+    of a second, with at most 128 MiB written (12 MiB where 2 MiB take longer than 3 ms). On "cpu" the links join DISK
+    and DEVICE, on CUDA DISK and HOST, HOST and DEVICE. Raises InputError for a missing folder or another kind of
+    device, StorageError where the folder cannot be written or is full.
     """
+    effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"measure_machine knows 'cpu' and 'cuda', not {str(device)!r}")
@@ -51,25 +67,25 @@ def measure_machine(device: str | torch.device = "cpu", folder: str | os.PathLik
     place = Path(tempfile.gettempdir() if folder is None else folder)
     if not place.is_dir():
         raise InputError(f"measure_machine: no folder {place}; create it or give another")
-    read, write = _disk_links(place)
+    read, write = _disk_links(place, effort)
     if device.type == "cpu":
         links = {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     else:
-        up, down = _cuda_links(device)
+        up, down = _cuda_links(device, effort)
         links = {
             (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
             (Tier.HOST, Tier.DEVICE): up, (Tier.DEVICE, Tier.HOST): down,
         }  # fmt: skip
         name = torch.cuda.get_device_name(device)
-    return Machine(links, _flops_per_second(device), name)
+    return Machine(links, None if quick else _flops_per_second(device, effort), name)
 
 
-def _samples(action: Callable[[int], object], most: int | None = None) -> list[float]:
+def _samples(action: Callable[[int], object], effort: _Effort, most: int | None = None) -> list[float]:
     """Seconds of each ``action(0)``, ``action(1)``, .. until time is up (but a few always) or ``most`` are done."""
     seconds: list[float] = []
     now = time.perf_counter()
-    end = now + _SECONDS
+    end = now + effort.seconds
     while (now < end or len(seconds) < _LEAST_SAMPLES) and (most is None or len(seconds) < most):
         begin = now
         action(len(seconds))
@@ -88,11 +104,11 @@ def _rate(seconds: list[float], nbytes: int) -> float:
 class _Scratch:
     """A nameless file of whole chunks, with a page-aligned buffer to copy from and to."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.chunks = 0
-        self._buffer = mmap.mmap(-1, _CHUNK_NBYTES)
-        self._buffer[:] = os.urandom(_CHUNK_NBYTES)  # zeros would be compressed away by some filesystems
+    def __init__(self, folder: Path, effort: _Effort) -> None:
+        self.folder, self._effort = folder, effort
+        self.chunks, self._chunk_nbytes = 0, effort.chunk_nbytes
+        self._buffer = mmap.mmap(-1, self._chunk_nbytes)
+        self._buffer[:] = os.urandom(self._chunk_nbytes)  # zeros would be compressed away by some filesystems
         try:
             self._file, self._direct = _open_nameless(folder)
         except OSError as error:
@@ -106,14 +122,14 @@ class _Scratch:
 
     def fill(self) -> None:
         """Write new chunks until time is up; later writes go over them."""
-        self.chunks = len(_samples(self._write, _MOST_CHUNKS))
+        self.chunks = len(_samples(self._write, self._effort, _MOST_CHUNKS))
 
     def overwrite(self, index: int, nbytes: int | None = None) -> None:
         self._write(index % self.chunks, nbytes)
 
     def read(self, index: int, nbytes: int | None = None) -> None:
-        nbytes = nbytes or _CHUNK_NBYTES
-        offset = index % self.chunks * _CHUNK_NBYTES
+        nbytes = nbytes or self._chunk_nbytes
+        offset = index % self.chunks * self._chunk_nbytes
         if not self._direct:
             os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
         with memoryview(self._buffer) as view:
@@ -124,10 +140,10 @@ class _Scratch:
             )
 
     def _write(self, index: int, nbytes: int | None = None) -> None:
-        nbytes = nbytes or _CHUNK_NBYTES
+        nbytes = nbytes or self._chunk_nbytes
         try:
             with memoryview(self._buffer) as view:
-                done = os.pwritev(self._file, [view[:nbytes]], index * _CHUNK_NBYTES)
+                done = os.pwritev(self._file, [view[:nbytes]], index * self._chunk_nbytes)
             if not self._direct:
                 os.fdatasync(self._file)
         except OSError as error:
@@ -144,8 +160,9 @@ class _Scratch:
         return StorageError(
             errno.ENOSPC,
             f"measure_machine: {self.folder} is full: {format_nbytes(status.f_bavail * status.f_frsize)} are free and "
-            f"{format_nbytes(2 * _LEAST_SAMPLES * _CHUNK_NBYTES)} to {format_nbytes(2 * _MOST_CHUNKS * _CHUNK_NBYTES)} "
-            "are needed for a moment; free some or give another folder",
+            f"{format_nbytes(2 * _LEAST_SAMPLES * self._chunk_nbytes)} to "
+            f"{format_nbytes(2 * _MOST_CHUNKS * self._chunk_nbytes)} are needed for a moment; "
+            "free some or give another folder",
         )
 
 
@@ -165,28 +182,29 @@ def _open_nameless(folder: Path) -> tuple[int, bool]:
     return direct, True
 
 
-def _disk_links(folder: Path) -> tuple[Link, Link]:
+def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
     """The links that read from and write to ``folder``."""
+    nbytes = effort.chunk_nbytes
     with ExitStack() as stack:
-        source, target = (stack.enter_context(_Scratch(folder)) for _ in range(2))
+        source, target = (stack.enter_context(_Scratch(folder, effort)) for _ in range(2))
         source.fill()
         target.fill()
-        read, write = (_rate(_samples(action), _CHUNK_NBYTES) for action in (source.read, target.overwrite))
+        read, write = (_rate(_samples(action, effort), nbytes) for action in (source.read, target.overwrite))
         read_latency, write_latency = (
-            median(_samples(partial(action, nbytes=_PAGE_NBYTES), most=32))
+            median(_samples(partial(action, nbytes=_PAGE_NBYTES), effort, most=32))
             for action in (source.read, target.overwrite)
         )
         with ThreadPoolExecutor(1) as other:
-            writing = other.submit(_samples, target.overwrite)
-            mixed_read = _rate(_samples(source.read), _CHUNK_NBYTES)
-            mixed_write = _rate(writing.result(), _CHUNK_NBYTES)
+            writing = other.submit(_samples, target.overwrite, effort)
+            mixed_read = _rate(_samples(source.read, effort), nbytes)
+            mixed_write = _rate(writing.result(), nbytes)
     return Link(read, read_latency, min(read, mixed_read)), Link(write, write_latency, min(write, mixed_write))
 
 
 # ---------------------------------------------------------------------------------------------------------- device
 
 
-def _flops_per_second(device: torch.device) -> float:
+def _flops_per_second(device: torch.device, effort: _Effort) -> float:
     """Float32 multiplications and additions a second in a product of square matrices."""
     size = 1024 if device.type == "cpu" else 4096
     left, right, result = (torch.ones(size, size, device=device) for _ in range(3))
@@ -197,17 +215,18 @@ def _flops_per_second(device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     multiply(0)  # libraries and clocks wake up
-    return 2 * size**3 / median(_samples(multiply))
+    return 2 * size**3 / median(_samples(multiply, effort))
 
 
-def _cuda_links(device: torch.device) -> tuple[Link, Link]:
+def _cuda_links(device: torch.device, effort: _Effort) -> tuple[Link, Link]:
     """The links host to device and device to host, with page-locked host memory."""
-    hosts = [torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    devices = [torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    whole = effort.copy_nbytes
+    hosts = [torch.empty(whole, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(whole, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
     pairs = [(devices[0], hosts[0], streams[0]), (hosts[1], devices[1], streams[1])]
 
-    def copy(_: int, ways: tuple[int, ...] = (0, 1), nbytes: int = _COPY_NBYTES) -> None:
+    def copy(_: int, ways: tuple[int, ...] = (0, 1), nbytes: int = whole) -> None:
         for way in ways:
             target, source, stream = pairs[way]
             with torch.cuda.stream(stream):
@@ -219,11 +238,11 @@ def _cuda_links(device: torch.device) -> tuple[Link, Link]:
         stream.wait_stream(torch.cuda.current_stream(device))
     copy(0)
     # Both copies of a pair start together; the slower one's end stands for both.
-    mixed = _rate(_samples(copy), _COPY_NBYTES)
+    mixed = _rate(_samples(copy, effort), whole)
     up, down = (
         Link(
-            alone := _rate(_samples(partial(copy, ways=(way,))), _COPY_NBYTES),
-            median(_samples(partial(copy, ways=(way,), nbytes=_PAGE_NBYTES), most=32)),
+            alone := _rate(_samples(partial(copy, ways=(way,)), effort), whole),
+            median(_samples(partial(copy, ways=(way,), nbytes=_PAGE_NBYTES), effort, most=32)),
             min(alone, mixed),
         )
         for way in (0, 1)

@@ -6,14 +6,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.costs import Carried, Profile, StageCost
+from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
+from tapestream.planning.uneven import Skewed, may_be_uneven, nbytes_of, skewed
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
@@ -25,10 +27,20 @@ from tapestream.storage.meter import MemoryWatch, watch_memory
 _SHORT_SECONDS = 5e-3
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
 T = TypeVar("T")
-Looks: TypeAlias = tuple[tuple[str, ...], tuple[object, ...]]
+Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 """A stage's graph: the names of its nodes, and what is saved for each tensor saved: shape, strides, dtype."""
-Alike: TypeAlias = dict[object, tuple[StageCost, Traits]]
-"""Kinds of stages profiled so far in one call, with what each costs."""
+
+
+class Known(NamedTuple):
+    """What a kind of stage costs, and the bytes of all that it saved, parameters included."""
+
+    cost: StageCost
+    traits: Traits
+    saves_nbytes: int
+
+
+Alike: TypeAlias = dict[object, Known]
+"""Kinds of stages profiled so far in one call."""
 
 
 def profile_stages(
@@ -78,32 +90,37 @@ def collector_off() -> Iterator[None]:
 def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
-    A stage whose run builds the same graph over the same shapes as one in ``alike`` takes over its cost.
+    A stage whose run builds the same graph over the same shapes as one in ``alike`` takes over its cost; where sizes
+    depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
     `recomputing` is true in these runs: none of them is the user's.
     """
     snapshot, device = BufferSnapshot.take(stage.buffer_slots()), watch.device
     try:
         traits, escapes, looks, own = _discover(stage, state, device, snapshot)
+        uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
         if own is not None:
-            known = _as_known(alike, (looks, escapes, _kind_of(state, own, traits)), traits)
+            kind = (looks[0] if uneven else looks, escapes, _kind_of(state, own, traits))
+            known = _as_known(alike, kind, traits, saves)
             if known is not None:
                 return *known, own
         del own
         snapshot.put_back()
         runner = Runner([stage], [traits], device)
         out = runner.forward(0, state)  # the first run leaves behind what recomputes need
-        kind = (looks, escapes, _kind_of(state, out, traits))
-        known = _as_known(alike, kind, traits)
+        kind = (looks[0] if uneven else looks, escapes, _kind_of(state, out, traits))
+        known = _as_known(alike, kind, traits, saves)
         if known is not None:
             return *known, out
-        if not alike:  # the process may never have run such kernels, and every stage of this kind takes over the times
+        skew = _measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
+        if uneven and skew is None:
+            kind = (looks, escapes, _kind_of(state, out, traits))
+        if not alike and skew is None:  # the process may never have run such kernels; the times are for all of a kind
             _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
         with watch.measured() as meter:
             seconds, out = _clock(device, lambda: runner.forward(0, state))
-        held = storages(state.tensors)
-        output_nbytes = sum(n for a, n in storages(out.tensors).items() if a not in held)
+        output_nbytes = _made_nbytes(state, out)
         cost, tape = _measure_record(runner, state, output_nbytes, watch)
-        backward_seconds, backward_extra = _measure_backward(runner, tape, out, watch)
+        backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
         if seconds >= _LONG_SECONDS and not traits.calls_autograd:
             runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
@@ -124,15 +141,16 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
         backward_extra_nbytes=backward_extra,
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
     )
-    alike[kind] = cost, runner.traits[0]
+    cost = cost if skew is None else skew.bound(cost)
+    alike[kind] = Known(cost, runner.traits[0], saves)
     return cost, runner.traits[0], out
 
 
-def _as_known(alike: Alike, kind: object, traits: Traits) -> tuple[StageCost, Traits] | None:
+def _as_known(alike: Alike, kind: object, traits: Traits, saves_nbytes: int) -> tuple[StageCost, Traits] | None:
     """What a stage of a kind seen before costs, None for a new kind."""
-    if kind not in alike:
+    if kind not in alike or alike[kind].saves_nbytes < saves_nbytes:
         return None
-    cost, model = alike[kind]
+    cost, model, _ = alike[kind]
     host = traits.draws_host or model.draws_host
     return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host, saved=model.saved)
 
@@ -260,15 +278,43 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
     return cost, tape
 
 
-def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int]:
-    """Seconds and transient bytes of one backward, beyond cotangents and gradients."""
+def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
+    """Seconds of one backward, its transient bytes beyond cotangents and gradients, and its peak with these."""
     cotangents = [
         torch.ones_like(t) if edge is not None else None for t, edge in zip(out.tensors, tape.edges, strict=True)
     ]
     with watch.measured() as meter:
         seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
-    return seconds, max(0, meter.peak_nbytes - sum(made.values()))
+    return seconds, max(0, meter.peak_nbytes - sum(made.values())), meter.peak_nbytes
+
+
+def _measure_skewed(
+    stage: Stage, state: State, out: State, traits: Traits, watch: MemoryWatch, snapshot: BufferSnapshot
+) -> Skewed | None:
+    """What the stage takes when its tokens are all alike; None where it cannot be run on such."""
+    state = skewed(state, out)
+    try:
+        runner = Runner([stage], [traits], watch.device, once=(0,))
+        with watch.measured() as meter:
+            out = runner.forward(0, state)
+        snapshot.put_back()
+        output_nbytes = _made_nbytes(state, out)
+        runner = Runner([stage], [traits], watch.device, once=(0,))
+        cost, tape = _measure_record(runner, state, output_nbytes, watch)
+        _, extra, peak = _measure_backward(runner, tape, out, watch)
+    except Exception:  # the user's code may stumble over such a batch
+        return None
+    finally:
+        snapshot.put_back()
+    forward_extra = max(0, meter.peak_nbytes - output_nbytes)
+    return Skewed(cost.saved_nbytes, forward_extra, cost.recorded_extra_nbytes, extra, peak)
+
+
+def _made_nbytes(state: State, out: State) -> int:
+    """Bytes of ``out`` that are not those of ``state``."""
+    held = storages(state.tensors)
+    return sum(n for a, n in storages(out.tensors).items() if a not in held)
 
 
 def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
@@ -277,37 +323,6 @@ def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start, result
-
-
-class Travellers:
-    """Follows storages that pass unchanged through several states, while both states are alive."""
-
-    def __init__(self, initial: State) -> None:
-        self._state = 0
-        self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (born, number) -> (last, bytes)
-        self._number = {address: (0, i) for i, address in enumerate(storages(initial.tensors))}
-
-    def follow(self, state: State, out: State) -> None:
-        """State ``out`` was made from ``state``."""
-        before = storages(state.tensors)
-        self._state += 1
-        number: dict[int, tuple[int, int]] = {}
-        for i, (address, nbytes) in enumerate(storages(out.tensors).items()):
-            key = self._number[address] if address in before else (self._state, i)
-            number[address] = key
-            if key[0] < self._state:
-                self._spans[key] = (self._state, nbytes)
-        self._number = number
-
-    def carried(self, costs: list[StageCost]) -> tuple[Carried, ...]:
-        """The storages found; their bytes leave the costs of the stages that made them. The caller's cost nothing."""
-        found = []
-        for (born, _), (last, nbytes) in self._spans.items():
-            if born > 0:
-                cost = costs[born - 1]
-                costs[born - 1] = replace(cost, output_nbytes=cost.output_nbytes - nbytes)
-                found.append(Carried(born, last, nbytes))
-        return tuple(found)
 
 
 @contextlib.contextmanager

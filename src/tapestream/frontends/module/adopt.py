@@ -1,6 +1,6 @@
 """Getting a model ready to be streamed: which parameters move together, and which cannot be moved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ def parameter_groups(
     """Blocks that share parameters form one group: positions per group, and the group of each position (None: no
     parameters). ``wide``: modules that come after the blocks.
 
-    Raises InputError for a parameter that a block shares with code outside of both. What ``wide`` modules share with
+    Raises InputError for a parameter that a block shares with code outside of both, and where another streamed model
+    has one. What ``wide`` modules share with
     other modules is looked at when these are called.
     """
+    _check_free(model)
     blocks, ordinary = [*blocks, *wide], len(blocks)
     inside = {id(m) for block in blocks for m in block.modules()}
     outside = {
@@ -51,6 +53,27 @@ def parameter_groups(
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[nn.Parameter, ...]:
     """Parameters below ``modules``, each once, in order."""
     return tuple({id(p): p for module in modules for p in module.parameters()}.values())
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Let it be known that a streamed model has these: its store is the only one that may move their bytes."""
+    for parameter in parameters:
+        parameter._tapestream_id = id(parameter)  # type: ignore[attr-defined]  # of a copy it would be another's
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `mark`."""
+    for parameter in parameters:
+        del parameter._tapestream_id  # type: ignore[attr-defined]
+
+
+def _check_free(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_tapestream_id", None) == id(parameter):
+            raise InputError(
+                f"parameter {name!r} is one of another streamed model, which moves its bytes: call "
+                "tapestream.unstream(...) on that first, or give this one a copy (nn.Parameter(p.detach().clone()))"
+            )
 
 
 def check_movable(what: str, parameter: torch.Tensor) -> None:

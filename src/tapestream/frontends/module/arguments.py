@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from tapestream.errors import InputError
 from tapestream.frontends.module.hooks import Captured, capturing, hooked
 from tapestream.runner.ambient import recomputing
-from tapestream.runner.private import Before, may_change, take_over, tensors_in
+from tapestream.runner.private import Before, detached, may_change, take_over, tensors_in
 from tapestream.runner.state import State, take_apart
 
 
@@ -70,6 +70,11 @@ class BlockRun:
         self._captured: Captured | None = None
         self._inner: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Tensors beside the state that the call's function needs, and holds, until its backward."""
+        return tensors_in(self._leaves)
+
     def keep_arguments(self, *, clone: bool) -> None:
         """The block will run again: remember objects among its arguments as they are now."""
         self._clone = clone
@@ -94,7 +99,8 @@ class BlockRun:
         if self._first:
             self._template = State((), found.requires, found.others, found.slots, found.spec)
             self._captured, self._inner = captured, state
-            self._changed = changing
+            if recomputing() and not self._changed:  # of the first such run: a later one must not free its tensors
+                self._changed = list(detached(changing))
         return (*live, *captured.tensors, *(state[self._places[entry]] for entry in self._sides))
 
     def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:

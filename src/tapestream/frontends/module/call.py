@@ -61,9 +61,9 @@ class StreamCall:
         assert root.grad_fn is not None
         assert anchor.grad_fn is not None
         self._ends = root.grad_fn, anchor.grad_fn
-        self._watched = [get_gradient_edge(p).node for p in self.prepared.watched]
-        for node in self._watched:
-            node.register_prehook(_refusing(root.grad_fn))
+        self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
+        for name, node in self._watched.items():
+            node.register_prehook(_refusing(name, root.grad_fn))
         return anchor
 
     def end_forward(self) -> None:
@@ -232,7 +232,7 @@ class StreamCall:
     def abort(self) -> None:
         """After an exception: nothing of this call is left."""
         if not self.closed:
-            self.store.gradients.fresh.clear()
+            self.store.gradients.clear()
             self._close()
 
     def _close(self, *, publish: bool = True) -> None:
@@ -256,14 +256,15 @@ def _handed_on(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return state
 
 
-def _refusing(root: Node) -> Callable[[Any], None]:
+def _refusing(name: str, root: Node) -> Callable[[Any], None]:
     """A hook of the node where gradients of a parameter arrive that its module's calls do not make."""
 
     def refuse(gradients: Any) -> None:
         if gradients[0] is not None and torch._C._will_engine_execute_node(root):
             raise GradientError(
-                f"a parameter of shape {tuple(gradients[0].shape)} that comes and goes with its module (an embedding, "
-                "a head) was used otherwise than by calling that module, in one backward with it; call the module, or "
+                f"{name!r} comes and goes with its module (an embedding, a head), but was used otherwise than by "
+                "calling that module, in one backward with such a call. Call the module; or differentiate that use by "
+                "a backward of its own; or make a loss of the head's weight by stream(..., loss_chunks='auto'); or "
                 "keep it on the device by naming the modules to stream with blocks=[...]"
             )
 

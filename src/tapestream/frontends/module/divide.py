@@ -1,15 +1,15 @@
 """`Division`: the device budget divided between the segments of one call, and the plans that keep to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
-from tapestream.frontends.module.observe import Segment
 from tapestream.frontends.module.residence import at_start, at_step_of, resident_of
+from tapestream.frontends.module.shared import Shared
+from tapestream.frontends.module.terms import Positioned, Terms
 from tapestream.ir.actions import Offload, Value
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import choose_resident
@@ -17,25 +17,24 @@ from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
 
-if TYPE_CHECKING:
-    from tapestream.frontends.module.streamed import Streamed
-
 
 @dataclass(frozen=True, slots=True)
 class Division:
     """``profiles``: of the segments, each as if it were alone beside ``outside`` bytes that are always there, all
-    within ``allowed`` bytes. ``resident``: block values that stay on the device, None where the plans decide.
+    within ``allowed`` bytes. ``shared``: blocks that several segments use. ``resident``: block values that stay on the
+    device, None where the plans decide.
 
     Chains of repeated blocks share the budget: what each cannot do without, and of the rest in proportion to its
     needs. A segment of wide modules alone (an embedding, a head) runs while the chains before it wait with their tape
     and those after it have none, so it uses the same bytes as they: it is their *guest*.
     """
 
-    handle: "Streamed"
-    segments: Sequence[Segment]
+    terms: Terms
+    segments: Sequence[Positioned]
     profiles: Sequence[Profile]
     allowed: int
     outside: int
+    shared: Mapping[int, Shared]
     resident: frozenset[Value] | None = None
 
     def plans(self) -> list[Plan]:
@@ -53,9 +52,19 @@ class Division:
             return ample
         return tight if ample is None or _seconds(tight) < _seconds(ample) else ample
 
+    def peak_nbytes(self, plans: Sequence[Plan]) -> int:
+        """Most device bytes that a step by ``plans``, which are those of `plans`, holds."""
+        hosts, guests = [plans[number] for number in self._hosts], [plans[number] for number in self._guests]
+        beside = hosts[0].profile.outside_nbytes  # what guests keep lies there, where they come and go
+        if beside == self.outside:
+            return beside + sum(plan.peak_nbytes - beside for plan in plans)
+        lying = beside - self.outside + sum(map(self._idle_nbytes, hosts))
+        turns = [plan.peak_nbytes - _kept_nbytes(plan.profile) + lying for plan in guests]
+        return max(beside + sum(plan.peak_nbytes - beside for plan in hosts), *turns)
+
     @property
     def _guests(self) -> list[int]:
-        wide = [is_wide(self.handle, segment) for segment in self.segments]
+        wide = [self.terms.is_wide(segment) for segment in self.segments]
         return [] if all(wide) else [number for number, one in enumerate(wide) if one]
 
     @property
@@ -93,7 +102,7 @@ class Division:
             hosts = self._chains(self._hosts, self.allowed, self.outside + together, self.resident, raised)
             lying = sum(map(self._idle_nbytes, hosts))
             if self.resident is None and needed + lying > room:
-                if self.handle.given is not None:
+                if self.terms.given is not None:
                     raise self._no_room_for_guests(needed + lying)
                 hosts = [self._leaving(plan, room - needed) for plan in hosts]
         except BudgetError as error:
@@ -114,33 +123,36 @@ class Division:
         guests = [number for number in least if host < number < end]
         profile = self.profiles[host]
         turn = max((least[number] - kept[number] for number in guests), default=0)
+        made = sum(  # by the guests, and with the host's cotangent too
+            shared.waiting_nbytes((host, len(profile) - 1), self.profiles[shared.owner].blocks[block])
+            for block, shared in self.shared.items()
+        )
         return replace(
             profile,
             outside_nbytes=self.outside + sum(kept.values()),
-            turn_nbytes=max(profile.turn_nbytes, turn),
+            turn_nbytes=max(profile.turn_nbytes, turn - made),
         )
 
     def _idle_nbytes(self, plan: Plan) -> int:
         """Bytes of block values that a host leaves on the device while guests before it run, and their updates."""
         sizes = dict(block_values(plan.profile))
-        after = resident_of(plan, self.handle.update, at_step_of(plan))
+        after = resident_of(plan, self.terms.update, at_step_of(plan))
         return max(sum(sizes.get(value, 0) for value in found) for found in (at_start(plan), after))
 
     def _leaving(self, plan: Plan, nbytes: int) -> Plan:
         """A plan like ``plan`` that leaves ``nbytes`` of all hosts' values on the device while it does not run."""
         profile, share = plan.profile, nbytes // len(self._hosts)
         device = plan.budget.device_nbytes
-        apart = self.handle.device.type == "cuda"  # a parameter and its gradient must be on one device
-        if not apart:
+        if not self.terms.apart:
             try:
-                return self._plan(profile, device, choose_resident(profile, share, update=self.handle.update))
+                return self._plan(profile, device, choose_resident(profile, share, update=self.terms.update))
             except BudgetError:
                 pass
         return self._plan(profile, device, frozenset())
 
     def _no_room_for_guests(self, needed: int) -> BudgetError:
         largest = max(self._guests, key=lambda number: sum(n for _, n in block_values(self.profiles[number])))
-        module = self.handle.blocks[self.segments[largest].positions[0]]
+        module = self.terms.modules[self.segments[largest].positions[0]]
         nbytes = sum(p.nbytes for p in module.parameters())
         return BudgetError(
             f"a budget of {format_nbytes(self.allowed)} was asked for, but what runs beside the repeated blocks needs "
@@ -161,11 +173,11 @@ class Division:
     ) -> list[Plan]:
         """Plans for the segments ``numbers`` within ``allowed`` bytes, ``outside`` of them taken."""
         chosen = [(profiles or self.profiles)[number] for number in numbers]
-        handle = self.handle
-        if handle.given is not None:
+        terms = self.terms
+        if terms.given is not None:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
-            return [fit_given_plan(handle.given, chosen[0], self._budget(allowed))]
+            return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
         shares = self._divided(chosen, allowed, outside)
         return [self._plan(profile, outside + nbytes, resident) for profile, nbytes in zip(chosen, shares, strict=True)]
 
@@ -191,40 +203,42 @@ class Division:
         return [a + b for a, b in zip(least, _shares(profiles, room - sum(least)), strict=True)]
 
     def _plan(self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None) -> Plan:
-        handle = self.handle
+        terms = self.terms
         plan = make_plan(
-            profile, self._budget(nbytes), handle.machine(),
-            planner=handle.planner, update=handle.update, home=handle.store.homes, resident=resident, **handle.knobs,
+            profile, self._budget(nbytes), terms.machine(),
+            planner=terms.planner, update=terms.update, home=terms.home, resident=resident, **terms.knobs,
         )  # fmt: skip
-        if any(isinstance(action, Offload) and action.value.kind.by_stage for action in plan.schedule):
+        if not terms.moves_states and any(
+            isinstance(action, Offload) and action.value.kind.by_stage for action in plan.schedule
+        ):
             raise InputError(
-                f"planner={handle.planner!r} moves states or saved tensors to a slower tier, which a streamed model "
+                f"planner={terms.planner!r} moves states or saved tensors to a slower tier, which a streamed model "
                 "does with its blocks only; use planner='auto', or one that recomputes, such as 'rotor'"
             )
         return plan
 
     def _guest(self, profile: Profile, nbytes: int | None, resident: frozenset[Value]) -> Plan:
         """A plan for a guest: the user's planner and its knobs are for chains."""
-        handle = self.handle
+        terms = self.terms
         return make_plan(
-            profile, self._budget(nbytes), handle.machine(),
-            update=handle.update, home=handle.store.homes, resident=resident,
+            profile, self._budget(nbytes, guest=True), terms.machine(),
+            update=terms.update, home=terms.home, resident=resident,
         )  # fmt: skip
 
     def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
         return _least(lambda nbytes: self._guest(profile, nbytes, resident), self.outside)
 
-    def _budget(self, nbytes: int | None) -> Budget:
-        return Budget(nbytes, host=self.handle.budget.host_nbytes, disk=self.handle.budget.disk_nbytes)
+    def _budget(self, nbytes: int | None, *, guest: bool = False) -> Budget:
+        """On the host, guests take no more than their values do, and hosts leave them that."""
+        host = self.terms.budget.host_nbytes
+        if host is not None:
+            theirs = sum(n for number in self._guests for _, n in block_values(self.profiles[number]))
+            host = min(host, theirs) if guest else max(host - theirs, host // 2)
+        return Budget(nbytes, host=host, disk=self.terms.budget.disk_nbytes)
 
     def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:
         merged = {number: plan for plans in found for number, plan in plans.items()}
         return [merged[number] for number in range(len(self.segments))]
-
-
-def is_wide(handle: "Streamed", segment: Segment) -> bool:
-    """Whether it has no repeated block."""
-    return min(segment.positions) >= handle.wide
 
 
 def _least(plan: Callable[[int], Plan], outside: int) -> int:

@@ -80,6 +80,10 @@ class SegmentView:
             self._store.give_back(block)
             self._brought = False
 
+    def forward_ended(self) -> None:
+        """The turn begins, which nobody calls a stage: released regions must not linger beside it either."""
+        self._store.compute_begins(None)
+
     def backward_ended(self, stage: int, sums: Sums) -> None:
         block = self._uses[stage]
         for key, (parameter, seed) in self.seeds.items():

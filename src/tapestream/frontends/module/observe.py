@@ -20,10 +20,13 @@ from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
-from tapestream.planning.profile import Alike, Travellers, collector_off, profile_stage, unchanged_generators
+from tapestream.planning.profile import Alike, collector_off, profile_stage, unchanged_generators
+from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.guards import Guard
+from tapestream.runner.private import tensors_in
+from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
@@ -91,6 +94,7 @@ class Observation:
         self._before_nbytes = 0
         self._watch: MemoryWatch | None = None
         self._held: tuple[torch.Tensor, ...] = ()
+        self._alive: list[torch.Tensor] = []  # what a call that is not observed holds until its backward
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """Call the model once; `observe` sees its blocks (none of them, if the model drops all)."""
@@ -111,6 +115,7 @@ class Observation:
                     self._observe_the_rest()
                 finally:
                     self._stop_measuring()
+                    self._alive.clear()
             written = bool(snapshot.changed())
         finally:
             snapshot.put_back()
@@ -129,13 +134,19 @@ class Observation:
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
         leaves = [t for t in self._link.tensors if t.requires_grad]
+        inside = {id(p) for block in self.blocks for p in block.parameters()}
+        # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
+        weights = [p for p in self.model.parameters() if p.requires_grad and p.dim() < 2 and id(p) not in inside]
         start = time.perf_counter()
         made: tuple[torch.Tensor | None, ...] = ()
         if roots and leaves:
-            made = torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
+            with hooks_off(weights):
+                wanted, seeds = (*leaves, *weights), [torch.ones_like(t) for t in roots]
+                made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         seconds = time.perf_counter() - start
         meter = self._stop_measuring()
-        cotangents = sum(storages([t for t in made if t is not None]).values())  # the simulator counts them itself
+        given = [t for t in made[: len(leaves)] if t is not None]
+        cotangents = sum(storages(given).values())  # the simulator counts them itself
         # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
         loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)
         return max(0, (0 if meter is None else meter.rise_nbytes) - cotangents) + loss, seconds
@@ -213,6 +224,7 @@ class Observation:
             self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
         if segment is None and not run.linked:
             self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state)))
+            self._alive += state.tensors
         segment = segment or self.segments[-1]
         stage = bare.calling(run)
         block = self.store.uses[position]
@@ -239,8 +251,9 @@ class Observation:
             for t, requires in zip(out.tensors, out.requires, strict=True)
         )
         result, self._link = run.finish(out, last)
+        self._alive += run.held
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
-        self._measure_outside(*state.tensors)
+        self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
         return result, run
 
 

@@ -1,18 +1,19 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module.divide import Division, is_wide
+from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.observe import Observed, Segment
 from tapestream.frontends.module.residence import at_start, at_step_of, resident_of, staying_of
-from tapestream.frontends.module.shared import Shared, owned, shared_blocks
-from tapestream.frontends.module.wide import adds_once
+from tapestream.frontends.module.shared import Shared, shared_blocks
+from tapestream.frontends.module.step import Step
+from tapestream.frontends.module.terms import Terms, Update
 from tapestream.ir.actions import Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 _UPDATE_BYTES_PER_SECOND = 5e9
 
 
-Update: TypeAlias = Literal["step", "backward"] | None
-"""When blocks are updated; None: no optimizer was made."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
@@ -39,8 +36,8 @@ class Prepared:
     ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
-    ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: trained parameters that nothing but
-    calls of their modules may use.
+    ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
+    nothing but calls of their modules may use.
     """
 
     segments: tuple[Segment, ...]
@@ -57,7 +54,7 @@ class Prepared:
     shared: Mapping[int, Shared]
     profiles: tuple[Profile, ...]
     pinned: frozenset[int]
-    watched: tuple[nn.Parameter, ...]
+    watched: Mapping[str, nn.Parameter]
 
     @property
     def plan(self) -> Plan:
@@ -72,18 +69,25 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     """
     segments = observed.segments
     shared = shared_blocks(segments, handle.store.uses)
-    outside = outside_nbytes(handle) + observed.before_nbytes
-    costs = [block_cost(handle, block) for block in handle.store.blocks]
-    profiles = [_profile(handle, observed, number, costs, shared, outside) for number in range(len(segments))]
+    profiles = _profiles(handle, observed, shared)
+    outside = profiles[0].outside_nbytes
     allowed = handle.budget.device_nbytes
     assert allowed is not None
     try:
-        plans = Division(handle, segments, profiles, allowed, outside).plans()
+        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
     return _prepared(handle, allowed, segments, plans, profiles, shared, observed.writes_outside)
+
+
+def terms_of(handle: "Streamed") -> Terms:
+    """On what terms the calls of this model are planned."""
+    return Terms(
+        handle.blocks, handle.wide, handle.budget, handle.machine, handle.store.homes, handle.update,
+        planner=handle.planner, knobs=handle.knobs, given=handle.given, apart=handle.device.type == "cuda",
+    )  # fmt: skip
 
 
 def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepared]) -> Prepared:
@@ -97,9 +101,9 @@ def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepar
     left, resident = allowed - sum(call.held_nbytes for call in live), live[-1].resident
     if prepared.resident == resident and prepared.shared_nbytes + prepared.held_nbytes <= left:
         return prepared
-    segments, profiles = prepared.segments, prepared.profiles
+    segments, profiles, outside = prepared.segments, prepared.profiles, prepared.profiles[0].outside_nbytes
     try:
-        plans = Division(handle, segments, profiles, left, profiles[0].outside_nbytes, resident).plans()
+        plans = Division(terms_of(handle), segments, profiles, left, outside, prepared.shared, resident).plans()
     except BudgetError as error:
         if error.least_nbytes is None:
             raise  # the host or the disk is too small
@@ -114,7 +118,7 @@ def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepar
 def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     """Bytes that the head, its logits and the loss make."""
     last = observed.segments[-1]
-    made = last.costs if is_wide(handle, last) else []
+    made = last.costs if terms_of(handle).is_wide(last) else []
     return observed.turn_nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
 
 
@@ -143,7 +147,7 @@ def _prepared(
     at_step = frozenset().union(*(resident_of(plan, handle.update, at_step_of(plan)) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     once = tuple(run_once(plan.schedule) for plan in plans)
-    staying = [sum(nbytes for v, nbytes in block_values(plan.profile) if v in staying_of(plan)) for plan in plans]
+    staying = [_staying_nbytes(plan) for plan in plans]
     inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
     outside = outside_nbytes(handle)
     before = profiles[0].outside_nbytes - outside
@@ -157,13 +161,17 @@ def _prepared(
     )  # fmt: skip
 
 
-def _watched(handle: "Streamed") -> tuple[nn.Parameter, ...]:
-    """Trained parameters of wide modules that come and go."""
-    uses = handle.store.uses[handle.wide :]
-    found = (
-        p for b in handle.store.blocks if b.index in uses and b.index not in handle.pinned.blocks for p in b.parameters
-    )
-    return tuple(p for p in found if p.requires_grad)
+def _staying_nbytes(plan: Plan) -> int:
+    """Bytes of block values that a plan leaves on the device throughout."""
+    staying = staying_of(plan)
+    return sum(nbytes for value, nbytes in block_values(plan.profile) if value in staying)
+
+
+def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
+    """Trained parameters of wide modules that come and go, by name."""
+    coming = set(handle.store.uses[handle.wide :]) - handle.pinned.blocks
+    found = {id(p) for block in handle.store.blocks if block.index in coming for p in block.parameters}
+    return {name: p for name, p in handle.model.named_parameters() if p.requires_grad and id(p) in found}
 
 
 def outside_nbytes(handle: "Streamed") -> int:
@@ -189,38 +197,18 @@ def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
     )
 
 
-def _profile(
-    handle: "Streamed",
-    observed: Observed,
-    number: int,
-    costs: Sequence[BlockCost],
-    shared: Mapping[int, Shared],
-    outside: int,
-) -> Profile:
-    """The chain of segment ``number``. Blocks of other segments cost nothing here."""
-    segment, modules = observed.segments[number], handle.blocks
-    uses = [handle.store.uses[position] for position in segment.positions]
-    own = owned(number, uses, shared)
-    stages = list(segment.costs)
-    assert segment.travellers is not None
-    carried = segment.travellers.carried(stages)
-    for k, block in enumerate(own):
-        extra = stages[k].backward_extra_nbytes
-        if block is not None and handle.update != "backward":
-            # Gradients come as tensors of their own and are laid out in one run of bytes when backward has ended.
-            extra = max(extra, costs[block].gradient_nbytes)
-        stages[k] = replace(stages[k], block=block, backward_extra_nbytes=extra)
-        for index, one in shared.items():
-            once = adds_once(modules[segment.positions[k]])
-            stages[k] = one.costs(stages[k], (number, k), costs[index], adds_once=once)
-    last = number == len(observed.segments) - 1
-    turns = last or not is_wide(handle, observed.segments[-1])
-    return Profile(
-        tuple(stages),
-        segment.initial_nbytes,
-        tuple(cost if i in own else BlockCost(0) for i, cost in enumerate(costs)),
-        carried,
-        outside_nbytes=outside,
-        turn_nbytes=observed.turn_nbytes if turns else 0,
-        turn_seconds=observed.turn_seconds if turns else 0.0,
-    )
+def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
+    """The chains of the segments."""
+    outside = outside_nbytes(handle) + observed.before_nbytes
+    step = Step(
+        terms_of(handle), observed.segments, handle.store.uses,
+        [block_cost(handle, block) for block in handle.store.blocks], shared, outside,
+        observed.turn_nbytes, observed.turn_seconds,
+    )  # fmt: skip
+    found = []
+    for number, segment in enumerate(observed.segments):
+        assert segment.travellers is not None
+        stages = list(segment.costs)
+        carried = segment.travellers.carried(stages)
+        found.append(step.profile(number, stages, segment.initial_nbytes, carried))
+    return found

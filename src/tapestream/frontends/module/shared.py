@@ -8,6 +8,7 @@ from typing import TypeAlias
 from tapestream.costs import BlockCost, StageCost
 from tapestream.errors import InputError
 from tapestream.frontends.module.observe import Segment
+from tapestream.frontends.module.terms import Positioned
 
 Place: TypeAlias = tuple[int, int]
 """Segment and stage."""
@@ -29,40 +30,53 @@ class Shared:
         """The segment whose plan has the block."""
         return self.places[0][0]
 
-    def costs(self, stage: StageCost, place: Place, block: BlockCost, *, adds_once: bool) -> StageCost:
-        """What ``stage`` at ``place`` costs beside its own: the block where it is borrowed, and gradients that wait.
+    def waiting_nbytes(self, after: Place, block: BlockCost) -> int:
+        """Bytes of the block's gradient that lie on the device, as the later uses have added them up, when the
+        backward of the stage ``after`` is about to begin."""
+        return block.gradient_nbytes if self.places[0] <= after < self.places[-1] else 0
 
+    def costs(self, stage: StageCost, place: Place, block: BlockCost, *, adds_once: bool) -> StageCost:
+        """What ``stage`` at ``place`` costs beside its own: the block where it is borrowed, and the gradient that waits
+        from the last use's backward to the first one's.
+
+        That rides with the cotangents, which exist at the same times. A backward holds the cotangents on both its
+        sides, but what waits only once, so its transient bytes may be negative.
         ``adds_once``: the sum is made in place, beside nothing but its two operands.
         """
-        first, last = self.places[0], self.places[-1]
-        waiting = block.gradient_nbytes if first <= place < last else 0
-        running = waiting if place not in self.places else 0
-        after = waiting if place not in self.places or adds_once else 2 * waiting
-        if place in self.places and place[0] != self.owner:
-            read = block.parameters_nbytes + block.buffers_nbytes
-            running += read
-            after += block.gradient_nbytes + (read if stage.reads_parameters else 0)
+        segment, k = place
+        used, borrowed = place in self.places, place in self.places and segment != self.owner
+        read = block.parameters_nbytes + block.buffers_nbytes if borrowed else 0
+        into = self.waiting_nbytes(place, block)
+        onward = self.waiting_nbytes((segment, k - 1), block) if k else 0
+        held = into + (into if used and not adds_once else 0) + (block.gradient_nbytes if borrowed else 0)
+        backward = held - into - onward + (read if stage.reads_parameters else 0)
         return replace(
             stage,
-            forward_extra_nbytes=stage.forward_extra_nbytes + running,
-            record_extra_nbytes=stage.recorded_extra_nbytes + running,
-            backward_extra_nbytes=stage.backward_extra_nbytes + after,
+            forward_extra_nbytes=stage.forward_extra_nbytes + read,
+            record_extra_nbytes=stage.recorded_extra_nbytes + read,
+            backward_extra_nbytes=stage.backward_extra_nbytes + backward,
+            cotangent_nbytes=stage.cotangent_bytes + into,
         )
 
 
-def shared_blocks(segments: Sequence[Segment], uses: Sequence[int | None]) -> dict[int, Shared]:
-    """Those used in more than one segment. ``uses``: the block at each position.
-
-    Raises InputError where autocast makes one cast for all of its uses, whose gradients plain PyTorch adds up in the
-    lower precision.
-    """
+def find_shared(segments: Sequence[Positioned], uses: Sequence[int | None]) -> dict[int, Shared]:
+    """Blocks used in more than one segment. ``uses``: the block at each position."""
     places: dict[int, list[Place]] = {}
     for number, segment in enumerate(segments):
         for k, position in enumerate(segment.positions):
             block = uses[position]
             if block is not None:
                 places.setdefault(block, []).append((number, k))
-    found = {block: Shared(tuple(at)) for block, at in places.items() if at[0][0] != at[-1][0]}
+    return {block: Shared(tuple(at)) for block, at in places.items() if at[0][0] != at[-1][0]}
+
+
+def shared_blocks(segments: Sequence[Segment], uses: Sequence[int | None]) -> dict[int, Shared]:
+    """As `find_shared`.
+
+    Raises InputError where autocast makes one cast for all of its uses, whose gradients plain PyTorch adds up in the
+    lower precision.
+    """
+    found = find_shared(segments, uses)
     for shared in found.values():
         casting = Counter(leaf for number, k in shared.places for leaf in segments[number].traits[k].casts)
         number, k = shared.places[-1]

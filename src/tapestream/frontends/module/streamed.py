@@ -24,8 +24,9 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
 from tapestream.frontends.module.observe import Observation, Observed
 from tapestream.frontends.module.pinned import Pinned
-from tapestream.frontends.module.prepare import Prepared, Update, prepare, prepare_beside
+from tapestream.frontends.module.prepare import Prepared, prepare, prepare_beside
 from tapestream.frontends.module.swap import class_of
+from tapestream.frontends.module.terms import Update
 from tapestream.frontends.module.weights import Source
 from tapestream.frontends.module.wide import trains
 from tapestream.ir.actions import Kind, Tier
@@ -259,13 +260,17 @@ class Streamed:
         return mode, self.update
 
     def _check_parameters(self) -> None:
-        for (name, parameter), known in zip(self.model.named_parameters(), self._known, strict=False):
-            if parameter is not known:
-                raise InputError(
-                    f"parameter {name!r} was replaced by another object after stream(), so it would not be streamed "
-                    f"or trained; copy into the "
-                    "parameter instead (load_state_dict without assign=True), or unstream, replace and stream again"
-                )
+        named, known = list(self.model.named_parameters()), [id(p) for p in self._known]
+        if [id(p) for _, p in named] == known:
+            return
+        strange = next(
+            (f"parameter {n!r} was replaced by another, or added," for n, p in named if id(p) not in known), ""
+        )
+        raise InputError(
+            f"{strange or 'a parameter was taken away'} after stream(), so that it would not be streamed or trained; "
+            "copy into the parameter that was there instead (load_state_dict without assign=True), or unstream, "
+            "replace and stream again"
+        )
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""
@@ -334,8 +339,8 @@ class Streamed:
 
     def close(self) -> None:
         """Bring everything back into memory of its own and remove the files."""
-        with self._live.working(), contextlib.suppress(StorageError):
-            self.store.settle()  # what can be read, be it from a mapping of a removed file, is taken all the same
+        with self._live.working(), contextlib.suppress(StorageError, InputError):
+            self.store.settle()  # what can be read, be it from a removed file or the user's own, is taken all the same
         self.homes.close()
 
 

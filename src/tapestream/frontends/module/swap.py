@@ -90,17 +90,22 @@ def _part(tensors: dict[str, Any], prefix: str) -> None:
     """Give every view of a block's bytes a storage that ends where it does.
 
     Who saves tensors that share a storage writes or copies the whole of it, be it for one of them (`torch.save`,
-    safetensors, Hugging Face's ``save_pretrained``). Version counters stay those of the parameters.
+    safetensors, Hugging Face's ``save_pretrained``). Those of tied parameters get one, which is saved once. Version
+    counters stay those of the parameters.
     """
+    parts: dict[tuple[int, int], torch.UntypedStorage] = {}
     for name, tensor in tensors.items():
-        if type(tensor) is not torch.Tensor or not name.startswith(prefix):
+        if type(tensor) is not torch.Tensor or not name.startswith(prefix) or not tensor.numel():
             continue
         storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
-        if tensor.nbytes < storage.nbytes() and tensor.numel():
-            reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            part = storage[first : first + reach * tensor.itemsize]
+        reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = reach * tensor.itemsize
+        key = tensor.data_ptr(), nbytes
+        if key not in parts:
+            parts[key] = storage[first : first + nbytes] if nbytes < storage.nbytes() else storage
+        if parts[key] is not storage:
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = empty.set_(part, 0, tensor.shape, tensor.stride())
+            tensor.data = empty.set_(parts[key], 0, tensor.shape, tensor.stride())
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> Any:

@@ -64,7 +64,7 @@ class DirectUse(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[int, int]) -> None:
         super().__init__()
-        self._parameters = parameters
+        self.parameters = parameters
         self.found: set[int] = set()
         self._asleep = False
 
@@ -87,7 +87,7 @@ class DirectUse(TorchFunctionMode):
         if self._asleep:
             return result
         leaves = pytree.tree_leaves((args, kwargs))
-        used = {self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters}
+        used = {self.parameters[id(leaf)] for leaf in leaves if id(leaf) in self.parameters}
         if used and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self.found |= used
         return result

@@ -1,0 +1,47 @@
+"""`Terms`: on what terms a step is planned, whether its model exists or is only outlined."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import nn
+
+from tapestream.costs import Budget, Machine
+from tapestream.ir.actions import Tier
+from tapestream.ir.homes import HomeTiers
+from tapestream.planning.plan import Plan
+
+Update: TypeAlias = Literal["step", "backward"] | None
+"""When blocks are updated; None: no optimizer was made."""
+
+
+class Positioned(Protocol):
+    """A segment: modules called one after the other, by their positions among `Terms.modules`."""
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """In the order of the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
+    below the device. ``machine`` is asked when speeds are needed. ``apart``: a parameter and its gradient must be on
+    one device. ``given``: the user's own plan. ``moves_states``: whether plans may move states and saved tensors.
+    """
+
+    modules: Sequence[nn.Module]
+    wide: int
+    budget: Budget
+    machine: Callable[[], Machine]
+    home: Tier | HomeTiers
+    update: Update
+    planner: str = "auto"
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    given: Plan | None = None
+    apart: bool = False
+    moves_states: bool = False
+
+    def is_wide(self, segment: Positioned) -> bool:
+        """Whether it has no repeated block."""
+        return min(segment.positions) >= self.wide

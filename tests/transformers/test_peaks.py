@@ -1,0 +1,61 @@
+"""At the least budget a step's measured peak is within it: norms between blocks and head, caches, tied weights."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import tapestream as ts
+from tapestream.cli.loop import held_nbytes
+from tapestream.storage.meter import track_memory
+
+SMALL = 8 * 1024  # counters, scalars and the like; a hidden state has 256 KiB
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+CASES = {
+    "head with a weight of its own": (hf.LlamaConfig(vocab_size=2304, **SIZES), {}),
+    "small head": (hf.LlamaConfig(vocab_size=64, **SIZES), {}),
+    "without cache": (hf.LlamaConfig(vocab_size=64, use_cache=False, **SIZES), {}),
+    "tied": (hf.Qwen3Config(vocab_size=8192, head_dim=64, tie_word_embeddings=True, **SIZES), {"loss_chunks": "auto"}),
+}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_at_the_least_budget_stays_within_it(name: str, update: str, tmp_path: Path) -> None:
+    config, options = CASES[name]
+    words = torch.randint(config.vocab_size, (4, 128))
+
+    def start(budget: int) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config)
+        ts.stream(model, device="cpu", budget=budget, home="disk", folder=tmp_path, **options)
+        return model, ts.optimizer(model, torch.optim.AdamW, fused=True, update=update)
+
+    def step() -> None:
+        model(input_ids=words, labels=words).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = start(2**16)
+    with pytest.raises(ts.BudgetError) as refused:
+        step()
+    least = refused.value.least_nbytes
+    assert least is not None
+    ts.unstream(model)
+    model, optimizer = start(least)
+    for _ in range(2):
+        step()
+    for _ in range(2):  # what a step frees is seen only if the step that made it was measured too
+        gc.collect()
+        held = held_nbytes(model)
+        with track_memory() as meter:
+            step()
+    ts.unstream(model)
+    assert held + meter.peak_nbytes <= least + SMALL
+    assert held + meter.peak_nbytes >= 0.8 * least
