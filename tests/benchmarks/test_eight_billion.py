@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="the model is Hugging Face's")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(ROOT)
