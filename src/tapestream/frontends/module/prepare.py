@@ -1,7 +1,7 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -14,7 +14,7 @@ from tapestream.frontends.module.residence import at_start, at_step_of, resident
 from tapestream.frontends.module.shared import Shared, shared_blocks
 from tapestream.frontends.module.step import Step
 from tapestream.frontends.module.terms import Terms, Update
-from tapestream.ir.actions import Tier, Value
+from tapestream.ir.actions import Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.planning.plan import Plan
@@ -78,8 +78,6 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
-        if gathers(handle):
-            raise _gathered(error) from None
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
     return _prepared(handle, allowed, segments, plans, profiles, shared, observed.writes_outside)
 
@@ -122,15 +120,6 @@ def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     last = observed.segments[-1]
     made = last.costs if terms_of(handle).is_wide(last) else []
     return observed.turn_nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
-
-
-def _gathered(error: BudgetError) -> BudgetError:
-    return BudgetError(
-        f"{error} (gradients of an earlier backward lie on the device, and this one will be added to them; "
-        "zero_grad() drops them, a home on a slower tier sends them there)",
-        least_nbytes=error.least_nbytes,
-        stage=error.stage,
-    )
 
 
 def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
@@ -185,13 +174,6 @@ def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
     return {name: p for name, p in handle.model.named_parameters() if p.requires_grad and id(p) in found}
 
 
-def gathers(handle: "Streamed") -> bool:
-    """Whether gradients of earlier backwards lie on the device, where their home is, to be added to."""
-    if handle.store.home is not Tier.DEVICE or handle.update == "backward":
-        return False
-    return any(p.grad is not None for block in handle.store.blocks for p in block.parameters)
-
-
 def outside_nbytes(handle: "Streamed") -> int:
     """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
@@ -229,15 +211,4 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
         stages = list(segment.costs)
         carried = segment.travellers.carried(stages)
         found.append(step.profile(number, stages, segment.initial_nbytes, carried))
-    return [_with_gradients(profile) for profile in found] if gathers(handle) else found
-
-
-def _with_gradients(profile: Profile) -> Profile:
-    """``profile`` where all gradients lie on the device already, and each backward's own is a transient beside them."""
-    there = sum(cost.gradient_nbytes for cost in profile.blocks)
-    updating = max(cost.update_extra_nbytes for cost in profile.blocks)  # by no plan, which knows no gradient
-    return replace(
-        profile,
-        blocks=tuple(replace(cost, gradient_nbytes=0) for cost in profile.blocks),
-        outside_nbytes=profile.outside_nbytes + there + updating,
-    )
+    return found

@@ -24,7 +24,7 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
 from tapestream.frontends.module.observe import Observation, Observed
 from tapestream.frontends.module.pinned import Pinned
-from tapestream.frontends.module.prepare import Prepared, gathers, prepare, prepare_beside
+from tapestream.frontends.module.prepare import Prepared, prepare, prepare_beside
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.terms import Update
 from tapestream.frontends.module.weights import Source
@@ -257,7 +257,7 @@ class Streamed:
         if mode.identities != self._identities:
             self._check_parameters()
             self._identities = mode.identities
-        return mode, self.update, gathers(self)
+        return mode, self.update
 
     def _check_parameters(self) -> None:
         named, known = list(self.model.named_parameters()), [id(p) for p in self._known]
