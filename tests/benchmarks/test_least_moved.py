@@ -34,7 +34,7 @@ def chain(blocks: int, tape: int = 0) -> Profile:
     return Profile(tuple(StageCost(1.0, 2.0, 1, tape, block=k) for k in range(blocks)), 1, (cost,) * blocks)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(2, 6), st.integers(0, 200), st.integers(0, 8 << 20), st.sampled_from(("step", "backward")))
 def test_no_plan_is_below_it(bound: ModuleType, blocks: int, more: int, tape: int, update: str) -> None:
     plan = make_plan(chain(blocks, tape), Budget((60 + more) << 20), DISK, update=update, home=Tier.DISK)

@@ -139,7 +139,7 @@ def test_loads_gives_back_what_dumps_wrote(schedule: Schedule) -> None:
     assert dumps(again) == dumps(schedule)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(schedules(), st.data())
 def test_damaged_text_is_refused_or_read_as_another_schedule_never_crashes(
     schedule: Schedule, data: st.DataObject

@@ -29,7 +29,7 @@ def peak_of(schedule, profile):
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(profile=chains(), share=st.floats(0.15, 1.1))
 def test_plans_are_accepted_within_the_budget_and_never_slower_with_more(name, profile, share):
     full = simulate(planners["store_all"](profile), profile)

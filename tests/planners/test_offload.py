@@ -72,7 +72,7 @@ def least_device(profile, host, links):
     return 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     profile=chains(most=14), share=st.floats(0.1, 1.1), host=st.none() | st.integers(0, 40),
     write=st.integers(0, 3), read=st.integers(0, 3),
