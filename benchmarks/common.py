@@ -131,6 +131,17 @@ def streamed_peak_nbytes(model: nn.Module, step: Run, device: str) -> int:
     return held_nbytes(model) + peak_nbytes(step, device)
 
 
+def process_nbytes() -> dict[str, int]:
+    """Bytes of this process as the system counts them: ``VmRSS``, ``VmHWM`` (its peak), ``RssAnon``, ``VmData`` ..."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def forget_resident_peak() -> None:
+    """From now on ``VmHWM`` is the peak since now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def same_bits(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
     """Whether all tensors are equal, bit for bit."""
     return all(

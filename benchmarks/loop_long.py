@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import tapestream as ts
-from benchmarks.common import RESULTS, Row, Settings, mebibytes, save, yes
+from benchmarks.common import RESULTS, Row, Settings, forget_resident_peak, mebibytes, process_nbytes, save, yes
 
 TITLE = "Ten million steps within 256 MiB, and their time beside a hundred thousand"
 CHUNK = 500
@@ -75,15 +75,15 @@ def run(steps: int, slots: int, chosen: Settings) -> Row:
 def child(steps: int, slots: int) -> None:
     """One run under the limit; prints its row. Without ``slots`` the loop is plain Python."""
     work(1_500, slots)
-    resource.setrlimit(resource.RLIMIT_DATA, (_status()["VmData"] + LIMIT,) * 2)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
-    before = _status()["VmRSS"]
+    resource.setrlimit(resource.RLIMIT_DATA, (process_nbytes()["VmData"] + LIMIT,) * 2)
+    forget_resident_peak()
+    before = process_nbytes()["VmRSS"]
     began, cpu = time.perf_counter(), time.process_time()
     row = work(steps, slots)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     print(json.dumps({
         "steps": steps, **row, "s": round(seconds, 1), "us/step": round(cpu / steps * 1e6, 2),
-        "peak MiB": mebibytes(_status()["VmHWM"] - before),
+        "peak MiB": mebibytes(process_nbytes()["VmHWM"] - before),
     }))  # fmt: skip
 
 
@@ -105,12 +105,6 @@ def work(steps: int, slots: int) -> Row:
     assert weight.grad is not None
     assert weight.grad.isfinite().all()
     return row
-
-
-def _status() -> dict[str, int]:
-    """Bytes of this process, as the system counts them."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 def parser() -> argparse.ArgumentParser:

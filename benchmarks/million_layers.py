@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 import tapestream as ts
-from benchmarks.common import RESULTS, Row, Settings, mebibytes, write
+from benchmarks.common import (
+    RESULTS,
+    Row,
+    Settings,
+    forget_resident_peak,
+    mebibytes,
+    process_nbytes,
+    write,
+)
 from tapestream.cli.loop import Config, config_from_json, config_to_json, model_of, optimizer_class
 from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
 from tapestream.simulate import simulate
@@ -248,11 +256,11 @@ def child(job: Job, folder: str) -> None:
     work = _stream if job.budget else _plain
     with tempfile.TemporaryDirectory(dir=folder) as home:
         work(job.shallow(), home)
-        taken = _status()["VmData"]
+        taken = process_nbytes()["VmData"]
         if job.limit:
             resource.setrlimit(resource.RLIMIT_DATA, (taken + job.limit,) * 2)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
-        before = _status()["RssAnon"]
+        forget_resident_peak()
+        before = process_nbytes()["RssAnon"]
         try:
             row = work(job, home)
         except (RuntimeError, MemoryError) as error:
@@ -264,7 +272,7 @@ def child(job: Job, folder: str) -> None:
 
 def _stream(job: Job, home: str) -> Row:
     depth, row = job.layers, Row()
-    start = _status()
+    start = process_nbytes()
     with torch.device("meta"):
         hollow, row["make us/layer"] = _timed(depth, lambda: model_of(job.config))
     knobs: dict[str, Any] = {}
@@ -276,7 +284,7 @@ def _stream(job: Job, home: str) -> Row:
         depth, lambda: ts.stream(hollow, device="cpu", budget=job.budget, folder=home, **knobs)
     )
     optimizer = ts.optimizer(model, optimizer_class(job.optimizer), update="backward", lr=1e-3)
-    row["Python bytes/layer"] = round(max(0, _status()["RssAnon"] - start["RssAnon"]) / depth)
+    row["Python bytes/layer"] = round(max(0, process_nbytes()["RssAnon"] - start["RssAnon"]) / depth)
     _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, _batch(job)))
     losses, seconds = _train(job, model, optimizer)
     report = ts.report(model)
@@ -287,7 +295,7 @@ def _stream(job: Job, home: str) -> Row:
         "link s": round(sum(map(_link_seconds, report.plans)), 2),
         "waited s": round(report.wait_seconds, 2), "moved MiB": mebibytes(sum(report.bytes_moved.values())),
         "planned peak MiB": mebibytes(max(plan.peak_nbytes for plan in report.plans)),
-        "peak MiB": mebibytes(_status()["VmHWM"] - start["VmRSS"]),
+        "peak MiB": mebibytes(process_nbytes()["VmHWM"] - start["VmRSS"]),
         "losses": " ".join(f"{loss:.6g}" for loss in losses),
     }  # fmt: skip
     return row
@@ -339,12 +347,6 @@ def _timed(depth: int, work: Callable[[], T]) -> tuple[T, float]:
     begin = time.perf_counter()
     found = work()
     return found, round((time.perf_counter() - begin) / depth * 1e6, 2)
-
-
-def _status() -> dict[str, int]:
-    """Bytes of this process, as the system counts them."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 if __name__ == "__main__":

@@ -11,13 +11,22 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import tapestream as ts
-from benchmarks.common import Row, Settings, alternate, mebibytes, milliseconds, same_bits, yes
+from benchmarks.common import (
+    Row,
+    Settings,
+    alternate,
+    forget_resident_peak,
+    mebibytes,
+    milliseconds,
+    process_nbytes,
+    same_bits,
+    yes,
+)
 from benchmarks.everything_fits import stepper
 from benchmarks.networks import Case, Network, gpt
 
@@ -106,14 +115,14 @@ def child(peer: Peer) -> None:
     our_step(tiny.network(), tiny, 2**30)()
     if side != "ours":
         peer.start(tiny.network(), tiny, side).step()
-    before = _status("VmRSS")
+    before = process_nbytes()["VmRSS"]
     network = case.network()
     step = our_step(network, case, budget) if side == "ours" else peer.start(network, case, side).step
     step()
     step()
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_resident_peak()
     step()
-    print("bytes", _status("VmHWM") - before)
+    print("bytes", process_nbytes()["VmHWM"] - before)
 
 
 def _resident(peer: Peer, quick: bool, case: Case, side: str, budget: int) -> int:
@@ -125,10 +134,3 @@ def _resident(peer: Peer, quick: bool, case: Case, side: str, budget: int) -> in
         command.append("--quick")
     found = subprocess.run(command, env=environment | peer.environment(), capture_output=True, text=True, check=True)
     return int(next(line for line in found.stdout.splitlines() if line.startswith("bytes ")).split()[1])
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")

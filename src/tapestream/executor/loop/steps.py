@@ -98,7 +98,7 @@ class TensorSteps(Sweeps):
             asked += tensors
         if not asked:
             return [None] * len(tape.inputs)
-        answer = _differentiated(tuple(roots), tuple(seeds), tuple(asked))
+        answer = differentiated(tuple(roots), tuple(seeds), tuple(asked))
         self.sums = list(answer[wanted : wanted + sums])
         of_given = iter(answer[wanted + sums :])
         for step, tensors in tape.given:
@@ -262,7 +262,7 @@ def edge_of(leaf: Any) -> Place:
     return GradientEdge(node, leaf.output_nr)
 
 
-def _differentiated(
+def differentiated(
     roots: Sequence[Any], seeds: Sequence[torch.Tensor], asked: Sequence[Any]
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` without its checks, which take as long as the backward of a small step: every seed is a

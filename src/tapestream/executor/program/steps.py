@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tapestream.errors import GradientError
-from tapestream.executor.loop.steps import _differentiated, edge_of
+from tapestream.executor.loop.steps import differentiated, edge_of
 from tapestream.executor.program.keeper import Entry, Kept
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.record import Ambient, Record
@@ -73,7 +73,7 @@ class ProgramSteps:
         asked = (*tape.inputs.values(), *(self._target(k) for k in tape.used))
         if not asked:
             return {}
-        found = iter(_differentiated(tuple(roots), tuple(seeds), asked))
+        found = iter(differentiated(tuple(roots), tuple(seeds), asked))
         given = {number: g for number in tape.inputs if (g := next(found)) is not None}
         for k in tape.used:
             total = next(found)
