@@ -111,13 +111,11 @@ def test_bad_knobs(knobs, says):
 
 def test_bad_costs_chains_and_links():
     links = machine((2,), (2,))
-    for bad in (float("nan"), -1.0):
+    for bad in (float("nan"), float("inf"), -1.0):
         with pytest.raises(InputError, match="forward_seconds must be at least 0"):
             chain(9, bad)
         with pytest.raises(InputError, match="bytes_per_second must be positive"):
             Link(bad)
-    with pytest.raises(InputError, match="forward_seconds must be a finite number of at least 0, not inf"):
-        h_revolve(chain(9, float("inf")), None, links, slots=(1, 1))
     with pytest.raises(InputError, match="no link from HOST to DISK"):
         h_revolve(chain(9), None, links, slots=(1, 1), tiers=("disk",))
     with pytest.raises(InputError, match=r"is for equal stages .* use planner 'rotor'"):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from tapestream.costs.checks import duration, speed
 from tapestream.errors import InputError
 from tapestream.ir.actions import Tier
 
@@ -19,11 +20,10 @@ class Link:
     mixed_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
-            raise InputError(
-                "Link: bytes_per_second must be positive and latency_seconds at least 0, "
-                f"found {self.bytes_per_second!r} and {self.latency_seconds!r}"
-            )
+        speed("Link", "bytes_per_second", self.bytes_per_second)
+        duration("Link", "latency_seconds", self.latency_seconds)
+        if self.mixed_bytes_per_second is not None:
+            speed("Link", "mixed_bytes_per_second", self.mixed_bytes_per_second)
 
     @property
     def mixed(self) -> float:
@@ -42,6 +42,10 @@ class Machine:
     links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
     flops_per_second: float | None = None
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.flops_per_second is not None:
+            speed("Machine", "flops_per_second", self.flops_per_second)
 
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from ``source`` to ``target``; raises InputError where the machine has none."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
+from tapestream.costs.checks import duration, whole
 from tapestream.costs.stage import BlockCost, Carried, StageCost
 from tapestream.errors import InputError
 
@@ -14,6 +15,9 @@ class UniformStages(Sequence[StageCost]):
 
     cost: StageCost
     count: int  # type: ignore[assignment]  # Sequence.count, which nobody needs here
+
+    def __post_init__(self) -> None:
+        whole("UniformStages", "count", self.count)
 
     def __len__(self) -> int:
         return self.count
@@ -53,6 +57,9 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.stages:
             raise InputError("Profile: at least one stage is needed")
+        for name in ("initial_nbytes", "outside_nbytes", "turn_nbytes"):
+            whole("Profile", name, getattr(self, name))
+        duration("Profile", "turn_seconds", self.turn_seconds)
         if not isinstance(self.stages, (tuple, UniformStages)):
             object.__setattr__(self, "stages", tuple(self.stages))
         object.__setattr__(self, "ends", tuple(self.ends))  # from a file it is a list
@@ -60,6 +67,8 @@ class Profile:
             raise InputError(f"Profile: ends={self.ends} leave a branch of {len(self)} stages without any stage")
         distinct = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         for cost in distinct:
+            if not isinstance(cost, StageCost):
+                raise InputError(f"Profile: a stage is a StageCost, not {cost!r}")
             if cost.block is not None and not 0 <= cost.block < len(self.blocks):
                 raise InputError(f"Profile: a stage uses block {cost.block}, but there are {len(self.blocks)} blocks")
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tapestream.costs.checks import duration, whole
 from tapestream.errors import InputError
 
 
@@ -39,16 +40,20 @@ class StageCost:
     reads_parameters: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("forward_seconds", "backward_seconds", "output_nbytes", "saved_nbytes",
-                     "forward_extra_nbytes", "gradient_nbytes"):  # fmt: skip
-            if not getattr(self, name) >= 0:
-                raise InputError(f"StageCost: {name} must be at least 0, not {getattr(self, name)!r}")
-        least = -self.saved_nbytes - self.cotangent_bytes
-        if not self.backward_extra_nbytes >= least:
-            raise InputError(
-                f"StageCost: backward_extra_nbytes must be at least {least}, what saved tensors and cotangent take, "
-                f"not {self.backward_extra_nbytes!r}"
-            )
+        for name, seconds in (("forward_seconds", self.forward_seconds), ("backward_seconds", self.backward_seconds)):
+            duration("StageCost", name, seconds)
+        whole("StageCost", "output_nbytes", self.output_nbytes)
+        whole("StageCost", "saved_nbytes", self.saved_nbytes)
+        whole("StageCost", "forward_extra_nbytes", self.forward_extra_nbytes)
+        whole("StageCost", "gradient_nbytes", self.gradient_nbytes)
+        if self.record_seconds is not None:
+            duration("StageCost", "record_seconds", self.record_seconds)
+        for name in ("cotangent_nbytes", "block", "record_extra_nbytes"):
+            if (value := getattr(self, name)) is not None:
+                whole("StageCost", name, value)
+        if self.backward_extra_nbytes != 0:
+            least = -self.saved_nbytes - self.cotangent_bytes  # what saved tensors and cotangent take
+            whole("StageCost", "backward_extra_nbytes", self.backward_extra_nbytes, least)
         if self.gradient_nbytes and self.block is not None:
             raise InputError(
                 f"StageCost: block {self.block} and gradient_nbytes={self.gradient_nbytes} say the same thing twice; "
@@ -90,7 +95,12 @@ class BlockCost:
     state_parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("parameters", "gradient", "optimizer_state", "buffers", "update_extra"):
+            whole("BlockCost", f"{name}_nbytes", getattr(self, f"{name}_nbytes"))
+        duration("BlockCost", "update_seconds", self.update_seconds)
         object.__setattr__(self, "state_parts", tuple(self.state_parts))  # from a file it is a list
+        for nbytes in self.state_parts:
+            whole("BlockCost", "state_parts", nbytes)
         if self.state_parts and sum(self.state_parts) != self.optimizer_state_nbytes:
             raise InputError(
                 f"BlockCost: state_parts={self.state_parts} add up to {sum(self.state_parts)} bytes, "
@@ -116,3 +126,8 @@ class Carried:
     first: int
     last: int
     nbytes: int
+
+    def __post_init__(self) -> None:
+        whole("Carried", "first", self.first)
+        whole("Carried", "last", self.last, self.first)
+        whole("Carried", "nbytes", self.nbytes)

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby, product
+from itertools import chain, product
 from math import gcd, inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Action, Forward, Keep, Kind, Node, Phase, PhaseKind, Restore, Schedule, Series, Tier, iterate
+from tapestream.ir import Action, Kind, Node, Schedule, Tier, iterate
 from tapestream.planners import rotor
 from tapestream.planners._coarse import Short, expanded
 from tapestream.planners._hide import ORDERS, Choice, Computation, Order, without_copies
 from tapestream.planners._judged import is_within
-from tapestream.planners._recurrences import freed, recorded, reversed_stages
+from tapestream.planners._patterns import SHORTEST, every_pattern, patterned
 from tapestream.planners._rotor_tables import Fastest, Leanest, Scale
 from tapestream.planners._tiers import DEVICE
 from tapestream.planners._units import Run, arrange
@@ -28,6 +28,7 @@ _FACTORS = (0.5, 0.8, 1.0, 1.3)  # of the bytes that cross the link during the f
 _TRIALS = 30_000  # actions judged for that
 _STEPS = 400  # of memory, in the tables of these
 _FEW = 16  # stages; of shorter chains all computations of the table are tried
+_PATTERNS = 400  # computations of the shortest chains that are tried besides
 _LEVELS = 12  # device budgets that computations are made for, from the given one to that of everything stored
 
 
@@ -59,10 +60,9 @@ class Hiding:
             if (signature := tuple(computation.nbytes)) in seen:
                 continue
             seen.add(signature)
-            if self.moves == "states":
-                computation.gaps = [gap for gap in computation.gaps if gap.value.kind is Kind.STATE]
-            found = [way for order in ORDERS for way in self.tried(computation, order, Choice())]
-            ways += sorted(found, key=lambda way: way.seconds)[:1]
+            ways += self.fastest_order(computation)
+        if len(self.short.profile) <= SHORTEST:
+            ways += self.patterns(min((way.seconds for way in ways), default=inf), seen)
         ways.sort(key=lambda way: way.seconds)
         trials = _TRIALS // len(ways[0].actions) if ways else 0
         for number, way in enumerate(ways[:_IMPROVED]):
@@ -72,6 +72,27 @@ class Hiding:
                 break
         for way in sorted(ways, key=lambda way: way.seconds)[: _EXPANDED if self.short.points[-1] <= _MANY else 1]:
             yield expanded(way.actions, self.short.points)
+
+    def fastest_order(self, computation: Computation) -> list[_Way]:
+        """The fastest way to make it fit, without exceptions to an order; empty where none does."""
+        if self.moves == "states":
+            computation.gaps = [gap for gap in computation.gaps if gap.value.kind is Kind.STATE]
+        choices = (Choice(), Choice(as_needed=True)) if len(self.short.profile) <= _FEW else (Choice(),)
+        found = [way for order, choice in product(ORDERS, choices) for way in self.tried(computation, order, choice)]
+        return sorted(found, key=lambda way: way.seconds)[:1]
+
+    def patterns(self, seconds: float, seen: set[tuple[int, ...]]) -> Iterator[_Way]:
+        """Ways of `every_pattern` that may be faster than ``seconds``, at most `_PATTERNS` tried."""
+        profile = self.short.profile
+        for least, root in every_pattern(profile, self.budget.device_nbytes or 0, self.machine, self.tier)[:_PATTERNS]:
+            if least >= seconds:
+                return
+            computation = Computation.of(list(iterate(root)), profile, self.short.moving)
+            if (signature := tuple(computation.nbytes)) not in seen:
+                seen.add(signature)
+                for way in self.fastest_order(computation):
+                    seconds = min(seconds, way.seconds)
+                    yield way
 
     def tried(self, computation: Computation, order: Order, choice: Choice) -> Iterator[_Way]:
         """One way to make it fit, if it does."""
@@ -88,7 +109,7 @@ class Hiding:
         while changed:
             changed = False
             for gap in range(len(way.computation.gaps)):
-                for choice in way.choice.changed(gap):
+                for choice in self.changes(way.choice, gap):
                     if trials >= most or way.seconds <= bound * (1 + 1e-9):
                         return way, trials
                     trials += 1
@@ -96,6 +117,13 @@ class Hiding:
                         if other.seconds < way.seconds:
                             way, changed = other, True
         return way, trials
+
+    def changes(self, choice: Choice, gap: int) -> Iterator[Choice]:
+        """Other choices for one gap; on short chains with copies issued in the other order too."""
+        for changed in choice.changed(gap):
+            yield changed
+            if len(self.short.profile) <= _FEW:
+                yield changed._replace(as_needed=not changed.as_needed)
 
 
 def _computations(profile: Profile, limit: int) -> Iterator[Node]:
@@ -130,17 +158,4 @@ def _interleaved(short: Short, machine: Machine | None, tier: Tier) -> Iterator[
             credit += factor * rate * cost.forward_seconds
             taken.append(k >= tail or credit >= cost.saved_nbytes)
             credit -= cost.saved_nbytes if taken[-1] else 0
-        yield _patterned(taken)
-
-
-def _patterned(taken: list[bool]) -> Node:
-    """Stages that are ``taken`` recorded in the first sweep, runs of the others recomputed from their first state."""
-    sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
-    back: list[Node] = []
-    for record, group in groupby(range(len(taken)), key=taken.__getitem__):
-        stages = list(group)
-        first, stop = stages[0], stages[-1] + 1
-        sweep += [recorded(first, stop)] if record else [Keep(first), Forward(first, stop)]
-        again: list[Node] = [] if record else [Restore(first), freed(first), recorded(first, stop)]
-        back.append(Series((*again, reversed_stages(first, stop))))
-    return Series((*sweep, Phase(PhaseKind.BACKWARD), *reversed(back)))
+        yield patterned(["record" if k else "forward" for k in taken])

@@ -45,15 +45,18 @@ class Gap(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Gaps, by number, whose value stays on the device, and gaps that make room before any other."""
+    """Gaps, by number, whose value stays on the device, and gaps that make room before any other; whether copies out
+    are issued in the order in which their room is needed, and not in that in which values are unused."""
 
     stay: frozenset[int] = frozenset()
     go: frozenset[int] = frozenset()
+    as_needed: bool = False
 
     def changed(self, gap: int) -> "Iterator[Choice]":
         """The other choices for one gap."""
         stay, go = self.stay - {gap}, self.go - {gap}
-        for choice in (Choice(stay, go), Choice(stay | {gap}, go), Choice(stay, go | {gap})):
+        for stays, goes in ((stay, go), (stay | {gap}, go), (stay, go | {gap})):
+            choice = self._replace(stay=stays, go=goes)
             if choice != self:
                 yield choice
 
@@ -131,8 +134,9 @@ class Computation:
         if limit is None or max(self.nbytes) <= limit:
             return self.actions
         slack = limit - np.array(self.nbytes, dtype=np.int64)
-        leaves = self._leaving(slack, order, choice or Choice())
-        return None if leaves is None else list(self._moved(leaves, slack, tier))
+        choice = choice or Choice()
+        leaves = self._leaving(slack, order, choice)
+        return None if leaves is None else list(self._moved(leaves, slack, tier, choice.as_needed))
 
     def _leaving(self, slack: Bytes, order: Order, choice: Choice) -> dict[int, int] | None:
         """The gaps to use, by number, and the action that first needs the room; ``slack`` gets what they give."""
@@ -154,16 +158,19 @@ class Computation:
                 slack[position : gaps[gone].stop] += gaps[gone].nbytes
         return leaves
 
-    def _moved(self, leaves: dict[int, int], slack: Bytes, tier: Tier) -> Iterator[Action]:
+    def _moved(self, leaves: dict[int, int], slack: Bytes, tier: Tier, as_needed: bool) -> Iterator[Action]:
         """The actions with the copies of ``leaves``."""
         before: dict[int, list[Action]] = {}  # actions put before that position
         after: dict[int, list[Action]] = {}
         by_stop = sorted((self.gaps[n].stop, n) for n in leaves)
         last = {self.gaps[n].value: n for _, n in by_stop}
         below: set[Value] = set()
-        for start, position, n in sorted((self.gaps[n].start, position, n) for n, position in leaves.items()):
+        issued = 0
+        leaving = [(self.gaps[n].start, position, n) for n, position in leaves.items()]
+        for start, position, n in sorted(leaving, key=lambda gone: (gone[1], gone[0]) if as_needed else gone[:2]):
             value, out = self.gaps[n].value, list[Action]()
             if value not in below:  # else its copy there is still good
+                start = issued = max(start, issued) if as_needed else start
                 after.setdefault(start, []).append(Offload(value, DEVICE, tier))
                 out.append(Wait(value, tier))
                 below.add(value)

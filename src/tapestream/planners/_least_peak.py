@@ -2,10 +2,9 @@
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -47,20 +46,29 @@ class Sizes:
     @classmethod
     def of_profile(cls, profile: Profile) -> "Sizes":
         """With saved tensors, states where backward reads them, cotangents, gradients that stay, and the turn."""
-        output, column = _column(profile, "output_nbytes"), partial(_column, profile)
+        stages = profile.stages
+        if isinstance(stages, UniformStages):
+            stages = [stages.cost] * len(stages)
+        # Each column spelled out: reading an attribute by its name in a string takes longer.
+        output = _column([cost.output_nbytes for cost in stages])
+        saved = _column([cost.saved_nbytes for cost in stages])
+        input_read = _column([cost.reads_input for cost in stages])
+        output_read = _column([cost.reads_output for cost in stages])
+        gradients = _column([cost.gradient_nbytes for cost in stages])
+        extra = _column([cost.forward_extra_nbytes for cost in stages])
+        record_extra = _column([cost.record_extra_nbytes for cost in stages], extra)
+        backward_extra = _column([cost.backward_extra_nbytes for cost in stages])
+        cotangents = _column([cost.cotangent_nbytes for cost in stages], output)
+        cotangents = np.append(profile.cotangent_nbytes(0), cotangents)
         states = _states(profile, output)
-        saved, output_read = column("saved_nbytes"), column("reads_output")
-        cotangents = np.append(profile.cotangent_nbytes(0), column("cotangent_nbytes", output))
-        made = np.append(column("gradient_nbytes")[::-1].cumsum()[::-1], 0)
+        made = np.append(gradients[::-1].cumsum()[::-1], 0)
         # The tape holds a state, or it is a restart checkpoint, or it is the last, live until the turn.
         held = np.ones_like(states)
-        held[1:-1] = column("reads_input")[1:] | output_read[:-1]
+        held[1:-1] = input_read[1:] | output_read[:-1]
         tape = np.append(0, (saved + held[1:] * states[1:]).cumsum())
         taped = tape[:-1] + saved
-        recording = taped + states[1:] + column("record_extra_nbytes", column("forward_extra_nbytes"))
-        recording += (1 - held[:-1]) * states[:-1]
-        backward = taped + cotangents[:-1] + cotangents[1:] + column("backward_extra_nbytes") + made[:-1]
-        backward += output_read * states[1:]
+        recording = taped + states[1:] + record_extra + (1 - held[:-1]) * states[:-1]
+        backward = taped + cotangents[:-1] + cotangents[1:] + backward_extra + made[:-1] + output_read * states[1:]
         reached = np.maximum(recording + cotangents[1:] + made[1:], backward)
         ends = np.maximum(recording, backward)
         ends[-1] = max(ends[-1], tape[-1] + cotangents[-1] + profile.turn_nbytes)
@@ -68,18 +76,16 @@ class Sizes:
         return cls(states.tolist(), tape.tolist(), reached.tolist(), last.tolist())
 
 
-def _column(profile: Profile, name: str, unsaid: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """One figure of every stage; where that is None, ``unsaid``."""
-    stages, figure = profile.stages, attrgetter(name)
-    if isinstance(stages, UniformStages):
-        value = figure(stages.cost)
-        return unsaid if value is None and unsaid is not None else np.full(len(stages), value, np.int64)
-    if unsaid is None:
-        return np.fromiter(map(figure, stages), np.int64, len(stages))
-    said = list(map(figure, stages))
-    if said.count(None) == len(said):
-        return unsaid
-    return np.array([a if b is None else b for a, b in zip(unsaid.tolist(), said, strict=True)])
+def _column(figures: Sequence[int | None], unsaid: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """One figure of every stage; where that is None, ``unsaid``. Quick where all are the same, as most are."""
+    first = figures[0]
+    if first is None or figures.count(first) < len(figures):
+        if unsaid is None:
+            return np.array(figures, np.int64)
+        if figures.count(None) == len(figures):
+            return unsaid
+        return np.array([a if b is None else b for a, b in zip(unsaid.tolist(), figures, strict=True)], np.int64)
+    return np.full(len(figures), first, np.int64)
 
 
 def _states(profile: Profile, output: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -99,46 +105,52 @@ def freed_early(sizes: Sizes) -> Cuts:
     M(j) = min(last(j), min over k > j of max(I(j, k), f(k))) with f(k) = a_k + M(k), the answer a_0 + M(0). As j falls,
     I(j, k) grows and f stays. So with ``end`` the best k so far: those to its right never come back; those to its left
     have less inside, and become better only when what ``end`` gives exceeds the least f among them, ``bound``, and then
-    the first of that least f is the next ``end``. Least f and largest reached between j and ``end`` are those of a
-    front, which grows to the left of ``middle``, and of a back, stored for every number of its stages; when the least
-    lies in the front, that becomes the back. Each stage enters a back once (ours).
+    the first of that least f is the next ``end`` (ours). ``queue``: the stages left of ``end`` whose f is less than
+    that of all between them and j, least f first. ``drops``: the same for what is reached, largest first, of those
+    alone after which less is reached, since elsewhere the most is reached right before ``end``.
     """
     states, tape, reached, last = sizes.states, sizes.tape, sizes.reached, sizes.last
-    n = middle = end = len(last)
+    n = end = len(last)
     rest, ends = [0] * n, [n] * n  # f, and where the segment from k ends
-    fixed = most = _MOST  # f(end), largest reached in j .. end-1: worse than any at first
-    least = bound = 2 * _MOST  # of f: in the front, in front and back
-    low, high, left, front = [2 * _MOST], [0], 0, 0  # ``left`` stages of the back lie before end
+    queue, drops = deque[int](), deque[int]()
+    fixed = most = after = _MOST  # f(end), largest reached in j .. end-1, reached[j+1]: worse than any at first
+    newest = bound = 2 * _MOST  # f(j+1) if in the queue, f of its first
     downwards = (range(n - 1, -1, -1), *map(reversed, (reached, tape[:n], last, states[:n])))
-    for j, added, here, whole, kept in zip(*downwards, strict=True):
-        if added > front:
-            front = added
-            most = max(most, front)
-        value = most - here
+    for j, here, start, whole, kept in zip(*downwards, strict=True):
+        if here > after:
+            while drops and reached[drops[-1]] <= here:
+                drops.pop()
+            drops.append(j)
+            if here > most:
+                most = here
+        after = here
+        value = most - start
         if value < fixed:
             value = fixed
         while value > bound:
-            if least < low[left]:
-                left, middle = middle - j - 1, j + 1
-                low = [2 * _MOST, *accumulate(rest[middle : middle + left], min)]
-                high = [0, *accumulate(reached[middle : middle + left], max)]
-                front, least = added, 2 * _MOST
-            fixed = low[left]
-            while low[left] == fixed:
-                left -= 1
-            end, bound = middle + left, min(least, low[left])
-            most = max(front, high[left])
-            value = max(most - here, fixed)
+            end = queue.popleft()
+            while drops and drops[0] >= end:
+                drops.popleft()
+            fixed, most = rest[end], reached[end - 1]
+            if drops and reached[drops[0]] > most:
+                most = reached[drops[0]]
+            if queue:
+                bound = rest[queue[0]]
+            else:
+                newest = bound = 2 * _MOST
+            value = max(most - start, fixed)
         if value < whole:
             ends[j] = end
         else:
             value = whole
-        value += kept
-        rest[j] = value
-        if value < least:
-            least = value
-            if value < bound:
+        rest[j] = value = value + kept
+        if value <= newest:
+            while queue and rest[queue[-1]] >= value:
+                queue.pop()
+            if not queue:
                 bound = value
+        newest = value
+        queue.append(j)
     return Cuts(rest[0], _path(ends))
 
 

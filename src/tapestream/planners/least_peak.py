@@ -5,7 +5,7 @@ from typing import Literal
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
-from tapestream.ir import Forward, Keep, Node, Phase, PhaseKind, Restore, Schedule, Series
+from tapestream.ir import Forward, Keep, Node, Phase, PhaseKind, Restore, Schedule, Series, Shift
 from tapestream.planners._fit import first_fit
 from tapestream.planners._least_peak import Sizes, freed_early, kept_to_the_end
 from tapestream.planners._recurrences import freed, recorded, reversed_stages, turn
@@ -41,8 +41,9 @@ def plan(
         raise InputError(f"{NAME}: sizes is 'tape' or 'states', not {sizes!r}")
     if objective == "B" and n > _LONGEST_B:
         raise InputError(f"{NAME}: objective 'B' takes at most {_LONGEST_B} stages, not {n}; use objective='A'")
-    looked_at = Sizes.of_profile(profile) if sizes == "tape" else Sizes.of_states(_states(profile))
-    cuts = freed_early(looked_at) if objective == "A" else kept_to_the_end(looked_at)
+    solve = freed_early if objective == "A" else kept_to_the_end
+    # Not named, so that lists as long as the chain are gone before the tree is made.
+    cuts = solve(Sizes.of_profile(profile) if sizes == "tape" else Sizes.of_states(_states(profile)))
     return first_fit(NAME, [_tree(n, cuts.checkpoints)], profile, budget)
 
 
@@ -54,9 +55,13 @@ def _tree(n: int, checkpoints: list[int]) -> Node:
     """Segments between 0, ``checkpoints`` and n; the last one is recorded in the first sweep."""
     sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
     back: list[Node] = []
+    again: dict[int, Node] = {}  # segments as long as each other share a node
     start = 0
     for first, stop in pairwise((0, *checkpoints)):
         sweep += (Keep(first), Forward(first, stop))
-        back.append(Series((Restore(first), freed(first), recorded(first, stop), reversed_stages(first, stop))))
+        length = stop - first
+        if length not in again:
+            again[length] = Series((Restore(0), freed(0), recorded(0, length), reversed_stages(0, length)))
+        back.append(Shift(again[length], first) if first else again[length])
         start = stop
     return Series((*sweep, *turn(start, n), *reversed(back)))

@@ -121,7 +121,9 @@ class Plan:
     def _why(self) -> str:
         others = sorted((s, name) for name, s, _ in self.alternatives if s is not None and name != self.planner)
         if not others:
-            return f"{self.planner or 'given'}, the only candidate that fits"
+            tried = len(self.alternatives)
+            words = f"the only one of {tried} that fits" if tried > 1 else "the only one considered"
+            return f"{self.planner or 'given'}, {words}"
         seconds, name = others[0]
         share = seconds / self.seconds - 1 if self.seconds else 0.0
         slower = f"takes {share:.1%} longer" if share > 5e-4 else "is no faster"
