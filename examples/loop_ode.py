@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import tapestream as ts
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 Adaptive = tuple[Tensor, Tensor, float, float, int]
 """Position, misfit so far, time, length of the next step, number of positions passed."""
@@ -236,6 +236,9 @@ def draw(
     for name, (error, nbytes) in found.items():
         axes[2].loglog(nbytes / 2**20, max(error, 1e-16), "o", label=name)
     axes[2].set(xlabel="MiB", ylabel="relative error of the gradient")
+    axes[2].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes[2].xaxis.set_major_formatter("{x:g}")
+    axes[2].xaxis.set_minor_formatter(ticker.NullFormatter())
     axes[2].legend(fontsize=7)
     given.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.out / "loop_ode.png", dpi=120)

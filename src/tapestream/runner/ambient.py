@@ -2,8 +2,9 @@
 recompute"."""
 
 import contextlib
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -63,27 +64,50 @@ class TorchGenerators:
 @dataclass(frozen=True, slots=True)
 class HostGenerators:
     """States of Python's and NumPy's global generators: slow to capture (50 microseconds), so taken only where
-    needed."""
+    needed. ``own``: with those of generator objects that user code holds."""
 
     python: Any
     numpy: Any
+    own: tuple[tuple[Any, bytes], ...] = ()
 
     @classmethod
-    def capture(cls) -> "HostGenerators":
-        """The states as they are now."""
-        return cls(random.getstate(), numpy.random.get_state(legacy=False))
+    def capture(cls, own: Iterable[object] = ()) -> "HostGenerators":
+        """The states as they are now. ``own``: objects of `GENERATORS`."""
+        states = tuple((one, pickle.dumps(_state_of(one))) for one in own)
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), states)
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
+        for one, state in self.own:
+            _set_state(one, pickle.loads(state))
 
     def equals(self, other: "HostGenerators") -> bool:
         """Nothing was drawn in between."""
         mine, theirs = self.numpy["state"], other.numpy["state"]
-        return (
-            self.python == other.python and mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
-        )
+        if self.python != other.python or self.own != other.own:
+            return False
+        return mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
+
+
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+"""Random generators that are objects of their own."""
+
+
+def _state_of(one: Any) -> Any:
+    if isinstance(one, random.Random):
+        return one.getstate()
+    return one.bit_generator.state if isinstance(one, numpy.random.Generator) else one.get_state()
+
+
+def _set_state(one: Any, state: Any) -> None:
+    if isinstance(one, random.Random):
+        one.setstate(state)
+    elif isinstance(one, numpy.random.Generator):
+        one.bit_generator.state = state
+    else:
+        one.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Steps of many kinds, and a plain Python loop to compare with."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,20 @@ def numpy_noise() -> Made:
     return step, torch.randn(2, 4), [weight]
 
 
+def own_generators() -> Made:
+    """Draws from generators that are objects of its own, one of them in every third step alone."""
+    weight = torch.randn(4, 4).requires_grad_()
+    torch_made, numpy_made = torch.Generator().manual_seed(3), numpy.random.default_rng(4)
+    python_made, legacy = random.Random(5), numpy.random.RandomState(6)
+
+    def step(state: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        h, t = state
+        noise = torch.randn(4, generator=torch_made) + numpy_made.random() + legacy.rand()
+        return torch.tanh(h @ weight + noise + (python_made.random() if t % 3 == 0 else 0)), t + 1
+
+    return step, (torch.randn(2, 4), 0), [weight]
+
+
 def batch_norm() -> Made:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
     return net, torch.randn(5, 4).requires_grad_(), list(net.parameters())
@@ -91,6 +106,19 @@ def integers_and_flags() -> Made:
         return {"h": h * (1 + 1 / count), "count": count + 1, "odd": not odd, "table": table, "name": state["name"]}
 
     start = {"h": torch.randn(2, 4).requires_grad_(), "count": 1, "odd": True, "table": torch.arange(4), "name": "a"}
+    return step, start, [weight]
+
+
+def nested() -> Made:
+    """A tree of containers within containers."""
+    weight = (0.5 * torch.randn(4, 4)).requires_grad_()
+
+    def step(state: dict[str, Any]) -> dict[str, Any]:
+        (h, count), c = state["pair"], state["rest"][0]["c"]
+        h = torch.tanh(h @ weight + c)
+        return {"pair": (h, count + 1), "rest": [{"c": 0.9 * c + h.mean() / count}], "name": "b"}
+
+    start = {"pair": (torch.randn(2, 4), 1), "rest": [{"c": torch.zeros(4).requires_grad_()}], "name": "b"}
     return step, start, [weight]
 
 
@@ -157,8 +185,8 @@ def double_precision_view() -> Made:
 
 
 KINDS = [
-    tanh_rnn, lstm_cell, shared_twice, dropout_module, numpy_noise, batch_norm, in_place, integers_and_flags, captured,
-    rarely_used, inner_gradient, passed_through, double_precision_view,
+    tanh_rnn, lstm_cell, shared_twice, dropout_module, numpy_noise, own_generators, batch_norm, in_place,
+    integers_and_flags, nested, captured, rarely_used, inner_gradient, passed_through, double_precision_view,
 ]  # fmt: skip
 
 

@@ -73,6 +73,24 @@ def test_against_autograd(in_place, options):
     torch.testing.assert_close(ours[2].grad, theirs[2].grad)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("engine", ["adversarial", "threads"])
+def test_restart_checkpoints_on_a_disk(in_place, engine, tmp_path):
+    step, adjoint = wave(in_place)
+    link = ts.Link(1e9)
+    machine = ts.Machine({(ts.Tier.DEVICE, ts.Tier.DISK): link, (ts.Tier.DISK, ts.Tier.DEVICE): link})
+    ours, theirs = start(), start()
+    run = ts.Loop(
+        step, adjoint=adjoint, planner="async_multistage", slots=2, interval=4, folder=tmp_path, machine=machine,
+        engine=engine,
+    )  # fmt: skip
+    (run(ours, steps=57)[0] ** 2).sum().backward()
+    (by_autograd(theirs, 57)[0] ** 2).sum().backward()
+    assert run.plan.simulation.bytes_moved[ts.Tier.DEVICE, ts.Tier.DISK] > 0
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad)
+    torch.testing.assert_close(ours[2].grad, theirs[2].grad)
+
+
 def test_until_and_inputs():
     step, adjoint = wave(False)
     ours, theirs = start(), start()

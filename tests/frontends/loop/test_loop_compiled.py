@@ -8,9 +8,13 @@ from looping import captured, differentiated, in_place, lstm_cell, same, seeded,
 from torch import nn
 
 import tapestream as ts
+from tapestream.costs import Budget, StageCost
 from tapestream.errors import InputError
+from tapestream.frontends.loop.plans import choose, lengths
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+# What it imports warns of itself.
+INDUCTOR = [pytest.mark.full, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 
 
 def compiled_chunk(step, length, backend):
@@ -24,15 +28,18 @@ def compiled_chunk(step, length, backend):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the plain loop
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [tanh_rnn, lstm_cell])
-def test_equal_to_a_loop_over_compiled_chunks(kind, backend):
+@pytest.mark.parametrize(("kind", "stage"), [(tanh_rnn, 8), (lstm_cell, 4)])
+def test_equal_to_a_loop_over_compiled_chunks(kind, stage, backend, monkeypatch):
+    """Chunks of 4 steps; a stage is one of them or two."""
+
     def in_chunks():
         step, state, leaves = kind()
         return compiled_chunk(step, 4, backend), state, leaves
 
+    monkeypatch.setattr("tapestream.frontends.loop.compiled.LONGEST", 4)
     expected, _ = differentiated(in_chunks, 6, None)
-    found, run = differentiated(kind, 24, {"planner": "revolve", "slots": 2, "chunk": 4, "compile": backend})
-    assert run.plan.schedule.stages == 6
+    found, run = differentiated(kind, 24, {"planner": "revolve", "slots": 2, "chunk": stage, "compile": backend})
+    assert run.plan.schedule.stages == 24 // stage
     ours, theirs = (one.state if isinstance(one.state, tuple) else (one.state,) for one in (found, expected))
     assert all(map(same, ours, theirs))
     assert all(map(same, found.gradients, expected.gradients))
@@ -66,6 +73,18 @@ def test_inputs_outputs_and_a_rest(how, backend):
 
     for ours, theirs in zip(program(True), program(False), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("steps", "unit"), [(100, 1), (100, 8), (7, 8), (1, 1), (1_000_000, 32)])
+def test_stages_of_a_compiled_loop_are_multiples_of_its_chunks(steps, unit):
+    found = list(lengths(steps, unit))
+    assert all(length % unit == 0 for length in found)
+    assert found == sorted(set(found))
+    assert found[0] == unit or found[0] >= steps
+    assert steps <= found[-1] < steps + unit
+    few = choose(StageCost(1e-6, 2e-6, 1000, 3000), steps, Budget(1_000_000), "auto", None, {}, unit=unit)
+    assert few.chunk in found
+    assert len(few.plan.profile) == -(-steps // few.chunk)
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch):

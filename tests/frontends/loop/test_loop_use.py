@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import re
 from itertools import pairwise
 
@@ -92,6 +93,37 @@ def test_taylor():
     rests = [float((loss(weight.detach() + h * way) - value - h * slope).detach()) for h in (1e-5, 5e-6, 2.5e-6)]
     rates = [abs(a / b) for a, b in pairwise(rests)]
     assert all(3.5 < rate < 4.5 for rate in rates), rests
+
+
+def test_finite_differences():
+    """A forced pendulum with friction."""
+    pull = torch.tensor([0.8, 0.3], dtype=torch.float64, requires_grad=True)
+
+    def loss(pull):
+        def step(state, t):
+            x, v = state
+            v = v + 0.01 * (pull[1] * math.cos(0.01 * t) - pull[0] * torch.sin(x) - 0.2 * v)
+            return x + 0.01 * v, v
+
+        start = torch.full((), 0.5, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        return ts.Loop(step, planner="revolve", slots=20, chunk=10)(start, inputs=range(1_000))[0]
+
+    (found,) = torch.autograd.grad(loss(pull), pull)
+    with torch.no_grad():
+        ways = 1e-5 * torch.eye(2, dtype=torch.float64)
+        wanted = torch.stack([(loss(pull + way) - loss(pull - way)) / 2e-5 for way in ways])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_more_slots_never_take_more_steps():
+    weight = torch.ones(3, requires_grad=True)
+    forwards = []
+    for slots in range(1, 14):
+        run = ts.Loop(lambda h: torch.sin(h * weight), planner="revolve", slots=slots)
+        run(torch.ones(3), steps=60).sum().backward()
+        forwards.append(run.plan.simulation.forwards)
+    assert forwards == sorted(forwards, reverse=True)
+    assert forwards[0] > forwards[-1]
 
 
 def test_memory_does_not_grow_with_the_number_of_steps():
@@ -265,9 +297,9 @@ def test_bad_states_and_options():
 
 
 def test_a_step_that_is_not_deterministic():
-    generator = torch.Generator()
-
     def step(state):
+        generator = torch.Generator()
+        generator.seed()
         return {"h": state["h"] * WEIGHT, "noise": torch.randn(2, generator=generator)}
 
     with pytest.raises(GradientError, match=r"not deterministic.*state\['noise'\]"):

@@ -1,6 +1,8 @@
-"""`CompiledSteps`: a stage is a chunk of steps that went through ``torch.compile`` as one function."""
+"""`CompiledSteps`: a stage is one or several chunks of steps that went through ``torch.compile`` as one function."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
+from math import gcd
 from typing import Any
 
 from tapestream.errors import InputError
@@ -29,7 +31,10 @@ def unrolled(body: Body, length: int) -> Chunk:
 
 
 class CompiledSteps(TensorSteps):
-    """As `TensorSteps`; ``chunks`` gives the compiled function of a length. Only whole stages are run."""
+    """As `TensorSteps`; ``chunks`` gives the compiled function of a length. Only whole stages are run.
+
+    ``length``: steps of a compiled function (None: those of a stage), fewer where a stage is no multiple of it.
+    """
 
     def __init__(
         self,
@@ -38,19 +43,20 @@ class CompiledSteps(TensorSteps):
         tick: Callable[[int], None] | None = None,
         *,
         chunks: Callable[[int], Chunk],
+        length: int | None = None,
     ) -> None:
         super().__init__(body, steps, tick)
         self._chunks = chunks
+        self._length = body.chunk if length is None else gcd(body.chunk, length)
 
-    def _swept(
+    def _run_bare(
         self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
     ) -> Any:
         if ended is not None:
             raise InputError("Loop: a compiled loop cannot stop inside a chunk; use steps=, or compile=False")
         fresh = function is not self.body.function  # the sweep runs with gradients on
-        size, sink = self.body.chunk, self.body.sink
+        size, sink = self._length, self.body.sink
         chunk = self._chunks(size)
-        self.over, self.reached = False, stop
         for first in range(start, stop, size):
             last = min(first + size, stop)
             if last - first < size:
@@ -61,14 +67,15 @@ class CompiledSteps(TensorSteps):
                 for step, output in enumerate(outputs, first):
                     if sink.wants(step):
                         sink.add(step, output)
-        if self.tick is not None:
-            self.tick(stop - start)
         return state
 
     def _run(self, state: Any, xs: Iterator[tuple[Any, ...]], first: int, last: int) -> Iterator[tuple[Any, Any]]:
-        found, outputs = self._chunks(last - first)(state, [x for (x,) in xs] if self.body.source is not None else [])
-        for step in range(last - first):
-            yield found, outputs[step] if outputs else None
+        for begin in range(first, last, self._length):
+            count = min(self._length, last - begin)
+            given = [x for (x,) in islice(xs, count)] if self.body.source is not None else []
+            state, outputs = self._chunks(count)(state, given)
+            for number in range(count):
+                yield state, outputs[number] if outputs else None
 
     def _xs(self, first: int, last: int) -> list[Any]:
         return [] if self.body.source is None else list(self.body.source.read(first, last))

@@ -1,6 +1,6 @@
 """`Form`: the structure of a loop's state, checked after every step at the price of a few comparisons."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Leaf:
         """Whether ``value`` may stand here: leaves that are no tensors may change as they like."""
         kind = self.kind
         if kind is None:
-            return kind_of(value) is None
+            return _plain(value)
         return isinstance(value, kind) and value.shape == self.shape and value.dtype == self.dtype
 
     def __str__(self) -> str:
@@ -66,7 +66,9 @@ class Form:
             leaves, found = pytree.tree_flatten(other)
             return found == spec and all(part.fits(leaf) for part, leaf in zip(parts, leaves, strict=True))
 
-        return cls(spec, parts, pytree.tree_leaves, lambda leaves: pytree.tree_unflatten(leaves, spec), matches)
+        nested = _nested(tree, iter(parts))
+        leaves = pytree.tree_leaves if nested is None else spec.flatten_up_to
+        return cls(spec, parts, leaves, lambda leaves: pytree.tree_unflatten(leaves, spec), nested or matches)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -75,10 +77,14 @@ class Form:
 
     def differences(self, tree: Any) -> str:
         """How ``tree`` differs, for a message: the first leaf that does, or the structure."""
-        leaves, spec = pytree.tree_flatten(tree)
-        if spec != self.spec:
-            return f"the structure {_shown(spec)} where it was {_shown(self.spec)}"
+        structure = f"the structure {_shown(pytree.tree_structure(tree))} where it was {_shown(self.spec)}"
+        try:
+            leaves = self.spec.flatten_up_to(tree)
+        except ValueError:
+            return structure
         for part, leaf in zip(self.parts, leaves, strict=True):
+            if not pytree.tree_is_leaf(leaf):
+                return structure
             if not part.fits(leaf):
                 return f"{part.name} = {Leaf.of(part.name, leaf)} where it was {part}"
         return "the same structure"
@@ -100,10 +106,16 @@ def kind_of(value: Any) -> Any:
     """What ``isinstance`` takes for tensors, or for arrays; None for leaves that carry no numbers of their own."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
-    return _ARRAYS if isinstance(value, _ARRAYS) else None
+    return ARRAYS if isinstance(value, ARRAYS) else None
 
 
-_ARRAYS = (numpy.ndarray, numpy.generic)  # operations on arrays without axes give numbers
+def _plain(value: Any) -> bool:
+    """Whether it is a leaf without numbers of its own: a container might hide tensors."""
+    return not isinstance(value, _OTHERS) and type(value) not in pytree.SUPPORTED_NODES
+
+
+ARRAYS = (numpy.ndarray, numpy.generic)  # operations on arrays without axes give numbers
+_OTHERS = (torch.Tensor, *ARRAYS, tuple)  # named tuples are containers too
 
 
 def _alone(tree: Any) -> tuple[Any]:
@@ -127,7 +139,7 @@ def _row(kind: type[tuple[Any, ...]] | type[list[Any]], parts: tuple[Leaf, ...])
             return False
         for (wanted, shape, dtype), leaf in zip(tests, tree, strict=True):
             if shape is None:
-                if kind_of(leaf) is not None:
+                if not _plain(leaf):
                     return False
             elif not isinstance(leaf, wanted) or leaf.shape != shape or leaf.dtype != dtype:
                 return False
@@ -136,15 +148,40 @@ def _row(kind: type[tuple[Any, ...]] | type[list[Any]], parts: tuple[Leaf, ...])
     return matches
 
 
+def _nested(tree: Any, parts: Iterator[Leaf]) -> Callable[[Any], bool] | None:
+    """The test of a tree of tuples, lists and dictionaries without a walk; None where it has other nodes.
+
+    PyTorch's own walk takes longer than a small step.
+    """
+    kind = type(tree)
+    if pytree.tree_is_leaf(tree):
+        return next(parts).fits
+    if kind not in (tuple, list, dict):
+        return None
+    keys, among = (tuple(tree), frozenset(tree)) if kind is dict else (None, frozenset())
+    tests = [test for child in (tree.values() if kind is dict else tree) if (test := _nested(child, parts)) is not None]
+    if len(tests) < len(tree):
+        return None
+
+    def matches(other: Any) -> bool:
+        if type(other) is not kind or len(other) != len(tests) or (keys is not None and other.keys() != among):
+            return False
+        children = other if keys is None else [other[key] for key in keys]
+        return all(test(child) for test, child in zip(tests, children, strict=True))
+
+    return matches
+
+
 def _of_dict(spec: pytree.TreeSpec, parts: tuple[Leaf, ...], keys: tuple[Any, ...]) -> Form:
-    inner = _row(list, parts)
+    inner, among = _row(list, parts), frozenset(keys)
+
+    def leaves_of(tree: Any) -> list[Any]:
+        return [tree[key] for key in keys]  # a step may write them down in another order
 
     def matches(tree: Any) -> bool:
-        return type(tree) is dict and tuple(tree) == keys and inner(list(tree.values()))
+        return type(tree) is dict and tree.keys() == among and inner(leaves_of(tree))
 
-    return Form(
-        spec, parts, lambda tree: list(tree.values()), lambda leaves: dict(zip(keys, leaves, strict=True)), matches
-    )
+    return Form(spec, parts, leaves_of, lambda leaves: dict(zip(keys, leaves, strict=True)), matches)
 
 
 def _shown(spec: pytree.TreeSpec) -> str:

@@ -33,7 +33,7 @@ class Keeper:
         self._form, self._traits, self._device = body.form, body.traits, body.device
         self._places = body.form.tensors
         self._torch = TorchGenerators.capture(self._device)
-        self._host = HostGenerators.capture()
+        self._host = HostGenerators.capture(body.traits.generators)
         self._first = self._torch
         self._draws_torch, self._draws_host = True, self._traits.draws_host
 
@@ -47,7 +47,7 @@ class Keeper:
                 generators = self._torch
             else:
                 self._torch = generators
-        host = HostGenerators.capture() if self._draws_host else None
+        host = HostGenerators.capture(traits.generators) if self._draws_host else None
         buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
         kept = self._unshared(state)
         return Kept(kept, versions(self._form, self._places, kept), generators, host, buffers)
@@ -74,10 +74,10 @@ class Keeper:
         """What was never drawn from in the whole sweep need not be looked at again. Raises GradientError when
         something was that watching the first steps had not shown."""
         self._draws_torch = not self._first.equals(TorchGenerators.capture(self._device))
-        if not self._draws_host and not self._host.equals(HostGenerators.capture()):
+        if not self._draws_host and not self._host.equals(HostGenerators.capture(self._traits.generators)):
             raise GradientError(
-                "Loop: a later step draws from Python's or NumPy's random generator, which the first two steps did "
-                "not; draw from torch's generator instead, or draw in every step"
+                "Loop: a later step draws from Python's or NumPy's random generator or from one of its own, which the "
+                "first two steps did not; draw from torch's generator instead, or draw in every step"
             )
 
     def _unshared(self, state: Any) -> Any:

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 
-from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.form import ARRAYS, Form
 from tapestream.executor.loop.keep import Kept, versions
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir.actions import Kind, Tier, Value
@@ -22,7 +23,8 @@ class ParcelStates:
         """Start a copy of restart checkpoint ``stage``. Raises StorageError or BudgetError where ``target`` is full."""
         value = Value(Kind.STATE, stage)
         if source is Tier.DEVICE:
-            item: Kept = kept[stage]
+            item: Kept = _aligned(kept[stage], self._form)
+            kept[stage] = item
             self._parcels.pack(value, _tensors(item, self._form))
             self._rest[stage] = _without(item, self._form)
         self._parcels.start(value, source, target)
@@ -47,18 +49,32 @@ class ParcelStates:
         self._parcels.close()
 
 
+def _aligned(kept: Kept, form: Form) -> Kept:
+    """The same; arrays lie in memory of PyTorch's, which can travel."""
+    leaves = list(form.leaves(kept.state))
+    if not any(isinstance(leaves[i], ARRAYS) for i in form.tensors):
+        return kept
+    copies = {
+        id(leaf): torch.from_numpy(numpy.array(leaf)).clone().numpy() for leaf in map(leaves.__getitem__, form.tensors)
+    }
+    state = form.build([copies.get(id(leaf), leaf) for leaf in leaves])
+    return replace(kept, state=state)
+
+
 def _tensors(kept: Kept, form: Form) -> list[torch.Tensor]:
     """All that moves, each tensor once and in a fixed order: those of the state, generator states, buffers."""
-    leaves = [leaf for leaf in form.leaves(kept.state) if isinstance(leaf, torch.Tensor)]
+    leaves = form.leaves(kept.state)
+    moved = {id(leaves[i]): leaves[i] for i in form.tensors}.values()
     generators = () if kept.torch_generators is None else (kept.torch_generators.cpu,)
     buffers = () if kept.buffers is None else kept.buffers.copies
-    return [*{id(leaf): leaf for leaf in leaves}.values(), *generators, *buffers]
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf) for leaf in moved]
+    return [*tensors, *generators, *buffers]
 
 
 def _without(kept: Kept, form: Form) -> Kept:
     """The same with numbers in place of the state's tensors, one that appears twice having one number."""
     leaves = list(form.leaves(kept.state))
-    number = {key: i for i, key in enumerate(dict.fromkeys(id(x) for x in leaves if isinstance(x, torch.Tensor)))}
+    number = {key: i for i, key in enumerate(dict.fromkeys(id(leaves[i]) for i in form.tensors))}
     for i in form.tensors:
         leaves[i] = number[id(leaves[i])]
     generators, buffers = kept.torch_generators, kept.buffers
@@ -73,7 +89,8 @@ def _with(rest: Kept, form: Form, tensors: list[torch.Tensor]) -> Kept:
     leaves = list(form.leaves(rest.state))
     count = len({leaves[i] for i in form.tensors})
     for i in form.tensors:
-        leaves[i] = tensors[leaves[i]]
+        found = tensors[leaves[i]]
+        leaves[i] = found if form.parts[i].kind is torch.Tensor else found.numpy()
     beside = tensors[count:]
     generators, buffers = rest.torch_generators, rest.buffers
     if generators is not None:

@@ -11,6 +11,7 @@ from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.runner.guards import Guard, escaped
 
 NAME = "a step of the loop"
+_TOLD_EVERY = 64  # steps
 
 
 class Sweeps:
@@ -44,8 +45,23 @@ class Sweeps:
     def _swept(
         self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
     ) -> Any:
-        source, matches = self.body.source, self.form.matches
+        """All steps at once, or so many that somebody hears of them now and then."""
         self.over, self.reached = False, stop
+        if self.tick is None:
+            return self._run_bare(state, start, stop, function, ended)
+        size = self.body.chunk * max(1, _TOLD_EVERY // self.body.chunk)
+        for first in range(start, stop, size):
+            self.reached = min(first + size, stop)
+            state = self._run_bare(state, first, self.reached, function, ended)
+            self.tick(self.reached - first)
+            if self.over:
+                break
+        return state
+
+    def _run_bare(
+        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
+    ) -> Any:
+        source, matches = self.body.source, self.form.matches
         if self.body.sink is not None or ended is not None:
             state = self._observed(state, start, stop, function, ended or _never)
         elif source is None:
@@ -58,14 +74,12 @@ class Sweeps:
                 state = function(state, x)
                 if not matches(state):
                     raise self.form.changed(state, step)
-        if self.tick is not None:
-            self.tick(self.reached - start)
         return state
 
     def _observed(
         self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool]
     ) -> Any:
-        """As `_swept`, with outputs to collect or a condition to ask."""
+        """As `_run_bare`, with outputs to collect or a condition to ask."""
         source, sink, matches = self.body.source, self.body.sink, self.form.matches
         given = iter(()) if source is None else ((x,) for x in source.read(start, stop))
         for step in range(start, stop):

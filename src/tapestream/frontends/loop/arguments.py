@@ -2,26 +2,41 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral, Real
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from tapestream.errors import InputError
 from tapestream.executor.loop.form import Form
 from tapestream.frontends.loop.inputs import Inputs
+from tapestream.planning.plan import Plan
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """A whole number of at least ``least``. Raises InputError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """A whole number of at least ``least``, NumPy's too. Raises InputError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"Loop: {name} must be a whole number of at least {least}, not {value!r}")
-    return value
+    return int(value)
+
+
+def check_options(adjoint: object, plan: object, compile: object) -> None:
+    """Raise InputError for options of a Loop that cannot be, or cannot be together."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"Loop: plan= is a Plan (Plan.load reads one from a file), not {type(plan).__name__}")
+    if adjoint is not None and not callable(adjoint):
+        raise InputError(f"Loop: adjoint= is a function of (state, cotangent), not {type(adjoint).__name__}")
+    if adjoint is not None and compile:
+        raise InputError("Loop: compile= is for steps on tensors, those of adjoint= get NumPy arrays; leave one out")
 
 
 def count_of(steps: object, source: Inputs | None, until: Callable[[Any], Any] | None, max_steps: object) -> int | None:
     """How many steps there are, or may be at most: None where only the condition says."""
     rows = None if source is None else source.length
+    if until is not None and not callable(until):
+        raise InputError(f"Loop: until= is a function of the state, not {until!r}")
     if until is None:
         if max_steps is not None:
             raise InputError(f"Loop: max_steps={max_steps!r} limits a run until=..., and none was given; use steps=")
@@ -45,13 +60,21 @@ def count_of(steps: object, source: Inputs | None, until: Callable[[Any], Any] |
 
 def fulfilled(condition: Callable[[Any], Any], state: Any) -> bool:
     """Whether ``condition`` accepts ``state``. Raises InputError where it returns no single truth value."""
-    with torch.no_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            found = condition(state)
+    else:
         found = condition(state)
-    if isinstance(found, torch.Tensor) and found.numel() != 1:
-        raise InputError(
-            f"Loop: until= returned a tensor of shape {tuple(found.shape)}; it must say one thing of the whole state "
-            "(use .all() or .any())"
-        )
+    if type(found) is bool:
+        return found
+    if isinstance(found, (torch.Tensor, numpy.ndarray)):
+        if found.size != 1 if isinstance(found, numpy.ndarray) else found.numel() != 1:
+            raise InputError(
+                f"Loop: until= returned {'a tensor' if isinstance(found, torch.Tensor) else 'an array'} of shape "
+                f"{tuple(found.shape)}; it must say one thing of the whole state (use .all() or .any())"
+            )
+    elif not isinstance(found, (numpy.bool_, Real)):  # a forgotten return would never end the run
+        raise InputError(f"Loop: until= returned {found!r}; it must return True or False")
     return bool(found)
 
 

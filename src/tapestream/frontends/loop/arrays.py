@@ -15,6 +15,8 @@ from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.traits import Body, StepTraits, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Called, Inputs, Rows, source_of
+from tapestream.frontends.loop.look import check_repeats
+from tapestream.frontends.loop.reach import generators_behind
 from tapestream.planning.profile import undisturbed
 from tapestream.runner.ambient import HostGenerators, as_recompute
 from tapestream.runner.stage import Stage
@@ -50,15 +52,19 @@ def as_arrays(state: Any) -> Any:
 
 
 @as_recompute()
-def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None) -> tuple[Task, StageCost]:
-    """The task with what two steps on copies show, and what a step costs. ``task.state`` holds tensors."""
+def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify: bool) -> tuple[Task, StageCost]:
+    """The task with what two steps on copies show, and what a step costs. ``task.state`` holds tensors.
+
+    With ``verify``, raises GradientError where the first step gives two results for one state.
+    """
     start = as_arrays(task.state)
     form = Form.of(start)
     most = 2 if steps is None else min(steps, 2)
     source = task.body.source
     given: Sequence[tuple[Any, ...]] = [()] * most if source is None else [(x,) for x in source.read(0, most)]
-    with undisturbed((stage,), torch.device("cpu")):
-        host = HostGenerators.capture()
+    own = tuple(generators_behind(stage.function))
+    with undisturbed((stage,), torch.device("cpu"), own):
+        host = HostGenerators.capture(own)
         state = _copied(start)
         mutates: set[int] = set()
         for number, x in enumerate(given):
@@ -67,14 +73,19 @@ def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None) -> tup
             state = stage.function(state, *x)
             seconds = time.perf_counter() - began
             form.check(state, number)
+            if verify and number == 0:
+                after = HostGenerators.capture(own)
+                host.restore()
+                check_repeats(state, stage.function(_copied(start), *x), form)
+                after.restore()
             pairs = zip(form.leaves(before), form.leaves(given_state), strict=True)
             mutates |= {i for i, (a, b) in enumerate(pairs) if isinstance(b, numpy.ndarray) and not _same(a, b)}
-        draws = not host.equals(HostGenerators.capture())
+        draws = not host.equals(HostGenerators.capture(own))
         began = time.perf_counter()
         adjoint(before, _copied(state), *given[-1])
         backward_seconds = time.perf_counter() - began
     floats = tuple(part.kind is not None and numpy.issubdtype(part.dtype, numpy.inexact) for part in form.parts)
-    traits = StepTraits(Sweep.PLAIN, floats, floats, mutates=frozenset(mutates), draws_host=draws)
+    traits = StepTraits(Sweep.PLAIN, floats, floats, mutates=frozenset(mutates), draws_host=draws, generators=own)
     nbytes = sum(_OBJECT_NBYTES + leaf.nbytes for leaf in form.leaves(start) if hasattr(leaf, "nbytes"))
     cost = StageCost(seconds, backward_seconds, nbytes, nbytes, backward_extra_nbytes=2 * nbytes)
     body = Body(stage.function, form, traits, source, None, torch.device("cpu"))

@@ -120,7 +120,7 @@ class TensorCall:
         traits, device = self.task.body.traits, self.task.body.device
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
-            stack.enter_context(unchanged_generators(device))
+            stack.enter_context(unchanged_generators(device, traits.generators))
             stack.enter_context(self._autocast())
             stack.enter_context(hooks_off(traits.leaves))
             if traits.buffers:

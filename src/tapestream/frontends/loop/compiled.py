@@ -68,13 +68,13 @@ def _explained(compiled: Chunk, state: Any, xs: list[Any]) -> tuple[Any, list[An
     except torch._dynamo.exc.TorchDynamoException as error:
         raise InputError(
             f"Loop: compile=True was asked for, but torch.compile cannot take the step as one graph; leave it out, or "
-            f"change the step ({str(error).splitlines()[0]})"
+            f"change the step ({' '.join(str(error).split())[:300]})"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found for one step: how many make a chunk, how chunks run that keep nothing, what one step costs."""
+    """What was found for one step: how many are compiled as one, how these run that keep nothing, what one costs."""
 
     length: int
     sweep: Sweep
@@ -83,14 +83,14 @@ class Measured:
 
 def with_chunks(task: Task, compiler: Compiler, found: Measured | None = None) -> Task:
     """The task with compiled chunks of steps, of the length found."""
-    body = task.body
+    body, length = task.body, None
     if found is not None:
-        body = replace(body, chunk=found.length, traits=replace(body.traits, sweep=found.sweep))
-    return replace(task, body=body, runner=partial(CompiledSteps, chunks=compiler.chunks(body)))
+        body, length = replace(body, traits=replace(body.traits, sweep=found.sweep)), found.length
+    return replace(task, body=body, runner=partial(CompiledSteps, chunks=compiler.chunks(body), length=length))
 
 
 def measured(task: Task, stage: Stage, compiler: Compiler, count: int, chunk: int | None) -> Measured:
-    """Compiles chunks and times them. ``chunk``: the length that the user wants.
+    """Compiles chunks and times them. ``chunk``: steps that the user wants in a stage.
 
     Raises InputError for a step that cannot be compiled, and where there is no C++ compiler to do it.
     """
@@ -106,7 +106,8 @@ def measured(task: Task, stage: Stage, compiler: Compiler, count: int, chunk: in
         )
     compiler.check(body.device)
     made, chunks = with_chunks(task, compiler), compiler.chunks(body)
-    length = min(count, chunk or _measured(made, chunks, count))
+    # A stage longer than what is compiled consists of equal parts.
+    length = min(count, chunk // -(-chunk // LONGEST) if chunk else _measured(made, chunks, count))
     sweep = _sweep(made, chunks, length)
     body = replace(body, chunk=length, traits=replace(body.traits, sweep=sweep))
     return Measured(length, sweep, cost_of(stage, body, task.later, count, made.runner))

@@ -44,7 +44,8 @@ def cost_of(
     device, chunk = body.device, body.chunk
     number = 0 if steps is not None and steps < 2 * chunk else 1
     most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps - 1, _MOST_STEPS)) // chunk)
-    with undisturbed((stage,), device), hooks_off(body.traits.leaves), watch_memory(device) as watch:
+    traits = body.traits
+    with undisturbed((stage,), device, traits.generators), hooks_off(traits.leaves), watch_memory(device) as watch:
         runner = make(body, None)
         runner.first_run = False
         own, state = runner.keeper.own, runner.detached(state)
@@ -53,9 +54,9 @@ def cost_of(
         with watch.paused():
             seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
-    written = (module._buffers[name] for module, name in body.traits.buffers)
+    written = (module._buffers[name] for module, name in traits.buffers)
     buffers = sum(buffer.nbytes for buffer in written if buffer is not None)
-    beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[body.traits.draws_torch] + buffers
+    beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch] + buffers
     return replace(
         cost,
         forward_seconds=seconds,

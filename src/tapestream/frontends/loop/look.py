@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 
 from tapestream.errors import GradientError
-from tapestream.executor.loop.form import Form
+from tapestream.executor.loop.form import Form, Leaf
 from tapestream.executor.loop.traits import StepTraits, Sweep
-from tapestream.frontends.loop.reach import tensors_behind
+from tapestream.frontends.loop.reach import generators_behind, tensors_behind
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
@@ -40,9 +41,9 @@ def look_at(
     Generators and buffers are as before afterwards. Raises InputError where the form of the state changes, and with
     ``verify`` GradientError where a step gives two results for one input.
     """
-    step, first = stage.function, requires_of(form.leaves(state))
-    with undisturbed((stage,), device):
-        torch_before, host_before = TorchGenerators.capture(device), HostGenerators.capture()
+    step, first, own = stage.function, requires_of(form.leaves(state)), tuple(generators_behind(stage.function))
+    with undisturbed((stage,), device, own):
+        torch_before, host_before = TorchGenerators.capture(device), HostGenerators.capture(own)
         buffers = BufferSnapshot.take(stage.buffer_slots())
 
         def again() -> None:
@@ -59,10 +60,10 @@ def look_at(
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
         drew = not torch_before.equals(TorchGenerators.capture(device))
-        drew_host = not host_before.equals(HostGenerators.capture())
+        drew_host = not host_before.equals(HostGenerators.capture(own))
         written = buffers.changed()
         traits = _merged(stage, found, first, mask, device)
-        traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host)
+        traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host, generators=own)
         again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
@@ -70,7 +71,7 @@ def look_at(
             traits = replace(traits, sweep=Sweep.PLAIN)
         if verify:
             again()
-            check_repeats(found[0], watch(step, state, first, form, given[0], split, 0), form)
+            check_repeats(found[0].state, watch(step, state, first, form, given[0], split, 0).state, form)
     outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
     return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
 
@@ -135,16 +136,24 @@ def _equal(a: Any, b: Any) -> bool:
     return both and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def check_repeats(one: Watched, other: Watched, form: Form) -> None:
-    """Raise GradientError naming the first leaf in which two runs from one state differ."""
-    pairs = zip(form.parts, form.leaves(one.state), form.leaves(other.state), strict=True)
+def check_repeats(one: Any, other: Any, form: Form) -> None:
+    """Raise GradientError naming the first leaf in which the states after two runs from one state differ."""
+    pairs = zip(form.parts, form.leaves(one), form.leaves(other), strict=True)
     for part, a, b in pairs:
-        if not _equal(a, b) or (part.kind is None and a is not b and a != b):
+        if not _repeated(part, a, b):
             raise GradientError(
                 f"Loop: the step is not deterministic: two runs with the same state, random state and buffers give "
                 f"different {part.name}. Gradients of a recomputed step would be wrong; take its randomness from "
-                "torch's, Python's or NumPy's global generator"
+                "torch's, Python's or NumPy's generators, and keep counts in the state"
             )
+
+
+def _repeated(part: Leaf, a: Any, b: Any) -> bool:
+    if part.kind is torch.Tensor:
+        return _equal(a, b)
+    if part.kind is None:
+        return a is b or bool(a == b)
+    return bool(numpy.array_equal(a, b, equal_nan=part.dtype.kind in "fc"))
 
 
 def _either(a: Mask, b: Mask) -> Mask:

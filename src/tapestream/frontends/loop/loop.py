@@ -18,7 +18,15 @@ from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.loop import arrays
-from tapestream.frontends.loop.arguments import count_of, device_of, ended_by, fulfilled, roots_of, whole
+from tapestream.frontends.loop.arguments import (
+    check_options,
+    count_of,
+    device_of,
+    ended_by,
+    fulfilled,
+    roots_of,
+    whole,
+)
 from tapestream.frontends.loop.call import Task, TensorCall, casting
 from tapestream.frontends.loop.compiled import LONGEST, Compiler, Measured, measured, with_chunks
 from tapestream.frontends.loop.costs import cost_of
@@ -80,7 +88,8 @@ class Loop(nn.Module):
         if not callable(step):
             raise InputError(f"Loop: the step must be a module or function, found {type(step).__name__}")
         if chunk is not None:
-            whole("chunk", chunk, 1)
+            chunk = whole("chunk", chunk, 1)
+        check_options(adjoint, plan, compile)
         self._stage = Stage(0, step)
         self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
         self.budget = Budget.of(budget)
@@ -119,8 +128,8 @@ class Loop(nn.Module):
         or a range; step t is called with row t. Steps left out, there are as many as rows. ``outputs``: the step
         returns (state, output), and the call (state, outputs of every ``every``-th step): "stack" makes one tensor of
         them, "sum" adds them up one after the other, a function is called with each and what it returns is collected
-        (no gradient flows through that). ``max_steps``: reaching it without ``until``
-        being fulfilled raises InputError.
+        (no gradient flows through that); None where there was none to take. ``max_steps``: reaching it without
+        ``until`` being fulfilled raises InputError.
         """
         if self._adjoint is not None:
             return self._adjointly(self._adjoint, state, steps, inputs, outputs, until, max_steps)
@@ -153,13 +162,13 @@ class Loop(nn.Module):
         return self._within_budget(with_chunks(task, compiler, found), found.cost, count, None, found.length)
 
     def _within_budget(
-        self, task: Task, cost: StageCost, count: int | None, until: Condition | None, chunk: int | None = None
+        self, task: Task, cost: StageCost, count: int | None, until: Condition | None, unit: int = 1
     ) -> Any:
-        """A differentiable call."""
+        """A differentiable call, its stages multiples of ``unit`` steps."""
         if until is not None:
             return self._openly(task, cost, count, until)
         assert count is not None
-        chosen = self._chosen(cost, count, task.body.device, chunk or self.chunk)
+        chosen = self._chosen(cost, count, task.body.device, unit)
         self.plan = chosen.plan
         task = replace(task, body=replace(task.body, chunk=chosen.chunk), progress=self._progressing(chosen))
         call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
@@ -193,7 +202,7 @@ class Loop(nn.Module):
         if not wanted:
             found = self._plainly(replace(task, state=arrays.as_arrays(state)), count, until)
             return arrays.as_tensors(found) if arrays.has_tensors(state) else found
-        return self._within_budget(*arrays.looked(task, self._stage, adjoint, count), count, until)
+        return self._within_budget(*arrays.looked(task, self._stage, adjoint, count, self.verify), count, until)
 
     def _looked(self, task: Task, count: int | None, until: Condition | None) -> Task:
         """The task with what watching two steps shows."""
@@ -229,20 +238,20 @@ class Loop(nn.Module):
             task.sink is not None,
         )  # fmt: skip
 
-    def _chosen(self, cost: StageCost, count: int, device: torch.device, chunk: int | None) -> Chosen:
-        room = self._room(device)
+    def _chosen(self, cost: StageCost, count: int, device: torch.device, unit: int) -> Chosen:
+        room, chunk = self._room(device), self.chunk and max(1, self.chunk // unit) * unit
         if self._given is not None:
             return given_plan(self._given, cost, count, room)
         # Where the user names no budget, what is free now moves all the time.
-        key = (cost, count, chunk, room if self.budget.device_nbytes is not None else None)
+        key = (cost, count, unit, room if self.budget.device_nbytes is not None else None)
         found = self._plans.get(key)
         if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
             below = self._below_on(device)
             asked = room, self.planner, chunk, self._knobs
-            if below.tiers and self._adjoint is None and self.planner not in NEVER_MOVE:
-                found = choose_below(cost, count, below.machine(), *asked)
+            if below.tiers and self.planner not in NEVER_MOVE:
+                found = choose_below(cost, count, below.machine(), *asked, unit=unit)
             else:
-                found = choose(cost, count, *asked)
+                found = choose(cost, count, *asked, unit=unit)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = found
@@ -275,7 +284,8 @@ class Loop(nn.Module):
 
     def _plainly(self, task: Task, count: int | None, until: Condition | None) -> Any:
         """The bare loop, for calls of which nobody wants a gradient."""
-        runner = TensorSteps(task.body, count, None)
+        progress = None if self._progress is None else Progress(self._progress, count if until is None else None)
+        runner = TensorSteps(task.body, count, progress)
         if until is None:
             state = runner.plain(task.state, 0, count or 0)
         else:
@@ -283,6 +293,8 @@ class Loop(nn.Module):
             state = runner.plain(task.state, 0, limit, ended_by(until))
             if not runner.over:
                 raise exhausted(limit)
+        if progress is not None:
+            progress.end()
         if task.sink is None:
             return state
         rows, build = task.sink.take(runner.reached)
@@ -290,6 +302,10 @@ class Loop(nn.Module):
 
     def _openly(self, task: Task, cost: StageCost, count: int | None, until: Condition) -> Any:
         """A run of unknown length."""
+        if self._given is not None:
+            raise InputError(
+                "Loop: plan= is for a known number of steps, but until= was given; use steps=, or plan=None"
+            )
         room = self._room(task.body.device)
         online, chunk, nbytes = online_of(cost, room, self.planner, self.chunk, self._knobs)
         progress = None if self._progress is None else Progress(self._progress, None)

@@ -8,6 +8,8 @@ import torch
 from tapestream.errors import InputError
 from tapestream.executor.loop.form import Form
 
+_BLOCK = 16  # rows
+
 
 class Collected:
     """Outputs of every ``every``-th step: stacked, summed in order, or handed to a function.
@@ -23,6 +25,7 @@ class Collected:
         self.differentiable = how in ("stack", "sum")
         self.results: list[Any] = []
         self._rows: list[Any] = []
+        self._block: list[Sequence[torch.Tensor]] = []
         self._given: Sequence[torch.Tensor | None] = ()
 
     def wants(self, step: int) -> bool:
@@ -39,21 +42,23 @@ class Collected:
                 f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
                 "shapes and dtypes from every step"
             )
-        with torch.no_grad():
-            if callable(self.how):
-                found = self.how(form.build([_detached(leaf) for leaf in form.leaves(output)]))
-                if found is not None:
-                    self._rows.append(found)
-            elif self.how == "sum":
-                self._sum(form.leaves(output))
-            else:
-                self._stack(step // self.every, form.leaves(output))
+        leaves = [_detached(leaf) for leaf in form.leaves(output)]
+        if self.how == "sum":
+            self._sum(leaves)
+        elif self.how == "stack":
+            self._stack(step // self.every, leaves)
+        elif callable(self.how):
+            with torch.no_grad():
+                found = self.how(form.build(leaves))
+            if found is not None:
+                self._rows.append(found)
 
     def _sum(self, leaves: Sequence[Any]) -> None:
         if not self._rows:
-            self._rows = [leaf.detach().clone() for leaf in leaves]
+            self._rows = [leaf.clone() for leaf in leaves]
         else:
-            self._rows = [total + leaf.detach() for total, leaf in zip(self._rows, leaves, strict=True)]
+            for total, leaf in zip(self._rows, leaves, strict=True):
+                total.add_(leaf)
 
     def _stack(self, row: int, leaves: Sequence[Any]) -> None:
         if not self._rows:
@@ -61,15 +66,19 @@ class Collected:
             self._rows = [leaf.new_empty((rooms, *leaf.shape)) for leaf in leaves]
         if row == len(self._rows[0]):  # a run of unknown length
             self._rows = [torch.cat((rows, torch.empty_like(rows))) for rows in self._rows]
-        for rows, leaf in zip(self._rows, leaves, strict=True):
-            rows[row].copy_(leaf)
+            self._block = []
+        place = row % _BLOCK
+        if not place or not self._block:  # to take a row by its number takes as long as to copy a small one
+            self._block = [rows[row - place : row - place + _BLOCK].unbind(0) for rows in self._rows]
+        for places, leaf in zip(self._block, leaves, strict=True):
+            places[place].copy_(leaf)
 
     def take(self, steps: int) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
         """The result's tensors after ``steps`` steps, and what makes the result of them."""
-        rows, self._rows, form = self._rows, [], self.form
+        rows, self._rows, self._block, form = self._rows, [], [], self.form
         if callable(self.how):
             return [], lambda _: rows
-        if form is None:
+        if form is None or not rows:  # none was taken
             return [], lambda _: None
         if self.how == "stack":
             rows = [found[: steps // self.every] for found in rows]
@@ -107,4 +116,4 @@ def check_tensors(sink: Collected, form: Form) -> None:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf

@@ -52,22 +52,24 @@ def choose(
     chunk: int | None,
     knobs: dict[str, object],
     outside_nbytes: int = 0,
+    *,
+    unit: int = 1,
 ) -> Chosen:
-    """The plan of ``planner``, or for "auto" the fastest of binomial checkpointing on stages of 1, 2, 3, .. steps.
+    """The plan of ``planner``, or for "auto" the fastest of binomial checkpointing on stages of 1, 2, 3, .. units.
 
     A longer stage takes more bytes for its record, leaves fewer slots, and makes the chain shorter; one stage of
     all steps is plain PyTorch. Closed forms choose, the judge confirms. Raises BudgetError when nothing fits.
     """
     if planner != "auto":
-        profile = profile_of(cost, steps, chunk or 1, outside_nbytes)
+        profile = profile_of(cost, steps, chunk or unit, outside_nbytes)
         if planner in ("revolve", "binomial") and not knobs:
             knobs = {"slots": slots_within(profile, budget)}
         schedule = planners[planner](profile, budget, None, **knobs)
-        return Chosen(Plan.judged(schedule, profile, budget, None), chunk or 1)
+        return Chosen(Plan.judged(schedule, profile, budget, None), chunk or unit)
     if knobs:
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
     best: tuple[float, int] | None = None
-    for length in [chunk] if chunk else lengths(steps):
+    for length in [chunk] if chunk else lengths(steps, unit):
         profile = profile_of(cost, steps, length, outside_nbytes)
         slots = slots_within(profile, budget)
         if slots * cost.output_nbytes + base_nbytes(profile) > (budget.device_nbytes or 1 << 62):
@@ -76,7 +78,7 @@ def choose(
         seconds = least_forwards(len(profile), slots) * stage.forward_seconds
         if best is None or seconds < best[0]:
             best = seconds, length
-    length = best[1] if best else chunk or 1
+    length = best[1] if best else chunk or unit
     return Chosen(_fitting(profile_of(cost, steps, length, outside_nbytes), budget), length)
 
 
@@ -109,13 +111,13 @@ def too_small(error: BudgetError, budget: Budget) -> BudgetError:
     )
 
 
-def lengths(steps: int) -> Iterator[int]:
-    """Stage lengths worth trying: all up to 4, then a quarter more each time, and all steps at once."""
-    length = 1
-    while length < steps:
-        yield length
+def lengths(steps: int, unit: int = 1) -> Iterator[int]:
+    """Stage lengths worth trying: all up to 4 units, then a quarter more each time, and all steps at once."""
+    length, all_units = 1, -(-steps // unit)
+    while length < all_units:
+        yield length * unit
         length += max(1, length // 4)
-    yield steps
+    yield all_units * unit
 
 
 def base_nbytes(profile: Profile) -> int:

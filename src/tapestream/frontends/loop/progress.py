@@ -17,7 +17,7 @@ class Progress:
 
     def __init__(self, report: Report, of: int | None) -> None:
         self._report, self.of = report, of
-        self._done = 0
+        self._done = self._said = 0
         self._began = self._told = time.perf_counter()
 
     def __call__(self, steps: int) -> None:
@@ -30,10 +30,12 @@ class Progress:
 
     def end(self) -> None:
         """All steps are done."""
-        self.of = self._done
-        self._tell(time.perf_counter())
+        if self._said != self._done or self.of != self._done:
+            self.of = self._done
+            self._tell(time.perf_counter())
 
     def _tell(self, now: float) -> None:
+        self._said = self._done
         left = None if self.of is None else (self.of - self._done) * (now - self._began) / max(1, self._done)
         self._report(self._done, self.of, left if left is None else max(0.0, left))
 

@@ -22,13 +22,13 @@ _NAME = "async_multistage"
 
 def choose_below(
     cost: StageCost, steps: int, machine: Machine, budget: Budget, planner: str, chunk: int | None,
-    knobs: dict[str, object],
+    knobs: dict[str, object], *, unit: int = 1,
 ) -> Chosen:  # fmt: skip
     """As `choose`, with tiers below the device: "auto" takes the faster of recomputing from restart checkpoints here
     and of copying some of them away while computing (Kukreja, Hueckelheim, Gorman 2018)."""
     if planner not in ("auto", _NAME):
-        return choose(cost, steps, budget, planner, chunk, knobs)
-    length = chunk or (1 if planner == _NAME else few_steps(cost, budget.device_nbytes))
+        return choose(cost, steps, budget, planner, chunk, knobs, unit=unit)
+    length = chunk or unit * (1 if planner == _NAME else max(1, few_steps(cost, budget.device_nbytes) // unit))
     refused: BudgetError | None = None
     try:
         away = Chosen(_away(profile_of(cost, steps, length), budget, machine, knobs), length)
@@ -39,7 +39,7 @@ def choose_below(
             raise
         refused = error
     try:
-        here = choose(cost, steps, budget, "auto", chunk, {})
+        here = choose(cost, steps, budget, "auto", chunk, {}, unit=unit)
     except BudgetError:
         if refused is not None:
             raise
