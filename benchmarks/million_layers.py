@@ -136,7 +136,15 @@ def jobs(scale: float) -> list[Job]:
         gpt("GPT-2 XL, AdamW", "gpt2-1.5b", 256, 5, 2048, 1280, optimizer="adamw"),
         gpt("GPT-3 6.7B, bfloat16", "gpt3-6.7b", 256, 1, 4096, 3072, dtype=half),
         gpt(
-            "GPT-3 175B, bfloat16, one stored layer for all", "gpt3-175b", 64, 1, 12288, 11520, dtype=half, shared=True
+            "GPT-3 175B, bfloat16, one stored layer for all",
+            "gpt3-175b",
+            64,
+            1,
+            12288,
+            10240,
+            dtype=half,
+            shared=True,
+            halves=True,  # a stage is half a layer
         ),
     ]
 
@@ -298,6 +306,11 @@ def _stream(job: Job, home: str) -> Row:
         "peak MiB": mebibytes(process_nbytes()["VmHWM"] - start["VmRSS"]),
         "losses": " ".join(f"{loss:.6g}" for loss in losses),
     }  # fmt: skip
+    if job.segments:  # under the same limit: saving needs no more memory than training
+        saved, row["save us/layer"] = _timed(
+            depth, lambda: ts.save(Path(home) / "saves", model=model, optimizer=optimizer)
+        )
+        row["saved MiB"] = mebibytes(sum(file.stat().st_size for file in saved.rglob("*.*")))
     return row
 
 

@@ -40,6 +40,7 @@ class Wanted:
     seq: int | None
     size: int | None
     classes: int | None
+    workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def task_of(wanted: Wanted) -> Task:
     """Raises InputError where the options are not enough, contradict each other, or name data that cannot be used."""
     kind = wanted.model.rstrip("0123456789-").lower()
     if kind not in ("resnet", "dranet"):
-        _refuse(wanted, size=wanted.size, classes=wanted.classes)
+        _refuse(wanted, size=wanted.size, classes=wanted.classes, workers=wanted.workers)
         length = wanted.seq or 256
         config = make_config(
             wanted.model, wanted.layers, wanted.width, wanted.heads, context=length, vocabulary=BYTES
@@ -77,12 +78,14 @@ def task_of(wanted: Wanted) -> Task:
     return Task(backbone, data, wanted.batch or 16, size)
 
 
-def batches_of(job: Job) -> Iterable[Batch]:
-    """Batches for `tapestream.cli.loop.run`. Raises InputError for data that cannot be used."""
+def batches_of(job: Job, workers: int = 0) -> Iterable[Batch]:
+    """Batches for `tapestream.cli.loop.run`, images from ``workers`` processes beside this one.
+
+    Raises InputError for data that cannot be used."""
     if isinstance(job.config, GPTConfig):
         return Batches(text_of(job.data), job.batch, job.sequence)
     segments = isinstance(job.config, DRANetConfig)
-    return ImageBatches(_samples(job.data, job.sequence, job.config.classes, segments), job.batch)
+    return ImageBatches(_samples(job.data, job.sequence, job.config.classes, segments), job.batch, workers=workers)
 
 
 def text_of(data: str) -> Tensor:

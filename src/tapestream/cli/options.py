@@ -37,6 +37,9 @@ Width = Annotated[
     int | None, typer.Option(help="Numbers per token between blocks, or channels of a ResNet's first stage.")
 ]
 Heads = Annotated[int | None, typer.Option(help="Attention heads; by default of size 64, from width 2048 on 128.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read images beside this one; by default none.")
+]
 Budget = Annotated[str | None, typer.Option(help="Bytes allowed on the device, such as 12GiB.")]
 HostBudget = Annotated[str | None, typer.Option(help="Bytes allowed in RAM when the device is a GPU.")]
 Home = Annotated[str, typer.Option(help="Where blocks live between uses: auto, device, host or disk.")]

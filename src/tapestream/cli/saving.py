@@ -11,6 +11,7 @@ from typing import Any
 import tapestream as ts
 from tapestream.cli.loop import Job, Report
 from tapestream.errors import InputError
+from tapestream.frontends.saving.folder import Saves
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -18,21 +19,27 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 class Saver:
     """Saves every ``every`` steps (0: only when asked, and at the end), in ``folder``; in none if that is None."""
 
-    def __init__(self, folder: Path | None, every: int, job: Job, parts: dict[str, Any], progress: Report) -> None:
+    def __init__(self, folder: Path | None, every: int, job: Job) -> None:
         self._folder, self._every, self._job = folder, every, job
-        self._parts, self._progress = parts, progress
+        self._parts: dict[str, Any] = {}
+        self._progress: Report | None = None
         self._asked = False
         self.stopped_by: signal.Signals | None = None
 
-    def resume(self) -> tuple[Job, int]:
-        """Bring the run to where the last save was made; returns the job, which keeps the warm-up that it had even if
-        more steps are wanted now, and the steps that it had taken.
+    def begin(self, *, resume: bool) -> tuple[Job, int]:
+        """The job, and the steps that were taken: 0, or with ``resume`` those of the last save, whose job keeps the
+        warm-up that it had even if more steps are wanted now.
 
-        Raises InputError where the save is of another run, or there is none.
+        Raises InputError where there is nothing to resume, the save is of another run or of one that is done, or a new
+        run would in time remove the saves of an earlier one.
         """
+        if not resume:
+            self._refuse_earlier()
+            return self._job, 0
         if self._folder is None:
             raise InputError("--resume was asked for without --saves; name the folder of the saves")
-        saved = ts.load(self._folder)["job"]
+        found = ts.load(self._folder)
+        saved, done = found["job"], int(found["step"])
         mine = self._identity()
         other = [name for name in mine if name != "warmup" and saved.get(name) != mine[name]]
         if other:
@@ -41,8 +48,16 @@ class Saver:
                 f"{self._folder} holds a run with another {name} ({saved.get(name)!r} there, {mine[name]!r} here); "
                 "give the same options as then, or save in another folder"
             )
+        if done >= self._job.steps:
+            raise InputError(f"{self._folder} holds a run of {done} steps already; ask for more with --steps")
         self._job = replace(self._job, warmup=saved["warmup"])
-        return self._job, int(ts.load(self._folder, progress=self._progress, **self._parts)["step"])
+        return self._job, done
+
+    def holds(self, parts: dict[str, Any], progress: Report, *, load: bool) -> None:
+        """``parts`` are saved, and with ``load`` brought to where the last save was made."""
+        self._parts, self._progress = parts, progress
+        if load and self._folder is not None:
+            ts.load(self._folder, progress=progress, **parts)
 
     def after(self, step: int, *, last: bool) -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""
@@ -51,6 +66,14 @@ class Saver:
             self._asked = False
             ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=self._progress)
         return self.stopped_by is None
+
+    def _refuse_earlier(self) -> None:
+        found = Saves(self._folder).complete() if self._folder is not None else []
+        if found:
+            raise InputError(
+                f"{self._folder} holds saves of an earlier run, the last of them {found[-1].name}, which those of a "
+                "new one would push out; go on with it (--resume), or name another folder"
+            )
 
     @contextmanager
     def listening(self) -> Iterator[None]:

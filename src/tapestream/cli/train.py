@@ -30,11 +30,12 @@ from tapestream.cli.options import (
     Steps,
     Update,
     Width,
+    Workers,
     chosen_device,
     reported,
 )
 from tapestream.cli.saving import Saver
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import StorageError
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
 
@@ -54,6 +55,7 @@ def train(
     seq: Seq = None,
     size: Size = None,
     classes: Classes = None,
+    workers: Workers = None,
     device: Device = "auto",
     optimizer: Optimizer = "adamw",
     update: Update = "step",
@@ -68,25 +70,23 @@ def train(
 
     With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on.
     """
-    task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes))
+    task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
         task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
         chosen_device(device), budget, host_budget, home, None if folder is None else str(folder),
     )  # fmt: skip
     allowed = None if budget is None else parse_nbytes(budget)
-    batches = batches_of(job)
+    batches = batches_of(job, workers or 0)
+    saver = Saver(saves, save_every, job)
+    job, done = saver.begin(resume=resume)
     records: list[Record] = []
-    with show.progress() as advance:
+    with show.progress() as advance, writing(metrics, append=True) as lines:
         progress = partial(_advanced, advance)
         net, rule = streamed(job, progress)
-        saver = Saver(saves, save_every, job, {"model": net, "optimizer": rule, "batches": batches}, progress)
-        job, done = saver.resume() if resume else (job, 0)
-        if done >= steps:
-            raise InputError(f"{saves} holds a run of {done} steps already; ask for more with --steps")
-        with writing(metrics, append=resume) as lines, saver.listening():
+        saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
+        with saver.listening():
             for record in run(job, net, rule, batches, Measured(), first=done):
-                lines.write(json.dumps(asdict(record)) + "\n")
-                lines.flush()
+                tell(lines, record, first=done)
                 records.append(record)
                 advance("training", record.step + 1, steps, remark(record, allowed))
                 if not saver.after(record.step + 1, last=record.step + 1 == steps):
@@ -109,9 +109,32 @@ def writing(path: Path, *, append: bool = False) -> TextIO:
     """An open file, of which what is there is kept with ``append``; raises StorageError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a" if append else "w", encoding="utf-8")
+        return path.open("a+" if append else "w", encoding="utf-8")
     except OSError as error:
         raise StorageError(error.errno, f"cannot write {path}: {error.strerror}; give another place") from error
+
+
+def tell(lines: TextIO, record: Record, first: int) -> None:
+    """Write a line about a step; what is there of earlier runs goes with the first step taken, not before."""
+    if record.step == first:
+        keep_steps(lines, first)
+    lines.write(json.dumps(asdict(record)) + "\n")
+    lines.flush()
+
+
+def keep_steps(lines: TextIO, first: int) -> None:
+    """Remove what a file of metrics says of step ``first`` and later ones: a run that was killed had taken them after
+    its last save, and they are taken again. A new run begins with an empty file."""
+    lines.seek(0)
+    end = 0
+    while line := lines.readline():
+        try:
+            if json.loads(line)["step"] >= first:
+                break
+        except (ValueError, KeyError, TypeError):  # the last line of a run that was killed, say
+            break
+        end = lines.tell()
+    lines.truncate(end)
 
 
 def remark(record: Record, allowed: int | None) -> str:

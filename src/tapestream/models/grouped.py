@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tapestream.frontends.saving.state import AsKept, Few
 from tapestream.models._random import keyed_generator
 
 GROUP_NBYTES = 2**20
@@ -119,7 +120,7 @@ class Kind:
         self.put(slot.tensor for slot in self.slots)
 
 
-class Group(nn.Module):
+class Group(Few):
     """``count`` layers of one kind in a row, of which the first is number ``first`` of its `Stack`.
 
     The template is no part of the module tree, so hooks on layers are not to be had. Flat tensors are made on the
@@ -178,6 +179,9 @@ class Group(nn.Module):
                 yield f"{number}.{name}", tensors[at]
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+        if isinstance(destination, AsKept):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
         above = prefix.removesuffix(f"{self.first}.")
         for name, tensor in self.named_tensors():
             destination[above + name] = tensor if keep_vars else tensor.detach()
@@ -188,22 +192,27 @@ class Group(nn.Module):
     ) -> None:  # fmt: skip
         if prefix:
             return  # the Stack has done it: here PyTorch gives only what begins with the number of the first layer
-        own = set(self.load(state_dict, prefix, missing_keys, error_msgs))
+        own = set(self.load(state_dict, prefix, prefix, missing_keys, error_msgs))
         unexpected_keys.extend(name for name in state_dict if strict and name not in own)
 
     @torch.no_grad()
-    def load(self, found: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]) -> list[str]:
-        """Copy in what ``found`` has for this group under plain names after ``prefix``; returns these names."""
+    def load(
+        self, found: Mapping[str, Any], prefix: str, own_prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> list[str]:
+        """Copy in what ``found`` has for this group, its flat tensors after ``own_prefix`` or every layer's after
+        ``prefix``; returns these names."""
+        kept = {own_prefix + place: getattr(self, place) for place in self._kind.places}
+        shown = ((prefix + name, tensor) for name, tensor in self.named_tensors())
         names = []
-        for name, tensor in self.named_tensors():
-            names.append(prefix + name)
-            given = found.get(prefix + name)
+        for name, tensor in kept.items() if kept.keys() & found.keys() else shown:
+            names.append(name)
+            given = found.get(name)
             if given is None:
-                missing_keys.append(prefix + name)
+                missing_keys.append(name)
             elif given.shape != tensor.shape:
                 error_msgs.append(
-                    f"size mismatch for {prefix + name}: a tensor of shape {tuple(given.shape)} was given, that of "
-                    f"the model has {tuple(tensor.shape)}"
+                    f"size mismatch for {name}: a tensor of shape {tuple(given.shape)} was given, that of the model "
+                    f"has {tuple(tensor.shape)}"
                 )
             else:
                 tensor.copy_(given)
@@ -233,9 +242,9 @@ class Stack(nn.Sequential):
         self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        for child in self:
+        for number, child in self.named_children():
             if isinstance(child, Group):
-                for name in child.load(state_dict, prefix, missing_keys, error_msgs):
+                for name in child.load(state_dict, prefix, f"{prefix}{number}.", missing_keys, error_msgs):
                     state_dict.pop(name, None)  # a copy, which PyTorch would search once for every child
         alone = tuple(prefix + name + "." for name, child in self.named_children() if not isinstance(child, Group))
         if strict:

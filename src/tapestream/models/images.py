@@ -1,6 +1,10 @@
 """Images for classifiers and for segmentation: scikit-learn's digits, folders, shapes that are drawn as they are asked
 for. Batches come from (seed, number) alone, as those of text do."""
 
+import atexit
+import itertools
+import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from tapestream.errors import InputError
 from tapestream.models._random import keyed_generator
@@ -28,27 +33,43 @@ class Samples(Protocol):
     def sample(self, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
 
 
-class ImageBatches:
+class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
     """An endless iterator of (images, targets), batch by batch; samples are drawn with replacement.
 
     Batch number i is made from (seed, i) alone: the same whatever was drawn before, and resumed with one number.
+    ``workers``: processes that make batches ahead (0: none), which leave signals to the one that they work for.
     """
 
-    def __init__(self, samples: Samples, batch: int, seed: int = 0) -> None:
-        if batch < 1:
-            raise InputError(f"ImageBatches: batch must be at least 1, not {batch}")
-        self._samples, self._batch, self._seed = samples, batch, seed
+    def __init__(self, samples: Samples, batch: int, seed: int = 0, workers: int = 0) -> None:
+        if batch < 1 or workers < 0:
+            raise InputError(f"ImageBatches: batch must be at least 1 and workers 0, not {batch} and {workers}")
+        self._samples, self._batch, self._seed, self._workers = samples, batch, seed, workers
         self._drawn = 0
+        self._ahead: list[Iterator[tuple[Tensor, Tensor]]] = []  # one, once it is needed
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        generator = keyed_generator(self._seed, self._drawn)
-        numbers = torch.randint(len(self._samples), (self._batch,), generator=generator, device="cpu").tolist()
-        images, targets = zip(*(self._samples.sample(number, generator) for number in numbers), strict=True)
+        if self._workers and not self._ahead:
+            numbers = itertools.count(self._drawn)
+            self._ahead.append(iter(DataLoader(
+                self, batch_size=None, sampler=numbers, num_workers=self._workers, worker_init_fn=_hear_no_signals
+            )))  # fmt: skip
+            atexit.register(_stop, weakref.ref(self))  # before Python sends workers SIGTERM and waits for their end
+        found = next(self._ahead[0]) if self._ahead else self[self._drawn]
         self._drawn += 1
+        return found
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Batch ``number``."""
+        generator = keyed_generator(self._seed, number)
+        chosen = torch.randint(len(self._samples), (self._batch,), generator=generator, device="cpu").tolist()
+        images, targets = zip(*(self._samples.sample(one, generator) for one in chosen), strict=True)
         return torch.stack(images), torch.stack(targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": []}
 
     def state_dict(self) -> dict[str, int]:
         """Where the iterator stands, and what it iterates over: plain integers."""
@@ -62,6 +83,7 @@ class ImageBatches:
                 "same data, batch and seed"
             )
         self._drawn = state["drawn"]
+        self._ahead.clear()
 
     def _identity(self) -> dict[str, int]:
         return {"samples": len(self._samples), "batch": self._batch, "seed": self._seed}
@@ -214,6 +236,19 @@ class Shapes:
             labels[inside] = kind
             image[:, inside] = torch.tensor(colour)[:, None] * 2 - 1
         return image, labels
+
+
+def _stop(batches: "weakref.ref[ImageBatches]") -> None:
+    found = batches()
+    if found is not None:
+        found._ahead.clear()
+
+
+def _hear_no_signals(_: int) -> None:
+    """Ctrl-C goes to every process of a terminal, and a service manager ends all at once: a worker that went would take
+    the step at hand along, and its save. Whose parent is gone ends by itself."""
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(one, signal.SIG_IGN)
 
 
 def _check_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ class StateInParts(torch.Tensor):
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None]
     whole_in: Callable[[torch.Tensor], torch.Tensor]  # the whole, made in a tensor of one dimension
+    pieces: Callable[[], list[torch.Tensor]] | None = None  # that follow each other, if it lies in row-major order
 
     @staticmethod
     def over(shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, places: Places) -> "StateInParts":
@@ -39,6 +40,8 @@ class StateInParts(torch.Tensor):
 
         made = _made(shape, dtype, lambda: whole_in(torch.empty(shape.numel(), dtype=dtype)), write)
         made.whole_in = whole_in
+        in_rows = tuple(stride) == made.stride()
+        made.pieces = (lambda: [view for _, view in places()]) if in_rows else None
         return made
 
     @classmethod

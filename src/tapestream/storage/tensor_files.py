@@ -9,14 +9,16 @@ import mmap
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tapestream.errors import InputError, StorageError
+from tapestream.storage.new_file import new_file
 
 _CHUNK_NBYTES = 8 << 20
 _SMALL_NBYTES = 4096
@@ -29,11 +31,17 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], written: Callable[[int], None]) -> dict[str, int]:
-    """Write a new file; returns the checksum of each tensor. ``written`` is told bytes as they go.
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], written: Callable[[int], None],
+    parts: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda tensor: (tensor,),
+) -> dict[str, int]:  # fmt: skip
+    """Write a new file; returns the checksum of each tensor. ``written`` is told bytes as they go; ``parts``: tensors
+    whose elements, one after the other, are those of the one given.
 
-    Takes no memory beyond one tensor, and that only if it does not lie in row-major order. The file is on the disk
-    when this returns. Raises InputError for a dtype that the format lacks, StorageError when the disk fails.
+    Takes no memory beyond buffers and one tensor, and that only if it does not lie in row-major order. Reading, adding
+    up and writing go on at once. The file is on the disk when this returns.
+
+    Raises InputError for a dtype that the format lacks, StorageError when the disk fails.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
@@ -48,29 +56,34 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], written: Call
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
     sums: dict[str, int] = {}
-    with _new_file(path) as file:
-        _write_all(file, len(text).to_bytes(8, "little") + text)
+    with new_file(path) as file, ThreadPoolExecutor(1, "tapestream-sum") as thread:
+        file.write(_bytes_of(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
             crc32 = _described(tensor)
-            for piece in _pieces(tensor):
-                crc32 = zlib.crc32(piece, crc32)
-                _write_all(file, piece)
-                written(len(piece))
+            for piece in chain.from_iterable(map(_pieces, parts(tensor))):
+                if piece.numel() > _SMALL_NBYTES:
+                    adding = thread.submit(zlib.crc32, piece.numpy().data, crc32)
+                    file.write(piece)
+                    crc32 = adding.result()
+                else:
+                    file.write(piece)
+                    crc32 = zlib.crc32(piece.numpy().data, crc32)
+                written(piece.numel())
             sums[name] = crc32
     return sums
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a new file; it is on the disk when this returns. Raises StorageError when the disk fails."""
-    with _new_file(path) as file:
-        _write_all(file, text.encode())
+    with new_file(path) as file:
+        file.write(_bytes_of(text.encode()))
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """The CRC-32 of its dtype, shape and bytes."""
     crc32 = _described(tensor)
     for piece in _pieces(tensor):
-        crc32 = zlib.crc32(piece, crc32)
+        crc32 = zlib.crc32(piece.numpy().data, crc32)
     return crc32
 
 
@@ -101,42 +114,19 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise StorageError(f"{path} is not a whole safetensors file ({error})") from error
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a new private file, whose bytes are on the disk afterwards.
-
-    Raises StorageError when that fails.
-    """
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            yield file
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(
-            f"could not write {path}: {error.strerror or error}; what was saved before is intact"
-        ) from error
-
-
-def _write_all(file: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
+def _bytes_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _described(tensor: torch.Tensor) -> int:
     return zlib.crc32(f"{_NAMES[tensor.dtype]}{list(tensor.shape)}".encode())
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor's bytes in row-major order, a few MiB at a time; a tensor that lies otherwise is copied first."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0).byte()
     for start in range(0, flat.numel(), _CHUNK_NBYTES):
-        yield flat[start : start + _CHUNK_NBYTES].cpu().numpy().data
+        yield flat[start : start + _CHUNK_NBYTES].cpu()
 
 
 def _view(memory: torch.Tensor, start: int, entry: Mapping[str, Any]) -> torch.Tensor:

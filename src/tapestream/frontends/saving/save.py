@@ -15,6 +15,7 @@ from torch import nn
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.folder import MANIFEST, Saves
 from tapestream.frontends.saving.shards import Place, Shards, write_shards
+from tapestream.frontends.saving.state import Stateful, state_of
 from tapestream.frontends.saving.tree import pack, unpack
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.storage.tensor_files import write_text
@@ -23,14 +24,6 @@ _VERSION = 1
 _GENERATORS = "generators"
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many bytes of how many are."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What can be saved and loaded: modules, optimizers, schedulers, samplers, scalers."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 @runtime_checkable
@@ -47,8 +40,8 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     (numbers, strings, tensors, containers of them), which `load` returns. The states of all random generators go with
     them. Each part is a folder of safetensors files, those of ``model=`` named and indexed as Hugging Face's are;
     ``manifest.json`` has the rest and a checksum of every tensor. Nothing is pickled. Tensors go one by one: no memory
-    is needed beyond one that does not lie in row-major order. Killed at any moment, the last complete save is there;
-    all but the last ``keep`` are removed once this one is complete.
+    is needed beyond 12 MiB of buffers and one tensor that does not lie in row-major order. Killed at any moment, the
+    last complete save is there; all but the last ``keep`` are removed once this one is complete.
 
     Raises InputError for what cannot be saved, StorageError when the disk is full (before anything is written) or
     fails.
@@ -61,7 +54,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, part in {**parts, _GENERATORS: _generators()}.items():
         _check_name(name)
-        trees[name], tensors[name] = pack(part.state_dict() if isinstance(part, Stateful) else part, name)
+        trees[name], tensors[name] = pack(state_of(part), name)
     total, done = sum(t.nbytes for found in tensors.values() for t in found.values()), 0
 
     def written(nbytes: int) -> None:
@@ -177,8 +170,9 @@ def _check_fits(name: str, part: Any, tree: Any, folder: Path) -> None:
             f"{name}={type(part).__name__} has no load_state_dict(); leave it out, and take load()[{name!r}]"
         )
     if isinstance(part, nn.Module):
-        mine = {key: tuple(value.shape) for key, value in part.state_dict().items() if isinstance(value, torch.Tensor)}
-        saved = {key: tuple(value.shape) for key, value in tree.items() if isinstance(value, torch.Tensor)}
+        mine, saved = _shapes(state_of(part)), _shapes(tree)
+        if mine.keys() != saved.keys():
+            mine = _shapes(part.state_dict())  # saved from one with a module per layer, perhaps
         wrong = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
         if wrong:
             first = wrong[0]
@@ -195,6 +189,10 @@ def _check_fits(name: str, part: Any, tree: Any, folder: Path) -> None:
                 f"{folder} was saved from another {name}: parameters per group are {there} there and {here} here; "
                 "nothing was changed"
             )
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _own(tree: Any) -> Any:

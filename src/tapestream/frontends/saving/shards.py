@@ -1,13 +1,14 @@
 """The files of one part of a save: tensors in one file or several, as Hugging Face's libraries lay them out."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tapestream.errors import StorageError
+from tapestream.optim.shown import StateInParts
 from tapestream.storage.tensor_files import checksum, read_tensors, write_tensors, write_text
 
 SHARD_NBYTES = 4 << 30
@@ -36,7 +37,7 @@ def write_shards(
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     places: dict[str, Place] = {}
     for name, shard in zip(names, shards, strict=True):
-        sums = write_tensors(folder / name, shard, written)
+        sums = write_tensors(folder / name, shard, written, _parts)
         places.update({tensor: Place(name, crc32) for tensor, crc32 in sums.items()})
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
@@ -81,6 +82,10 @@ class Shards:
 
 
 _ADVICE = "this save cannot be used: take an earlier one, or copy the file again"
+
+
+def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    return tensor.pieces() if isinstance(tensor, StateInParts) and tensor.pieces else (tensor,)
 
 
 def _divided(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from tapestream.errors import InputError
+from tapestream.optim.shown import StateInParts
 
 Json: TypeAlias = Any
 _TAG = "$"  # the key that marks an object which stands for something JSON lacks
@@ -61,6 +62,8 @@ class _Packer:
         )
 
     def _named(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        if isinstance(tensor, StateInParts) and tensor.pieces:
+            return self._add(object(), tensor, path)
         tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             raise InputError(
@@ -70,8 +73,9 @@ class _Packer:
         key: object = len(self.tensors)
         if tensor.numel() and not tensor.is_meta:
             key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key in self._names:
-            return self._names[key]
+        return self._names[key] if key in self._names else self._add(key, tensor, path)
+
+    def _add(self, key: object, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         name = ".".join(map(str, path)) or "value"
         while name in self.tensors:
             name += "_"

@@ -1,0 +1,107 @@
+"""`tapestream train --saves`: what ends a run loses nothing, and no run takes the place of another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tapestream as ts
+from tapestream.cli.app import make_app
+from tapestream.cli.train import keep_steps, writing
+from tapestream.models import ImageBatches, Shapes
+
+SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu", "--budget", "8MiB"]
+
+
+def train(tmp_path: Path, *options: str) -> Any:
+    files = ["--folder", str(tmp_path / "home"), "--metrics", str(tmp_path / "metrics.jsonl")]
+    return CliRunner().invoke(make_app(), ["train", *options, *files])
+
+
+def test_a_new_run_does_not_push_out_the_saves_of_another(tmp_path: Path) -> None:
+    saves = ("--saves", str(tmp_path / "saves"))
+    assert train(tmp_path, *SMALL, "--steps", "2", *saves).exit_code == 0
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    before, homes = sorted((tmp_path / "saves").rglob("*")), set((tmp_path / "home").iterdir())
+    for options, said in (
+        ((), "holds saves of an earlier run, the last of them 000001"),
+        (("--width", "128", "--resume"), "holds a run with another config"),
+        (("--steps", "2", "--resume"), "holds a run of 2 steps already"),
+    ):
+        found = train(tmp_path, *SMALL, *saves, *options)
+        assert found.exit_code == 2
+        assert said in found.stderr
+        assert set((tmp_path / "home").iterdir()) <= homes  # told before the model is made
+    assert sorted((tmp_path / "saves").rglob("*")) == before
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_what_fails_before_the_first_step_leaves_earlier_metrics(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for folder, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), 9))):
+        (tmp_path / folder).mkdir()
+        image.fromarray(pixels.astype(numpy.uint8)).save(tmp_path / folder / "x.png")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    size = ("--layers", "35", "--width", "4", "--size", "16", "--batch", "1", "--device", "cpu", "--steps", "1")
+    wrong = train(tmp_path, "dranet", *size, "--data", str(tmp_path), "--classes", "6")
+    assert wrong.exit_code == 2
+    assert "x.png holds the label 9, but there are 6 classes" in wrong.stderr
+    small = train(tmp_path, *SMALL[:-1], "100kB", "--steps", "1")
+    assert small.exit_code == 2
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_metrics_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"st')
+    for first, left in ((5, 5), (3, 3), (7, 3), (0, 0)):
+        with writing(path, append=True) as lines:
+            keep_steps(lines, first)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(left))
+
+
+def test_batches_from_workers_are_the_same_batches() -> None:
+    alone, beside = ImageBatches(Shapes(8), 2), ImageBatches(Shapes(8), 2, workers=2)
+    for _ in range(3):
+        assert all(torch.equal(*pair) for pair in zip(next(alone), next(beside), strict=True))
+    assert beside.state_dict() == alone.state_dict()  # not what the workers have made ahead
+    beside.load_state_dict({**alone.state_dict(), "drawn": 1})
+    alone.load_state_dict(beside.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(next(alone), next(beside), strict=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_to_all_processes_saves_with_workers_too(number: signal.Signals, tmp_path: Path) -> None:
+    """As a terminal sends Ctrl-C. SIGUSR1 before it saves and goes on."""
+    metrics, saves = tmp_path / "metrics.jsonl", tmp_path / "saves"
+    command = [
+        sys.executable, "-m", "tapestream.cli.app", "train", "resnet", "--layers", "14", "--width", "8", "--steps",
+        "5000", "--workers", "2", "--device", "cpu", "--metrics", str(metrics), "--saves", str(saves),
+    ]  # fmt: skip
+
+    def wait_for(what: Any) -> None:
+        while not what():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.01)
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        wait_for(lambda: metrics.exists() and metrics.read_text())
+        os.killpg(run.pid, signal.SIGUSR1)
+        wait_for(lambda: list(saves.glob("0*/manifest.json")))
+        os.killpg(run.pid, number)
+        out, err = run.communicate()
+    assert run.returncode == 128 + number, err
+    taken = len(metrics.read_text().splitlines())
+    assert f"stopped and saved after step {taken} of 5000" in out
+    assert ts.load(saves)["step"] == taken

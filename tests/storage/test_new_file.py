@@ -1,0 +1,77 @@
+"""A file written in the background, past the page cache, is the file that was asked for, or an error."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tapestream.errors import StorageError
+from tapestream.storage.new_file import new_file
+
+MIB = 2**20
+
+
+def data(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+
+
+def write(path: Path, pieces: list[torch.Tensor]) -> None:
+    with new_file(path) as file:
+        for piece in pieces:
+            copy = piece.clone()
+            file.write(copy)
+            copy.zero_()  # it was taken, or copied
+
+
+@pytest.mark.parametrize("sizes", [
+    [], [0], [1], [4096], [4095, 1, 5000], [4 * MIB], [4 * MIB - 1, 1, 1], [3 * MIB] * 9 + [77], [17 * MIB + 3]
+])  # fmt: skip
+def test_a_file_has_the_bytes_that_were_added(sizes: list[int], tmp_path: Path) -> None:
+    pieces = [data(size) for size in sizes]
+    write(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_system_that_refuses_direct_transfers_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = os.write, []
+
+    def picky(file: int, memory: memoryview) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(len(memory))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, memory[: 1 + len(memory) // 2])  # and takes less than it is given
+
+    monkeypatch.setattr(os, "write", picky)
+    pieces = [data(9 * MIB), data(10)]
+    write(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
+    assert len(refused) <= 1
+
+
+@pytest.mark.parametrize("after", [0, 4 * MIB, 20 * MIB])
+def test_a_failure_is_told_wherever_it_happens(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, done = os.write, 0
+
+    def full(file: int, memory: memoryview) -> int:
+        nonlocal done
+        if done + len(memory) > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += len(memory)
+        return real(file, memory)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageError, match=r"could not write .*file: No space left on device"):
+        write(tmp_path / "file", [data(5 * MIB)] * 5)
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="File exists"), new_file(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
