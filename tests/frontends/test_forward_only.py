@@ -119,6 +119,7 @@ def test_decoding_moves_only_what_does_not_fit(tmp_path: Path) -> None:
         assert engine.statistics().bytes_moved[lane] - before == 6 * BLOCK
         kept = sorted(value.index for value in handle_of(ours).store.copies.resident)
         assert kept[0] == 0
+        assert kept[-1] < len(ours.blocks) - 1, "while the last block runs, nothing else could come"
         assert all(2 <= b - a <= 4 for a, b in itertools.pairwise(kept)), f"not spread evenly: {kept}"
 
 

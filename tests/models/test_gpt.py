@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,3 +176,18 @@ def test_unknown_name_lists_the_known_ones() -> None:
 def test_a_sequence_beyond_the_context_is_refused() -> None:
     with pytest.raises(InputError, match=r"9 tokens.*context of 8"):
         GPT(TINY)(torch.zeros(1, 9, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_halves_of_layers_are_blocks_that_compute_the_same(shared: bool) -> None:
+    whole = GPT(replace(TINY, shared=shared))
+    halves = GPT(replace(TINY, shared=shared, halves=True), seed=1)
+    assert [block.parts for block in halves.blocks if isinstance(block, Block)] == [("attention",), ("mlp",)] * 3
+    assert sum(p.numel() for p in halves.parameters()) == TINY.parameters - (2 if shared else 0) * TINY.block_parameters
+    given = whole.state_dict()
+    for k, block in enumerate(whole.blocks):
+        for name in block.state_dict():
+            given[f"blocks.{2 * k + name.startswith('mlp')}.{name}"] = whole.state_dict()[f"blocks.{k}.{name}"]
+    halves.load_state_dict({name: given[name] for name in halves.state_dict()})
+    tokens = torch.randint(17, (2, 8), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(halves(tokens), whole(tokens))

@@ -15,7 +15,6 @@ from tapestream.costs import Profile
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.estimate import estimate
 from tapestream.models.outline import Outline
 from tapestream.models.outlining import outline
 
@@ -152,27 +151,19 @@ def test_our_gpt_is_known_in_three_ways() -> None:
     found = outline(GPT(CONFIG), (tokens, tokens))
     (said,) = profiles(found)
     assert_alike(said, real, 0.01)
-    formula = estimate(CONFIG, batch=2, sequence=64, flops_per_second=1.0, optimizer="sgd", update="backward")
     assert found.parameters == CONFIG.parameters
-    assert nbytes(said) == pytest.approx(nbytes(formula), rel=0.02)
-    for a, b in zip(said.stages, formula.stages, strict=True):
-        assert a.forward_seconds == pytest.approx(b.forward_seconds, rel=0.02)
-        assert a.backward_seconds == pytest.approx(b.backward_seconds, rel=0.02)
-    assert said.turn_seconds == formula.turn_seconds
+    # By hand: 2 operations per weight and token, 2 s w per token for causal attention, which backward, as kernels have
+    # it, does 2.5 times; and 15 states of saved tensors with the statistics of attention and norms.
+    state, linear, attention = 2 * 64 * 128, 2 * 2 * 64 * CONFIG.block_parameters, 2 * 2 * 64 * 64 * 128
+    for cost in said.stages:
+        assert cost.forward_seconds == pytest.approx(linear + attention, rel=0.02)
+        assert cost.backward_seconds == pytest.approx(2 * linear + 2.5 * attention, rel=0.02)
+        assert cost.output_nbytes == 4 * state
+        assert cost.saved_nbytes == pytest.approx(15 * 4 * state + 4 * 2 * 64 * (4 + 4), rel=0.02)
+    assert said.turn_seconds == 6 * state * 256
     assert found.flops == pytest.approx(
         said.turn_seconds + sum(s.forward_seconds + s.backward_seconds for s in said.stages)
     )
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_blocks_cost_what_the_formula_says(optimizer: str) -> None:
-    with torch.device("meta"):
-        model, tokens = GPT(CONFIG), torch.zeros(1, 64, dtype=torch.long)
-    how: dict[str, Any] = {"flops_per_second": 1e9, "optimizer": optimizer, "update_bytes_per_second": 1e9}
-    (said,) = outline(model, (tokens, tokens)).profiles(**how)
-    formula = estimate(CONFIG, batch=1, sequence=64, **how)
-    assert said.blocks == formula.blocks
-    assert said.outside_nbytes == pytest.approx(formula.outside_nbytes, rel=0.05)
 
 
 def test_the_model_is_afterwards_as_before_and_can_be_outlined_again() -> None:

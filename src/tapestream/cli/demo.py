@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from tapestream.cli import show
@@ -19,8 +20,8 @@ from tapestream.cli.picture import draw_memory
 from tapestream.cli.train import remark, writing
 from tapestream.errors import InputError
 from tapestream.ir.actions import Tier
-from tapestream.models import GPTConfig
-from tapestream.models.estimate import estimate
+from tapestream.models import GPT, GPTConfig
+from tapestream.models.outlining import outline
 from tapestream.planning.auto import make_plan
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
@@ -156,15 +157,12 @@ def _compare(job: Job, story: Story, compared: int) -> None:
 
 def plain_nbytes(job: Job) -> int:
     """What plain PyTorch needs for a step, computed: parameters, gradients, optimizer state, and the whole tape."""
-    # As for update="backward": in plain PyTorch each gradient stays where it was made.
     assert isinstance(job.config, GPTConfig)
-    profile = estimate(
-        job.config,
-        batch=job.batch,
-        sequence=job.sequence,
-        flops_per_second=1e12,
-        optimizer=job.optimizer,
-        update="backward",
+    with torch.device("meta"):
+        model, tokens = GPT(job.config), torch.zeros(job.batch, job.sequence, dtype=torch.int64)
+    # As for update="backward": in plain PyTorch each gradient stays where it was made.
+    (profile,) = outline(model, (tokens, tokens), moves=False).profiles(
+        flops_per_second=1e12, optimizer=job.optimizer, update="backward", home=Tier.DEVICE
     )
     return make_plan(profile, planner="store_all", update="step", home=Tier.DEVICE).peak_nbytes
 

@@ -59,6 +59,7 @@ class Question:
             update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
             budget_nbytes=self.budget,
             finer=finer,
+            home=Tier.HOST if self.home is None else self.home,
         )
 
     def machine(self) -> Machine:

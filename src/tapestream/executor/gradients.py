@@ -103,6 +103,29 @@ class GradientBook:
         self.copies.copy_now(value, Tier.DEVICE, self.copies.home_of(value))
         self.copies.release(value, Tier.DEVICE)
 
+    def leave(self) -> None:
+        """Send home what ``.grad`` has on the device of blocks whose gradients do not live there."""
+        for this in self.copies.blocks:
+            value = Value(Kind.GRADIENT, this.index)
+            if self.copies.tier_of(value) is Tier.DEVICE:
+                continue
+            shown = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
+            if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
+                continue
+            if shown and not self._all_at_home(this.index, shown):
+                self._bring_home(value, shown)
+
+    def _bring_home(self, value: Value, shown: Mapping[int, torch.Tensor]) -> None:
+        copies, this = self.copies, self.copies.blocks[value.index]
+        views = this.views(copies.region(value, Tier.DEVICE).memory)
+        for i, gradient in shown.items():
+            views[i].copy_(gradient)
+        copies.copy_now(value, Tier.DEVICE, copies.home_of(value))
+        copies.release(value, Tier.DEVICE)
+        for i, view in this.views(copies.bytes_at(value, copies.home_of(value))).items():
+            if i in shown:
+                this.parameters[i].grad = view
+
     def hooked(self, block: int) -> Found:
         """The fresh gradients, taken out, as the parameters' hooks leave them."""
         parameters, fresh = self.copies.blocks[block].parameters, self.fresh.pop(block, {})

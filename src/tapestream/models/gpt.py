@@ -43,7 +43,8 @@ class GPTConfig:
 
     ``vocabulary``: number of tokens; ``context``: longest sequence in tokens; ``dropout``: probability, of embeddings,
     attention weights and residual branches; ``tied``: the head shares the token embedding's matrix; ``shared``: every
-    block has the parameters of the first (Lan et al. 2020, "ALBERT"), which exist once.
+    layer has the parameters of the first (Lan et al. 2020, "ALBERT"), which exist once; ``halves``: attention and MLP
+    of a layer are blocks of their own, so that fewer parameters need be on the device at once.
     Raises InputError where the numbers do not fit together.
     """
 
@@ -55,6 +56,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True
     shared: bool = False
+    halves: bool = False
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -94,46 +96,55 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """One pre-LayerNorm transformer block: tensor (batch, sequence, width) in, the same shape out.
+    """One pre-LayerNorm transformer block, or one half of it: tensor (batch, sequence, width) in, the same shape out.
 
-    A block made on the meta device gets its bits from ``block.to_empty(device=...)`` and ``block.initialize()``; they
-    depend on ``config``, ``index`` and ``seed`` only, so they are those of a model made at once, on every device.
+    ``parts``: "attention", "mlp" or both. A block made on the meta device gets its bits from
+    ``block.to_empty(device=...)`` and ``block.initialize()``; they depend on ``config``, ``index``, ``seed`` and
+    ``parts`` only, so they are those of a model made at once, on every device.
     """
 
-    def __init__(self, config: GPTConfig, index: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: GPTConfig, index: int, *, seed: int = 0, parts: tuple[str, ...] = ("attention", "mlp")
+    ) -> None:
         super().__init__()
-        self.config, self.index, self.seed = config, index, seed
+        self.config, self.index, self.seed, self.parts = config, index, seed, parts
         width, dtype = config.width, config.dtype
         with _made_once(self):
-            self.attention_norm = nn.LayerNorm(width, dtype=dtype)
-            self.attention_in = nn.Linear(width, 3 * width, dtype=dtype)
-            self.attention_out = nn.Linear(width, width, dtype=dtype)
-            self.mlp_norm = nn.LayerNorm(width, dtype=dtype)
-            self.mlp_in = nn.Linear(width, 4 * width, dtype=dtype)
-            self.mlp_out = nn.Linear(4 * width, width, dtype=dtype)
+            if "attention" in parts:
+                self.attention_norm = nn.LayerNorm(width, dtype=dtype)
+                self.attention_in = nn.Linear(width, 3 * width, dtype=dtype)
+                self.attention_out = nn.Linear(width, width, dtype=dtype)
+            if "mlp" in parts:
+                self.mlp_norm = nn.LayerNorm(width, dtype=dtype)
+                self.mlp_in = nn.Linear(width, 4 * width, dtype=dtype)
+                self.mlp_out = nn.Linear(4 * width, width, dtype=dtype)
             self.dropout = nn.Dropout(config.dropout)
 
     def initialize(self) -> None:
         """GPT-2's initial values, in place: normal with 0.02, residual projections scaled by 1/sqrt(2 layers)."""
         if self.config.shared and self.index > 0:
             return  # they are the first block's
-        generator = keyed_generator(self.seed, self.index)
+        generator = keyed_generator(self.seed, self.index if len(self.parts) == 2 else f"{self.index} {self.parts[0]}")
         residual_std = _STD / math.sqrt(2 * self.config.layers)
-        for norm in (self.attention_norm, self.mlp_norm):
+        for part in self.parts:
+            norm, first, last = (
+                (self.attention_norm, self.attention_in, self.attention_out)
+                if part == "attention"
+                else (self.mlp_norm, self.mlp_in, self.mlp_out)
+            )
             _initialize_norm(norm)
-        for linear, std in (
-            (self.attention_in, _STD), (self.attention_out, residual_std),
-            (self.mlp_in, _STD), (self.mlp_out, residual_std),
-        ):  # fmt: skip
-            _fill_normal(linear.weight, std, generator)
-            _fill(linear.bias, 0.0)
+            for linear, std in ((first, _STD), (last, residual_std)):
+                _fill_normal(linear.weight, std, generator)
+                _fill(linear.bias, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, width) -> (batch, sequence, width)."""
-        x = x + self.dropout(self._attention(self.attention_norm(x)))
-        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-        result: Tensor = x + self.dropout(self.mlp_out(hidden))
-        return result
+        if "attention" in self.parts:
+            x = x + self.dropout(self._attention(self.attention_norm(x)))
+        if "mlp" in self.parts:
+            hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+            x = x + self.dropout(self.mlp_out(hidden))
+        return x
 
     def _attention(self, x: Tensor) -> Tensor:
         heads = self.attention_in(x).unflatten(-1, (3, self.config.heads, -1))  # batch, sequence, 3, heads, head size
@@ -158,7 +169,10 @@ class GPT(nn.Module):
             self.token = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
             self.position = nn.Embedding(config.context, config.width, dtype=config.dtype)
             self.dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config, index, seed=seed) for index in range(config.layers))
+            parts = [("attention",), ("mlp",)] if config.halves else [("attention", "mlp")]
+            self.blocks = nn.ModuleList(
+                Block(config, index, seed=seed, parts=part) for index in range(config.layers) for part in parts
+            )
             self.norm = nn.LayerNorm(config.width, dtype=config.dtype)
             self.head = nn.Linear(config.width, config.vocabulary, bias=False, dtype=config.dtype)
             self._tie()
@@ -179,8 +193,9 @@ class GPT(nn.Module):
     def _tie(self) -> None:
         if self.config.tied:
             self.head.weight = self.token.weight
-        for block in self.blocks[1:] if self.config.shared else ():
-            for module, first in zip(block.modules(), self.blocks[0].modules(), strict=True):
+        period = len(self.blocks) // self.config.layers
+        for k, block in enumerate(self.blocks[period:] if self.config.shared else ()):
+            for module, first in zip(block.modules(), self.blocks[k % period].modules(), strict=True):
                 for name, parameter in first.named_parameters(recurse=False):
                     setattr(module, name, parameter)
 

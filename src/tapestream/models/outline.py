@@ -11,7 +11,7 @@ from tapestream.frontends.module.shared import find_shared
 from tapestream.frontends.module.step import Step
 from tapestream.frontends.module.terms import Terms, Update
 from tapestream.ir.actions import Tier
-from tapestream.models.estimate import block_costs, kept_nbytes
+from tapestream.models.group_costs import block_costs, kept_nbytes
 
 
 @dataclass(slots=True)
@@ -89,11 +89,12 @@ class Outline:
         update_bytes_per_second: float = 5e9,
         budget_nbytes: int | None = None,
         finer: bool = False,
+        home: Tier = Tier.HOST,
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside.
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
-        it); None leaves that of a block in one.
+        it); None leaves that of a block in one. ``home``: where gradients go.
         Raises InputError for an unknown optimizer and for rates that are not positive.
         """
         if not flops_per_second > 0 or not update_bytes_per_second > 0:
@@ -102,8 +103,8 @@ class Outline:
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         step = Step(
-            self.terms(update), self.segments, self.uses, costs, find_shared(self.segments, self.uses),
-            outside, self.turn_nbytes, self.turn_flops / flops_per_second,
+            replace(self.terms(update), home=home), self.segments, self.uses, costs,
+            find_shared(self.segments, self.uses), outside, self.turn_nbytes, self.turn_flops / flops_per_second,
         )  # fmt: skip
         return tuple(
             step.profile(number, list(_timed(segment, flops_per_second)), segment.initial_nbytes, segment.carried)

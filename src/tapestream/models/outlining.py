@@ -236,15 +236,16 @@ class _Outlining:
         with self.meter.measured() as section:
             if roots and leaves:
                 made = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+        saved = max(0, recorded.end_nbytes - nbytes)
         return StageCost(
             0.0,
             self.meter.flops - flops,
             nbytes,
-            max(0, recorded.end_nbytes - nbytes),
+            saved,
             reads_input=any(key in before for key in held),
             reads_output=any(key in after and key not in before for key in held),
             backward_extra_nbytes=max(
-                0, section.peak_nbytes - sum(storages(t for t in made if t is not None).values())
+                -saved, section.peak_nbytes - sum(storages(t for t in made if t is not None).values())
             ),
             cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
             record_extra_nbytes=max(0, recorded.peak_nbytes - recorded.end_nbytes),

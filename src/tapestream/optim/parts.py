@@ -54,20 +54,23 @@ def part_limits(device_nbytes: int | None, largest_nbytes: int) -> tuple[int, ..
     return tuple(dict.fromkeys((max(least, device_nbytes // _SHARE), least)))
 
 
-def state_parts(members: Sequence[Member], limit_nbytes: int | None) -> tuple[StatePart, ...]:
+def state_parts(
+    members: Sequence[Member], limit_nbytes: int | None, *, together: bool = False
+) -> tuple[StatePart, ...]:
     """The parts of a block's state, of at most ``limit_nbytes`` bytes each but for alignment and for parameters that
-    cannot be cut; a parameter that is larger than a part is cut into about equal pieces."""
+    cannot be cut; a parameter that is larger than a part is cut into about equal pieces. ``together``: whether the
+    rule updates all tensors of a part at once, as foreach forms do."""
     found: list[StatePart] = []
     pieces: list[tuple[Member, Piece]] = []
     held = 0
     for member, piece in (pair for one in members for pair in _pieces(one, limit_nbytes)):
         nbytes = _share(member, piece, member.state.nbytes if piece.whole else member.nbytes)
         if pieces and limit_nbytes is not None and held + nbytes > limit_nbytes:
-            found.append(_part(pieces))
+            found.append(_part(pieces, together))
             pieces, held = [], 0
         pieces.append((member, piece))
         held += nbytes
-    return (*found, _part(pieces)) if pieces else ()
+    return (*found, _part(pieces, together)) if pieces else ()
 
 
 def _pieces(member: Member, limit_nbytes: int | None) -> Iterator[tuple[Member, Piece]]:
@@ -82,7 +85,7 @@ def _pieces(member: Member, limit_nbytes: int | None) -> Iterator[tuple[Member, 
         yield member, Piece(member.number, start, stop, whole=stop - start == elements)
 
 
-def _part(pieces: Sequence[tuple[Member, Piece]]) -> StatePart:
+def _part(pieces: Sequence[tuple[Member, Piece]], together: bool) -> StatePart:
     slots: list[tuple[int, str]] = []
     tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
     for number, (member, piece) in enumerate(pieces):
@@ -93,8 +96,18 @@ def _part(pieces: Sequence[tuple[Member, Piece]]) -> StatePart:
         tuple(piece for _, piece in pieces),
         tuple(slots),
         Layout.of(tensors) if tensors else None,
-        max(_share(member, piece, member.extra_nbytes) for member, piece in pieces),
+        _extra_nbytes(pieces, together),
     )
+
+
+def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool) -> int:
+    """Transient bytes of an update: casts of all gradients, and two temporaries of the rule, of all pieces or of one;
+    such a loop holds the last temporary of a piece until the next one's replaces it."""
+    casts = sum(_share(member, piece, member.cast_nbytes) for member, piece in pieces)
+    own = [_share(member, piece, member.rule_nbytes) for member, piece in pieces]
+    if together:
+        return casts + 2 * sum(own)
+    return casts + max(before + 2 * nbytes for before, nbytes in zip((0, *own), own, strict=False))
 
 
 def _share(member: Member, piece: Piece, nbytes: int) -> int:

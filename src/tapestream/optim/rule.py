@@ -56,7 +56,9 @@ class Rule:
         state in its views."""
         if not self._group_of:  # groups never lose or gain parameters
             self._group_of.update({id(p): g for g, group in enumerate(self._groups()) for p in group["params"]})
-        for together in [work] if self._tensor_by_tensor(work) else [[part] for part in work]:
+        # All at once costs no temporaries where they are those of one tensor, unless gradients are cast for masters.
+        at_once = self._tensor_by_tensor(work) and not self._masters
+        for together in [work] if at_once else [[part] for part in work]:
             entries = [entry for part in together for entry in self._entries(part)]
             self._step([entry for entry in entries if entry.key in self._created])
             for entry in entries:

@@ -15,6 +15,7 @@ from tapestream.optim.outside import Outside
 from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.rule import MASTER, Rule
 from tapestream.optim.showing import Showing
+from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass, StateShape, is_elementwise, probe
 from tapestream.storage.blocks import StatePart
 
@@ -157,10 +158,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch has it, every state an ordinary whole tensor: views of what lives at home, but copies of the state
         of parameters that were cut (where it lives on disk these are on disk too, not in memory)."""
-        found = super().state_dict()
+        return self._state(self._showing.whole)
+
+    def state_in_parts(self) -> dict[str, Any]:
+        """The same, but what lies in parts is not put together where these follow each other in row-major order."""
         whole = self._showing.whole
+        return self._state(lambda v: v if isinstance(v, StateInParts) and v.pieces else whole(v))
+
+    def _state(self, shown: Callable[[Any], Any]) -> dict[str, Any]:
+        found = super().state_dict()
         found["state"] = {
-            key: {name: whole(value) for name, value in entries.items()} for key, entries in found["state"].items()
+            key: {name: shown(value) for name, value in entries.items()} for key, entries in found["state"].items()
         }
         return found
 
@@ -251,15 +259,24 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for block, members in zip(self._handle.store.blocks, self._members, strict=True):
             large = [one for one in members if limit is not None and one.nbytes > limit]
             divisible = {one.number for one in large if self._may_be_cut(block.parameters[one.number])}
-            cut.append(state_parts([replace(one, divisible=one.number in divisible) for one in members], limit))
+            members = [replace(one, divisible=one.number in divisible) for one in members]
+            cut.append(state_parts(members, limit, together=self._together))
         return cut
+
+    @property
+    def _together(self) -> bool:
+        """Whether the rule makes temporaries of all tensors at once: its foreach form does, the default on a GPU."""
+        default = self._handle.store.device.type != "cpu"
+        asked = [g.get("foreach") for g in self.param_groups if not g.get("fused")]
+        return any(default if foreach is None else foreach for foreach in asked)
 
     def _member(self, number: int, parameter: torch.Tensor) -> Member:
         shape, dtype = tuple(parameter.shape), self._target_dtype(parameter)
         if not parameter.requires_grad:  # its state, if it ever has any, is kept with the scalars
             return Member(number, shape, StateShape(()), 0)
         nbytes = parameter.numel() * dtype.itemsize
-        return Member(number, shape, self._shape(parameter), nbytes, nbytes if dtype is not parameter.dtype else 0)
+        temporary = 0 if self._group_of(parameter).get("fused") else nbytes  # fused rules make none
+        return Member(number, shape, self._shape(parameter), temporary, nbytes if dtype is not parameter.dtype else 0)
 
     def _show_state(self) -> None:
         self._showing.show(self.state)

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.planning.observer import Observer
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import Skewed, may_be_uneven, nbytes_of, skewed
@@ -25,6 +26,7 @@ from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _SHORT_SECONDS = 5e-3
+_COLD = 4  # times a forward: a first backward that takes longer is timed again
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
 T = TypeVar("T")
 Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
@@ -63,7 +65,8 @@ def profile_stages(
     with unchanged_generators(device), watch_memory(device) as watch:
         for k, stage in enumerate(stages):
             cost, trait, out = profile_stage(stage, state, watch, alike)
-            costs.append(cost)
+            # Where gradients are not counted, nothing that comes before they do can be set off against them.
+            costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
             traits.append(trait)
             travellers.follow(state, out)
             state = out
@@ -96,54 +99,66 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
     """
     snapshot, device = BufferSnapshot.take(stage.buffer_slots()), watch.device
     try:
-        traits, escapes, looks, own = _discover(stage, state, device, snapshot)
+        traits, escapes, looks, out, steady = _discover(stage, state, device, snapshot)
         uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
-        if own is not None:
-            kind = (looks[0] if uneven else looks, escapes, _kind_of(state, own, traits))
-            known = _as_known(alike, kind, traits, saves)
-            if known is not None:
-                return *known, own
-        del own
-        snapshot.put_back()
         runner = Runner([stage], [traits], device)
-        out = runner.forward(0, state)  # the first run leaves behind what recomputes need
+        if out is None:
+            snapshot.put_back()
+            out = runner.forward(0, state)
         kind = (looks[0] if uneven else looks, escapes, _kind_of(state, out, traits))
         known = _as_known(alike, kind, traits, saves)
         if known is not None:
             return *known, out
+        snapshot.put_back()
+        if steady:
+            runner.ran(0)
+        elif 0 not in runner.seen:
+            runner.forward(0, state)  # the first run leaves behind what recomputes need
         skew = _measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        if not alike and skew is None:  # the process may never have run such kernels; the times are for all of a kind
-            _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
-        with watch.measured() as meter:
-            seconds, out = _clock(device, lambda: runner.forward(0, state))
-        output_nbytes = _made_nbytes(state, out)
-        cost, tape = _measure_record(runner, state, output_nbytes, watch)
-        backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
-        if seconds >= _LONG_SECONDS and not traits.calls_autograd:
+        cost, out = _measure(runner, state, out, watch, first=not alike and skew is None)
+        if cost.forward_seconds >= _LONG_SECONDS and not traits.calls_autograd:
             runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
-        if seconds < _SHORT_SECONDS:
+        if cost.forward_seconds < _SHORT_SECONDS:
             with watch.paused():
                 seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
+            cost = replace(cost, forward_seconds=seconds)
             if not escapes:
                 try_without_graph(runner, state, out)
         else:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw another time
             runner.traits = [replace(runner.traits[0], draws_host=True)]
     finally:
         snapshot.put_back()
-    cost = replace(
+    cost = cost if skew is None else skew.bound(cost)
+    alike[kind] = Known(cost, runner.traits[0], saves)
+    return cost, runner.traits[0], out
+
+
+def _measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool) -> tuple[StageCost, State]:
+    """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
+    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
+    device = watch.device
+    if first and device.type == "cuda":
+        _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
+    with watch.measured() as meter:
+        seconds, out = _clock(device, lambda: runner.forward(0, state))
+    output_nbytes = _made_nbytes(state, out)
+    cost, tape = _measure_record(runner, state, output_nbytes, watch)
+    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
+    if first and (seconds < _SHORT_SECONDS or backward_seconds > _COLD * seconds):
+        again, tape = _measure_record(runner, state, output_nbytes, watch)
+        cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
+        backward_seconds = min(backward_seconds, _measure_backward(runner, tape, out, watch)[0])
+    return replace(
         cost,
         forward_seconds=seconds,
         backward_seconds=backward_seconds,
         forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
-        backward_extra_nbytes=backward_extra,
+        backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
-    )
-    cost = cost if skew is None else skew.bound(cost)
-    alike[kind] = Known(cost, runner.traits[0], saves)
-    return cost, runner.traits[0], out
+    ), out
 
 
 def _as_known(alike: Alike, kind: object, traits: Traits, saves_nbytes: int) -> tuple[StageCost, Traits] | None:
@@ -165,11 +180,12 @@ def _kind_of(state: State, out: State, traits: Traits) -> object:
 
 def _discover(
     stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
-) -> tuple[Traits, bool, Looks, State | None]:
+) -> tuple[Traits, bool, Looks, State | None, bool]:
     """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, what
-    that graph looks like, and its output (None where that lies in the copies that the run got of its inputs)."""
-    host = HostGenerators.capture()
-    observed = _Observer()
+    that graph looks like, its output (None where that lies in the copies that the run got of its inputs), and whether
+    a recompute of it is a run like any other: it drew nothing and wrote no buffers."""
+    generators, host = TorchGenerators.capture(device), HostGenerators.capture()
+    observed = Observer()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
     since = next_sequence_number()
@@ -204,7 +220,8 @@ def _discover(
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
     )
-    return traits, observed.something_lives(), looks, own
+    drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
+    return traits, observed.something_lives(), looks, own, not drew and not traits.buffers
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
@@ -219,45 +236,13 @@ def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
             )
 
 
-class _Saved:
-    """One saved tensor, watched."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Observer:
-    """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it."""
-
-    def __init__(self) -> None:
-        self.inside, self.called = True, False
-        self.shapes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
-        self._packed: list[weakref.ref[_Saved]] = []
-
-    def pack(self, tensor: torch.Tensor) -> _Saved:
-        self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
-        saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
-        self._packed.append(weakref.ref(saved))
-        return saved
-
-    def unpack(self, saved: _Saved) -> torch.Tensor:
-        self.called = self.called or self.inside
-        return saved.tensor
-
-    def something_lives(self) -> bool:
-        """True when a tensor made inside was stored outside with its graph."""
-        return any(reference() is not None for reference in self._packed)
-
-
 def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: MemoryWatch) -> tuple[StageCost, Tape]:
     """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         held.update(storages((tensor,)))
-        return tensor.detach()  # as in _Observer
+        return tensor.detach()  # as in Observer
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
     with watch.measured() as meter:
@@ -279,14 +264,15 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
 
 
 def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
-    """Seconds of one backward, its transient bytes beyond cotangents and gradients, and its peak with these."""
+    """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
+    there beside what it frees), and its peak with these."""
     cotangents = [
         torch.ones_like(t) if edge is not None else None for t, edge in zip(out.tensors, tape.edges, strict=True)
     ]
     with watch.measured() as meter:
         seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
-    return seconds, max(0, meter.peak_nbytes - sum(made.values())), meter.peak_nbytes
+    return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
 
 
 def _measure_skewed(
@@ -326,11 +312,11 @@ def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
 
 
 @contextlib.contextmanager
-def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Random generators and the stages' buffers are afterwards as they were before."""
+def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[object] = ()) -> Iterator[None]:
+    """Random generators (``own``: and these) and the stages' buffers are afterwards as they were before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
     try:
-        with unchanged_generators(device):
+        with unchanged_generators(device, own):
             yield
     finally:
         for snapshot in snapshots:
@@ -338,9 +324,9 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """Random generators are afterwards as they were before."""
-    torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture()
+def unchanged_generators(device: torch.device, own: Sequence[object] = ()) -> Iterator[None]:
+    """Random generators (``own``: and these) are afterwards as they were before."""
+    torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture(own)
     try:
         yield
     finally:

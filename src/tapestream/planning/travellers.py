@@ -31,7 +31,7 @@ class Travellers:
         found = []
         for (born, _), (last, nbytes) in self._spans.items():
             if born > 0:
-                cost = costs[born - 1]
-                costs[born - 1] = replace(cost, output_nbytes=cost.output_nbytes - nbytes)
+                cost = costs[born - 1]  # a stage that goes by chance may have made less when it was measured
+                costs[born - 1] = replace(cost, output_nbytes=max(0, cost.output_nbytes - nbytes))
                 found.append(Carried(born, last, nbytes))
         return tuple(found)

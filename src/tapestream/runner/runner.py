@@ -182,17 +182,15 @@ class Runner:
     ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Consume ``tape``: cotangents of the inputs, and (leaf, gradient) pairs.
 
-        ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It
-        enters as an extra root, so that
-        the additions happen in the order of plain autograd; the pair returned for that leaf is then the new sum.
+        ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as
+        an extra root, so that the additions happen in the order of plain autograd; the pair returned is the new sum.
         ``begun``: the same for inputs, where others have used them too.
         """
         if len(tape.edges) != len(cotangents):
             raise GradientError(
-                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} "
-                f"tensors) than at first "
-                f"({len(cotangents)}); it must depend on nothing but its input, its buffers and the global random "
-                f"generators"
+                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} tensors) "
+                f"than at first ({len(cotangents)}); it must depend on nothing but its input, its buffers and the "
+                "global random generators"
             )
         begun = begun or [None] * len(tape.inputs)
         entering: list[tuple[Any, torch.Tensor]] = _both(tape.edges, cotangents)
@@ -215,6 +213,10 @@ class Runner:
         pairs = zip(tape.owners, found[len(wanted) :], strict=True)
         return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
+    def ran(self, k: int) -> None:
+        """Stage ``k`` has been run elsewhere, drew no random numbers and wrote no buffers: what follows recomputes."""
+        self.seen[k] = _Seen(None, None, None, self._versions(k))
+
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
         self.seen.pop(k, None)
@@ -227,8 +229,7 @@ class Runner:
         return [replica(t) if i in mutates else t for i, t in enumerate(state.tensors)]
 
     def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
-        """The stage's inputs behind guards, and where their cotangents leave its graph (None where no gradient
-        flows)."""
+        """The stage's inputs behind guards, and where their cotangents leave its graph (None where none flow)."""
         guarded = [
             Guard.apply(self._root, t, self.stages[k].name) if requires else t.detach()  # type: ignore[no-untyped-call]
             for t, requires in zip(self._inputs(k, state), state.requires, strict=True)

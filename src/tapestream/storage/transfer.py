@@ -7,7 +7,7 @@ import os
 import torch
 
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
-_CHUNK = 16 * 2**20  # bytes per system call: long enough to be fast, short enough to be interrupted
+_CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
 _LARGE_PAGE = 2 * 2**20  # bytes
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after

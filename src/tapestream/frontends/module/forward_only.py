@@ -281,7 +281,8 @@ class ForwardOnly:
         room -= 2 * largest
         if room <= 0:
             return frozenset()
-        chosen, share = set(), room / total
+        coming.pop()  # the last one comes each time: while it runs, nothing else could
+        chosen, share = set(), room / sum(_nbytes(store, b) for b in coming)
         credit = (1 - share) * largest  # the first one stays: nothing could run while it came
         for block in coming:
             nbytes = _nbytes(store, block)

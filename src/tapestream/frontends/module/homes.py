@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -48,6 +49,7 @@ class Homes:
     ) -> None:
         self._path = folder
         self._counted: EngineStatistics | None = None
+        self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
             undo.callback(keep_freed)
             free_at_once()
@@ -103,8 +105,21 @@ class Homes:
         if self._folder is not None:
             self._folder.check_room(total - (budget.device_nbytes or 0), "gradients and the optimizer's state")
 
+    def begin_measuring(self, *, wanted: bool) -> None:
+        """Where ``wanted``, let `measured` find its answer beside what is done until then: a disk is busy, hardly a
+        processor. Not on a GPU, of which profiling counts the bytes."""
+        beside = self._speeds is None and self.store.device.type == "cpu"
+        if wanted and beside and self.store.home is not Tier.DEVICE:
+            thread = ThreadPoolExecutor(1, "tapestream-speeds")
+            self._speeds = thread.submit(self._measure)
+            thread.shutdown(wait=False)
+
     def measured(self) -> Machine:
         """Speeds of the links that blocks pass. The first step waits for it."""
+        speeds, self._speeds = self._speeds, None
+        return self._measure() if speeds is None else speeds.result()
+
+    def _measure(self) -> Machine:
         if self.store.home is Tier.DEVICE:
             return Machine()
         folder = self._path if Tier.DISK in self.store.homes.values() else None

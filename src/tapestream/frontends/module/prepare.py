@@ -79,7 +79,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         if handle.cut_finer():
             return prepare(handle, observed)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
-    return _prepared(handle, allowed, segments, plans, profiles, shared, observed.writes_outside)
+    return assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside)
 
 
 def terms_of(handle: "Streamed") -> Terms:
@@ -112,7 +112,7 @@ def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepar
             f"{len(live)} call(s) of this model whose backward has not run yet, and this call, parameters included, "
             f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, or allow more"
         ) from None
-    return _prepared(handle, left, segments, plans, profiles, prepared.shared, prepared.writes_outside)
+    return assembled(handle, left, segments, plans, profiles, prepared.shared, prepared.writes_outside)
 
 
 def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
@@ -134,7 +134,7 @@ def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: 
     )
 
 
-def _prepared(
+def assembled(
     handle: "Streamed",
     allowed: int,
     segments: Sequence[Segment],
@@ -142,14 +142,17 @@ def _prepared(
     profiles: Sequence[Profile],
     shared: Mapping[int, Shared],
     writes_outside: bool,
+    gathered_nbytes: int = 0,
 ) -> Prepared:
+    """What follows from ``plans`` within ``allowed`` bytes; ``gathered_nbytes``: of gradients that earlier backwards
+    have left on the device."""
     resident = frozenset().union(*(resident_of(plan, handle.update, at_start(plan)) for plan in plans))
     at_step = frozenset().union(*(resident_of(plan, handle.update, at_step_of(plan)) for plan in plans))
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     once = tuple(run_once(plan.schedule) for plan in plans)
     staying = [_staying_nbytes(plan) for plan in plans]
     inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
-    outside = outside_nbytes(handle)
+    outside = outside_nbytes(handle) + gathered_nbytes
     before = profiles[0].outside_nbytes - outside
     held = outside + sum(staying)
     pinned = handle.pinned.values()

@@ -7,6 +7,8 @@ from tapestream.costs import BlockCost, Carried, Profile, StageCost
 from tapestream.frontends.module.shared import Shared, owned
 from tapestream.frontends.module.terms import Positioned, Terms
 from tapestream.frontends.module.wide import adds_once
+from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.homes import home_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,11 @@ class Step:
         """That of segment ``number``, whose costs are ``stages``. Blocks of other segments cost nothing in it."""
         positions, last = self.segments[number].positions, self.segments[-1]
         own = owned(number, [self.uses[position] for position in positions], self.shared)
+        last_use = {block: k for k, block in enumerate(own)}
         after = self.segments[number] is last
         turns = after or not self.terms.is_wide(last)
         return Profile(
-            tuple(self._stage(number, k, cost, own[k]) for k, cost in enumerate(stages)),
+            tuple(self._stage(number, k, cost, own[k], last_use[own[k]] == k) for k, cost in enumerate(stages)),
             initial_nbytes,
             tuple(cost if block in own else BlockCost(0) for block, cost in enumerate(self.costs)),
             carried,
@@ -42,13 +45,18 @@ class Step:
             turn_seconds=self.turn_seconds if after else 0.0,
         )
 
-    def _stage(self, number: int, k: int, cost: StageCost, block: int | None) -> StageCost:
-        extra = cost.backward_extra_nbytes
-        if block is not None and self.terms.update != "backward":
-            # Gradients come as tensors of their own and are laid out in one run of bytes when backward has ended.
-            extra = max(extra, self.costs[block].gradient_nbytes)
+    def _stage(self, number: int, k: int, cost: StageCost, block: int | None, last_use: bool) -> StageCost:
+        module, extra = self.terms.modules[self.segments[number].positions[k]], cost.backward_extra_nbytes
+        gradient = 0 if block is None else self.costs[block].gradient_nbytes
+        if gradient and not last_use:
+            # What this use makes goes into tensors of its own, one after the other, beside what later uses have left.
+            extra += gradient + max(p.nbytes for p in module.parameters() if p.requires_grad)
+        leaves = home_tiers(self.terms.home)[Kind.GRADIENT] is not Tier.DEVICE
+        if gradient and leaves and self.terms.update != "backward":
+            # It comes as tensors of their own, laid out in one run of bytes when the backward has ended.
+            extra = max(extra, gradient - cost.saved_nbytes)
         cost = replace(cost, block=block, backward_extra_nbytes=extra)
-        once = adds_once(self.terms.modules[self.segments[number].positions[k]])
+        once = adds_once(module)
         for index, shared in self.shared.items():
             cost = shared.costs(cost, (number, k), self.costs[index], adds_once=once)
         return cost

@@ -18,6 +18,7 @@ from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
+from tapestream.frontends.module.gathering import gathering
 from tapestream.frontends.module.homes import Homes
 from tapestream.frontends.module.left_out import check_called_by_chance
 from tapestream.frontends.module.live import Live, SegmentView
@@ -126,9 +127,10 @@ class Streamed:
         found = self._prepare(original, args, kwargs)
         if found is None:
             return original(*args, **kwargs)
-        prepared = self._beside_live(found)
+        prepared = self._beside_live(gathering(self, found, self._beside))
         self.store.settle()
         self.store.place(prepared.resident)
+        self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
         self.call = call = StreamCall(self.store, prepared, self.device, self._live)
         self.last = prepared
@@ -225,6 +227,7 @@ class Streamed:
 
     def _observe(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """One observed call, in which no parameter is used that a block might have sent home."""
+        self.homes.begin_measuring(wanted=self._machine is None)
         while True:
             self.store.settle()
             self.pinned.bring()
@@ -247,10 +250,9 @@ class Streamed:
         if not live:
             return prepared
         key = id(prepared), live[0].resident, sum(call.held_nbytes for call in live)
-        found = self._beside.get(key)
-        if found is None:
-            found = self._beside[key] = prepare_beside(self, prepared, live)
-        return found
+        if key not in self._beside:
+            self._beside[key] = prepare_beside(self, prepared, live)
+        return self._beside[key]
 
     def _mode(self) -> object:
         mode = mode_of(modules_below(self.model))

@@ -1,32 +1,17 @@
-"""`models.estimate` against PyTorch itself."""
+"""What is said of parameters, optimizers and a stored step before any exists, against PyTorch itself."""
 
 import pytest
 import torch
+from torch import nn
 
 from tapestream.cli.demo import plain_nbytes
 from tapestream.cli.loop import Job
 from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.estimate import estimate, optimizer_state_factor
-from tapestream.planning.profile import profile_stages
-from tapestream.runner.stage import Stage
-from tapestream.runner.state import take_apart
+from tapestream.models.group_costs import block_costs, optimizer_state_factor
 from tapestream.storage.meter import track_memory
 
 CONFIG = GPTConfig(3, 128, 4, vocabulary=256, context=64)
-
-
-def test_a_layers_bytes_are_those_that_profiling_finds() -> None:
-    model = GPT(CONFIG)
-    state, _ = take_apart(torch.randn(2, 64, 128, requires_grad=True))
-    stages = [Stage(k, block) for k, block in enumerate(model.blocks)]
-    measured, _, _ = profile_stages(stages, state, torch.device("cpu"))
-    found = estimate(CONFIG, batch=2, sequence=64, flops_per_second=1e12, update="backward")
-    real, computed = measured.stages[1], found.stages[1]
-    for name in ("output_nbytes", "saved_nbytes", "cotangent_bytes", "reads_input", "reads_output"):
-        assert getattr(computed, name) == getattr(real, name), name
-    assert computed.forward_extra_nbytes == pytest.approx(real.forward_extra_nbytes, rel=0.05)
-    assert computed.backward_extra_nbytes >= real.backward_extra_nbytes
 
 
 def test_a_stored_step_takes_what_is_computed_for_it() -> None:
@@ -64,13 +49,13 @@ def test_optimizers_keep_as_many_tensors_as_is_said(name: str) -> None:
 
 
 def test_sixteen_bits_add_a_master() -> None:
-    wide = estimate(CONFIG, batch=1, sequence=64, flops_per_second=1e12).blocks[0]
-    config = GPTConfig(3, 128, 4, vocabulary=256, context=64, dtype=torch.bfloat16)
-    narrow = estimate(config, batch=1, sequence=64, flops_per_second=1e12).blocks[0]
-    assert narrow.parameters_nbytes == pytest.approx(wide.parameters_nbytes / 2, rel=0.02)
-    assert narrow.optimizer_state_nbytes == pytest.approx(3 * wide.parameters_nbytes, rel=0.02)
+    wide, narrow = (list(nn.Linear(256, 256, dtype=dtype).parameters()) for dtype in (torch.float32, torch.bfloat16))
+    (full,), (half,) = (block_costs([group], "adamw", 1e9) for group in (wide, narrow))
+    assert half.parameters_nbytes == pytest.approx(full.parameters_nbytes / 2, rel=0.02)
+    assert half.optimizer_state_nbytes == pytest.approx(3 * full.parameters_nbytes, rel=0.02)
+    assert half.gradient_nbytes == half.parameters_nbytes
 
 
-def test_a_sequence_beyond_the_context_is_refused() -> None:
-    with pytest.raises(InputError, match="1 to 64"):
-        estimate(CONFIG, batch=1, sequence=65, flops_per_second=1e12)
+def test_an_unknown_optimizer_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="'lion' was asked for; those known are adamw"):
+        optimizer_state_factor("lion")

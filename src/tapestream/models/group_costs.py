@@ -1,0 +1,79 @@
+"""What groups of parameters cost that move together, with the state of their optimizer, before any exist."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tapestream.costs import BlockCost
+from tapestream.errors import InputError
+from tapestream.optim.parts import Member, part_limits, state_parts
+from tapestream.optim.state import StateShape
+from tapestream.storage.blocks import StatePart, divided
+from tapestream.storage.layout import Layout
+
+# Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
+_STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+
+
+def optimizer_state_factor(optimizer: str) -> int:
+    """Tensors of a parameter's shape that an optimizer keeps. Raises InputError for one that is not known."""
+    if optimizer not in _STATE_TENSORS:
+        raise InputError(f"optimizer {optimizer!r} was asked for; those known are {', '.join(_STATE_TENSORS)}")
+    return _STATE_TENSORS[optimizer]
+
+
+def block_costs(
+    groups: Sequence[Sequence[Tensor]],
+    optimizer: str,
+    update_bytes_per_second: float,
+    *,
+    budget_nbytes: int | None = None,
+    finer: bool = False,
+) -> list[BlockCost]:
+    """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out."""
+    members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
+    largest = max((sum(member.nbytes for member in group) for group in members), default=0)
+    limits = part_limits(budget_nbytes, largest)
+    limit = limits[-1 if finer else 0] if limits else None
+    return [
+        _block_cost(group, state_parts(known, limit), update_bytes_per_second)
+        for group, known in zip(groups, members, strict=True)
+    ]
+
+
+def _block_cost(parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float) -> BlockCost:
+    trained, frozen = (
+        Layout.of((parameters[i].shape, parameters[i].dtype) for i in numbers).nbytes
+        for numbers in divided([p.requires_grad for p in parameters])
+    )
+    gradient, kept = trained if parts else 0, sum(part.nbytes for part in parts)
+    return BlockCost(
+        trained,
+        gradient_nbytes=gradient,
+        optimizer_state_nbytes=kept,
+        buffers_nbytes=frozen,
+        update_seconds=(2 * trained + gradient + 2 * kept) / update_bytes_per_second if parts else 0.0,
+        update_extra_nbytes=max((part.extra_nbytes for part in parts), default=0),
+        state_parts=tuple(part.nbytes for part in parts),
+    )
+
+
+def _member(number: int, parameter: Tensor, optimizer: str) -> Member:
+    state = _state(parameter, optimizer)
+    wide = parameter.numel() * max(parameter.dtype.itemsize, 4)  # 16-bit parameters have masters
+    shape = StateShape(tuple((str(name), tuple(size), dtype) for name, (size, dtype) in enumerate(state)))
+    cast = wide if parameter.dtype.itemsize == 2 else 0
+    return Member(number, tuple(parameter.shape), shape, wide, cast, divisible=True)
+
+
+def kept_nbytes(parameter: Tensor, optimizer: str) -> int:
+    """Bytes that the optimizer keeps for one parameter outside the blocks, a master included."""
+    pairs = _state(parameter, optimizer) if parameter.requires_grad else []
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)
+
+
+def _state(parameter: Tensor, optimizer: str) -> list[tuple[torch.Size, torch.dtype]]:
+    masters = 1 if parameter.dtype.itemsize == 2 else 0
+    dtype = torch.float32 if masters else parameter.dtype
+    return [(parameter.shape, dtype)] * (optimizer_state_factor(optimizer) + masters)

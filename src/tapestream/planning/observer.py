@@ -1,0 +1,37 @@
+"""`Observer`: what the graph that a stage builds looks like, and whether it outlives the stage."""
+
+import weakref
+
+import torch
+
+
+class _Saved:
+    """One saved tensor, watched."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Observer:
+    """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it."""
+
+    def __init__(self) -> None:
+        self.inside, self.called = True, False
+        self.shapes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._packed: list[weakref.ref[_Saved]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
+        saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
+        self._packed.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        self.called = self.called or self.inside
+        return saved.tensor
+
+    def something_lives(self) -> bool:
+        """True when a tensor made inside was stored outside with its graph."""
+        return any(reference() is not None for reference in self._packed)
