@@ -51,7 +51,7 @@ def test_the_summary_counts_what_is_met_and_another_change_is_noticed(readme: Mo
         {"ratio": 0.75, "claim": "at most 1", "met": "yes"},
     ]
     results = [{**RESULT, "name": "a", "title": "One, (so) to say", "rows": met}, RESULT]
-    made = readme.rewritten(text, results)
+    made = readme.rewritten(text, readme.summary(results))
     assert "old" not in made
     assert made.startswith("before\n")
     assert made.endswith("\nafter\n")
@@ -59,8 +59,19 @@ def test_the_summary_counts_what_is_met_and_another_change_is_noticed(readme: Mo
     assert f"| {linked} | at most 1 | 2 of 3 | 0.5 to 1.25 | 2025-01-01, two cores |" in made
     assert f"| {linked} | moved at most 2 | 0 of 1 |  | 2025-01-01, two cores |" in made
     assert "| [Two](docs/results.md#two) |  |  |  | 2025-01-01, two cores |" in made
-    assert readme.rewritten(made, results) == made
-    assert readme.rewritten(made, []) != made
+    assert readme.rewritten(made, readme.summary(results)) == made
+    assert readme.rewritten(made, readme.summary([])) != made
+
+
+def test_the_guide_shows_a_line_a_model_and_a_column_a_gpu(readme: ModuleType) -> None:
+    kind = {"model": "gpt", "dtype": "float32", "tokens": 8, "RAM GiB": 64}
+    rows = [
+        {**kind, "GPU GiB": 24, "fits": "yes", "s per step": 1.5, "in RAM GiB": 30.0, "on disk GiB": 0.0},
+        {**kind, "GPU GiB": 8, "fits": "no", "least GiB": 9.5},
+    ]
+    made = readme.expectations([RESULT, {**RESULT, "name": "what_to_expect", "rows": rows}]).splitlines()
+    assert made[0] == "| a step of | dtype | tokens | RAM | GPU of 8 GiB | GPU of 24 GiB |"
+    assert made[2:] == ["| gpt | float32 | 8 | 64 GiB | no: 9.5 GiB needed | 1.5 s, 30 GiB in RAM |"]
 
 
 @pytest.mark.parametrize("missing", ["rows", "commit", "machine"])
@@ -72,7 +83,7 @@ def test_incomplete_results_are_refused(readme: ModuleType, missing: str) -> Non
 
 def test_marks_must_be_there(readme: ModuleType) -> None:
     with pytest.raises(ValueError, match="once each"):
-        readme.rewritten("no marks", [])
+        readme.rewritten("no marks", "")
 
 
 def test_every_option_and_command_in_the_readme_exists() -> None:

@@ -103,6 +103,11 @@ def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
         yield meter
 
 
+def profiling() -> bool:
+    """Whether memory on the CPU cannot be measured now, since a measurement or a profiler runs."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 @functools.cache
 def _hush() -> None:
     """PyTorch warns once per process, on the C level, when memory from before the start is freed.
@@ -124,7 +129,7 @@ def _hush() -> None:
 
 def _start() -> None:
     # The newer profiler reports the same events, but writes to standard output each time it starts and stops.
-    if torch._C._autograd._profiler_enabled():
+    if profiling():
         raise InputError(
             "memory cannot be measured inside track_memory() or a profiler; a first call with new shapes does: make it "
             "once before, where no profiler runs"

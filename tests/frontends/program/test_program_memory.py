@@ -1,6 +1,5 @@
 """Bytes held, operations run again, and the size of the record."""
 
-import gc
 import sys
 
 import pytest
@@ -28,18 +27,18 @@ def peak(run: Program, steps: int) -> int:
     return meter.peak_nbytes
 
 
-@pytest.mark.xfail(reason="up to 2 states above it in some plans; not exported before this holds", strict=False)
-@pytest.mark.parametrize("steps", [50, 400])
-def test_the_peak_stays_within_the_budget(steps: int) -> None:
+@pytest.mark.parametrize("planner", ["auto", "revolve"])
+@pytest.mark.parametrize(("steps", "states"), [(50, 8), (50, 16), (50, 32), (150, 12), (150, 64)])
+def test_the_peak_stays_within_the_budget(steps: int, states: int, planner: str) -> None:
     state = SIDE * SIDE * 4
-    budget = 32 * state
-    run = Program(program, budget=budget, planner="revolve")
+    budget = states * state
+    run = Program(program, budget=budget, planner=planner)
     peak(run, steps)
-    found = peak(run, steps)
-    outside = 2 * state + 16_384  # the result, the gradient of W, states of generators
-    assert found <= 1.05 * budget + outside
-    plain = 2 * steps * state
-    assert found < plain
+    for _ in range(2):
+        found = peak(run, steps)
+        assert found <= 1.05 * budget + 2 * state  # the argument and the sum of the gradients of W
+    assert run.report is not None
+    assert run.report.planned
 
 
 def test_ten_times_longer_needs_no_more() -> None:
@@ -55,25 +54,25 @@ def test_ten_times_longer_needs_no_more() -> None:
 def test_backward_runs_as_many_stretches_as_planned() -> None:
     run = Program(program, budget=24 * SIDE * SIDE * 4, planner="revolve")
     for planned in (False, True):
-        y = run(torch.ones(SIDE, SIDE), 40)
-        call = y.grad_fn.call
-        stages: list[int] = []
-        inner = call.steps._run
-        call.steps._run = lambda state, stage, inner=inner, stages=stages: stages.append(stage) or inner(state, stage)
-        y.sum().backward()
+        y = run(torch.ones(SIDE, SIDE), 40).sum()
+        assert run._replays is not None
+        replays = run._replays()
+        assert replays is not None
+        y.backward()
         assert run.report is not None
         assert run.report.planned is planned
-        assert len(stages) == run.report.reruns
-        assert set(stages) == set(range(run.report.stages))
-        cuts = call.steps.cuts
-        assert call.steps.operations == sum(cuts[k + 1] - cuts[k] for k in stages)
+        assert replays.steps.stages == run.report.reruns
     W.grad = None
 
 
 def test_the_record_takes_few_bytes_an_operation() -> None:
-    y = Program(program, budget="64MiB", planner="revolve")(torch.ones(2, SIDE), 2000)
-    record = y.grad_fn.call.record
-    gc.collect()
+    run = Program(program, budget="64MiB", planner="revolve")
+    y = run(torch.ones(2, SIDE), 2000)
+    assert run._replays is not None
+    replays = run._replays()
+    assert replays is not None
+    record = replays.record
+    assert y.requires_grad
     patterns = sum(sys.getsizeof(p) for p in record.patterns.all)
     assert len(record) == 4000
     assert (record.host_nbytes() + patterns) / len(record) < 400

@@ -6,18 +6,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
 
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.program.program import Program
 
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-def hook(x: torch.Tensor) -> torch.Tensor:
-    y = x @ W
-    y.register_hook(lambda g: g * 2)
-    return y
 
 
 def inner_grad(x: torch.Tensor) -> torch.Tensor:
@@ -32,10 +25,6 @@ def inner_backward(x: torch.Tensor) -> torch.Tensor:
 
 def own_generator(x: torch.Tensor) -> torch.Tensor:
     return x @ W + torch.rand(4, 4, generator=torch.Generator())
-
-
-def leaf_inside(x: torch.Tensor) -> torch.Tensor:
-    return x @ W * torch.ones(4, requires_grad=True)
 
 
 def argument_written(x: torch.Tensor) -> torch.Tensor:
@@ -61,18 +50,6 @@ def data_written(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def node_read(x: torch.Tensor) -> torch.Tensor:
-    y = x @ W
-    assert y.grad_fn is not None
-    return y
-
-
-def module_hook(x: torch.Tensor) -> torch.Tensor:
-    net = nn.Identity()
-    net.register_full_backward_hook(lambda *given: None)
-    return net(x @ W)
-
-
 def inference(x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         torch.ones(2) + 1
@@ -80,17 +57,13 @@ def inference(x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: list[tuple[Callable[[torch.Tensor], torch.Tensor], type[Exception], str]] = [
-    (hook, GradientError, "register_hook"),
     (inner_grad, GradientError, "calls grad itself"),
     (inner_backward, GradientError, "calls backward itself"),
     (own_generator, InputError, r"torch\.Generator"),
-    (leaf_inside, GradientError, "made inside the program"),
     (argument_written, GradientError, "mul_ changed in place"),
     (captured_written, GradientError, "mul_ changed in place"),
     (data_set, InputError, r"sets \.data"),
     (data_written, GradientError, r"through its \.data"),
-    (node_read, GradientError, "grad_fn"),
-    (module_hook, GradientError, "full backward hook"),
     (inference, InputError, "inference mode"),
 ]
 
@@ -102,49 +75,27 @@ def test_refused_by_name(function: Callable[..., Any], kind: type[Exception], wo
         Program(function, budget="1MiB")(x * 1.0)
 
 
-def test_a_second_backward() -> None:
-    y = Program(lambda: (W * 2).sin(), budget="1MiB")().sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(GradientError, match="a second time"):
-        y.backward()
-
-
-def test_a_gradient_of_a_gradient() -> None:
-    y = Program(lambda: W.sin(), budget="1MiB")().sum()
-    with pytest.raises(GradientError, match="create_graph"):
-        torch.autograd.grad(y, W, create_graph=True)
-
-
 def test_a_captured_tensor_changed_after_the_call() -> None:
     scale = torch.ones(4)
     y = Program(lambda: (W * scale).sin(), budget="1MiB")().sum()
     scale.add_(1)
-    with pytest.raises(GradientError, match="modified in place after"):
+    with pytest.raises(GradientError, match="modified by an inplace operation"):
         y.backward()
 
 
-def test_one_of_two_results_over_the_same_memory_changed() -> None:
-    def program() -> Any:
-        y = W * 2
-        return y, y[0]
-
-    y, row = Program(program, budget="1MiB")()
-    row.mul_(3)
-    with pytest.raises(GradientError, match="shares its memory"):
-        y.sum().backward()
-
-
-def test_a_tensor_that_escaped() -> None:
-    escaped = []
+def test_a_captured_tensor_changed_before_a_replay() -> None:
+    scale = torch.ones(4)
 
     def program() -> torch.Tensor:
-        y = W.sin()
-        escaped.append(y * y)
-        return y.cos()
+        y = W
+        for _ in range(30):
+            y = (y * scale).sin() @ W
+        return y
 
-    Program(program, budget="1MiB")()
-    with pytest.raises(GradientError, match="reached the inside of the program"):
-        escaped[0].sum().backward()
+    y = Program(program, budget=2_000)().sum()
+    scale.add_(1)
+    with pytest.raises(GradientError, match="modified in place after"):
+        y.backward()
 
 
 def test_values_that_leave_torch_and_come_back_are_constants() -> None:
@@ -191,6 +142,7 @@ def test_concurrent_calls_share_the_budget() -> None:
     first.sum().backward()
     assert run._live == 0
     second = run()
+    assert run._live > 0
     del second
     assert run._live == 0
     W.grad = None

@@ -50,9 +50,11 @@ class _Held:
 
 @dataclass(slots=True)
 class Kinds:
-    """Numbers of kinds, the same for all calls of a program."""
+    """Numbers of kinds, the same for all calls of a program. ``transient_nbytes``: by kind and shapes of tensors, what
+    a call takes while it runs beside what it leaves."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
+    transient_nbytes: dict[Any, int] = field(default_factory=dict)
 
     def number(self, key: Any) -> int:
         """That of ``key``, a new one if it was never seen."""

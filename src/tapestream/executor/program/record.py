@@ -8,6 +8,9 @@ import torch
 
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
 
+ALIVE = 2**31 - 1
+"""Where the program has not let go of a value."""
+
 
 class Ambient(NamedTuple):
     """What surrounds an operation. ``casts``: per kind of device, whether autocast is on and its dtype;
@@ -33,12 +36,15 @@ class External:
 
 @dataclass(slots=True)
 class Record:
-    """Operations by number: pattern, ambient, arguments, results, seconds, bytes first saved for backward.
+    """Operations by number: pattern, ambient, arguments, results, seconds; of what autograd saved, the storages, how
+    often it saved (``packs``), and the bytes that no value shows (``inner_nbytes``: made inside the operation);
+    ``transient_nbytes`` that it takes while it runs.
 
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it (``len(self)``
-    for results of the program), its storage. An argument is a value's number, or ``~k`` for external tensor k.
-    ``writes``: by storage, the operations that write into it. ``draws_nbytes``: what a restart checkpoint takes for the
-    states of generators, 0 where the program draws nothing.
+    for results of the program), the one before which the program let go of it (`ALIVE`: it has not), its storage, the
+    bytes of its cotangent. An argument is a value's number, or ``~k`` for external tensor k. ``writes``: by storage,
+    the operations that write into it. ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
+    0 where the program draws nothing.
     """
 
     kinds: Kinds
@@ -47,13 +53,19 @@ class Record:
     calls: "array[int]" = field(default_factory=lambda: array("I"))
     ambient: "array[int]" = field(default_factory=lambda: array("H"))
     seconds: "array[float]" = field(default_factory=lambda: array("f"))
-    saved: "array[int]" = field(default_factory=lambda: array("q"))
+    saves: "array[int]" = field(default_factory=lambda: array("i"))
+    save_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    packs: "array[int]" = field(default_factory=lambda: array("H"))
+    inner_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
+    transient_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     arguments: "array[int]" = field(default_factory=lambda: array("i"))
     argument_ends: "array[int]" = field(default_factory=lambda: array("Q"))
     results: "array[int]" = field(default_factory=lambda: array("i"))
     result_ends: "array[int]" = field(default_factory=lambda: array("Q"))
     birth: "array[int]" = field(default_factory=lambda: array("i"))
     last_use: "array[int]" = field(default_factory=lambda: array("i"))
+    death: "array[int]" = field(default_factory=lambda: array("i"))
+    cotangent_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     storage: "array[int]" = field(default_factory=lambda: array("i"))
     storage_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     storage_external: "array[int]" = field(default_factory=lambda: array("b"))
@@ -87,14 +99,16 @@ class Record:
     def shape(self) -> tuple[Any, ...]:
         """Equal for records that one plan serves: the same kinds of calls on the same values."""
         kinds = array("I", [self.patterns.all[call].kind for call in self.calls])
-        values = (self.ambient, self.arguments, self.argument_ends, self.results, self.storage, self.storage_nbytes)
+        values = (self.ambient, self.arguments, self.argument_ends, self.results, self.storage, self.storage_nbytes,
+                  self.saves, self.save_ends, self.packs, self.inner_nbytes, self.cotangent_nbytes)  # fmt: skip
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
         leaves = tuple((e.tensor.requires_grad, e.leaf) for e in self.externals)
         return kinds.tobytes(), tuple(a.tobytes() for a in values), tuple(self.ambients), written, leaves
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""
-        arrays = (self.calls, self.ambient, self.seconds, self.saved, self.arguments, self.argument_ends, self.results,
-                  self.result_ends, self.birth, self.last_use, self.storage, self.storage_nbytes,
+        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.inner_nbytes,
+                  self.transient_nbytes, self.arguments, self.argument_ends, self.results, self.result_ends,
+                  self.birth, self.last_use, self.death, self.cotangent_nbytes, self.storage, self.storage_nbytes,
                   self.storage_external)  # fmt: skip
         return sum(a.itemsize * len(a) for a in arrays)

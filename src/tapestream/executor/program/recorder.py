@@ -1,13 +1,12 @@
 """`Recorder`: takes note of every outermost torch call while a program runs, which is its first sweep.
 
-The program runs under plain autograd whose saved tensors are dropped at once: its tensors look to Python, and to
-kernels that ask, as they always do (flags, views, versions, leaves), and errors are PyTorch's own. Tensors live as long
-as the program itself, or a restart checkpoint, holds them.
+The program runs under plain autograd and its graph stays: only what nodes save is replaced by a number (see `Tape`). So
+its tensors look to Python, and to kernels that ask, as they always do, hooks and sums of gradients are plain autograd's
+own, and errors are PyTorch's. Tensors live as long as the program itself, the tape or a restart checkpoint holds them.
 """
 
 import contextlib
 import time
-import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,37 +15,35 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError
+from tapestream.executor.program.ambients import ambient_now, unseen_seed
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import tensors_of
-from tapestream.executor.program.record import Ambient, External, Record
-from tapestream.executor.program.seams import Apply, heard_by
+from tapestream.executor.program.record import ALIVE, Ambient, External, Record
+from tapestream.executor.program.seams import heard_by
+from tapestream.executor.program.tape import Handle, Tape, handle
+from tapestream.executor.program.values import Ref, address_of
 from tapestream.executor.program.writes import check_allowed, written
 from tapestream.runner.graph import next_sequence_number
-from tapestream.runner.guards import escaped
+from tapestream.storage.meter import profiling, track_memory
 
-NAME = "the program"
 Operation = Callable[[int, int], None]
 
 
-class _Ref(weakref.ref[torch.Tensor]):
-    """A value that is alive."""
-
-    __slots__ = ("id", "storage", "value")
-    id: int
-    value: int
-    storage: int
-
-
 class Recorder(TorchFunctionMode):
-    """One sweep. ``between`` is called before each operation but the first, with its number and the bytes saved for
-    backward so far: the time to make a restart checkpoint."""
+    """One sweep. ``between`` is called before each operation, with its number and the bytes saved for backward so far:
+    the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on (``taking``).
 
-    def __init__(self, record: Record, keeper: Keeper, between: Operation) -> None:
+    ``alive_nbytes``: of what the program has made and still holds. ``largest_nbytes``: the most that one operation has
+    made or saved.
+    """
+
+    def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
         super().__init__()
-        self.record, self.keeper, self.between = record, keeper, between
-        self.saved_nbytes = 0
-        self._values: dict[int, _Ref] = {}
+        self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
+        self.taking = True
+        self.saved_nbytes = self.alive_nbytes = self.largest_nbytes = 0
+        self._values: dict[int, Ref] = {}
         self._external: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
         self._counted: set[int] = set()
@@ -57,13 +54,22 @@ class Recorder(TorchFunctionMode):
         self._since = next_sequence_number()
         self._seed = torch.initial_seed()
         self._kinds = ("cpu", keeper.device.type) if keeper.device.type != "cpu" else ("cpu",)
-        self._saving = 0
+        self._packs = self._made_nbytes = 0
+        self._unknown: dict[int, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the program runs."""
-        with saved_tensors_hooks(self._pack, _refuse), heard_by(self), self:
-            yield
+        here = [self]  # the graph holds both hooks as long as it lives: it must not hold all this
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            return here[0]._pack(tensor)
+
+        try:
+            with saved_tensors_hooks(pack, self.tape.unpack), heard_by(self), self:
+                yield
+        finally:
+            here.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,11 +81,6 @@ class Recorder(TorchFunctionMode):
         """See `Listener`: a call of an autograd.Function."""
         if self._inside:
             return function(*args)
-        if isinstance(function, Apply) and function.cls.__name__ == "BackwardHookFunction":
-            raise GradientError(
-                "Program: a module with a full backward hook runs inside the program, whose hook would be lost; remove "
-                "the hook, or put it on a module outside"
-            )
         return self._call(function, args, {})
 
     def seeding(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -118,8 +119,7 @@ class Recorder(TorchFunctionMode):
 
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], always: bool) -> Any:
         record, k = self.record, len(self.record)
-        if k:
-            self.between(k, self.saved_nbytes)
+        self.between(k, self.saved_nbytes)
         tensors: list[torch.Tensor] = []
         pattern = record.patterns.number(func, args, kwargs, tensors)
         ambient = self._ambient()
@@ -129,15 +129,18 @@ class Recorder(TorchFunctionMode):
             self.keeper.before_write(storage, self._externals_of(storage))
         versions = [t._version for t in tensors]
         wanted = [t.requires_grad for t in tensors]
-        self._saving, start = 0, time.perf_counter()
-        result = func(*args, **kwargs)
+        self._begin(k)
+        kind = record.patterns.all[pattern].kind, *[t.shape for t in tensors]
+        transient = record.kinds.transient_nbytes.get(kind)
+        start = time.perf_counter()
+        result = func(*args, **kwargs) if transient is not None else self._metered(kind, func, args, kwargs)
         seconds = time.perf_counter() - start
         changed = {self._storage_of(t) for t, v in zip(tensors, versions, strict=True) if t._version != v}
         made = tensors_of(result, [])
         fresh = [t for t in made if self.number_of(t) is None]
         flags = any(t.requires_grad != w for t, w in zip(tensors, wanted, strict=True))
         if not (fresh or changed or flags or always):
-            self._look_at(func, result)
+            self._begin(k)
             return result
         self._check_changed(func, tensors, versions, wanted, announced)
         if changed & self._bypassed:
@@ -152,15 +155,32 @@ class Recorder(TorchFunctionMode):
         record.calls.append(pattern)
         record.ambient.append(ambient)
         record.seconds.append(seconds)
+        record.transient_nbytes.append(record.kinds.transient_nbytes.get(kind, 0))
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
         for number in numbers:
             self._used(number, k)
         record.results.extend([self._made(t, k) for t in made])
         record.result_ends.append(len(record.results))
-        record.saved.append(self._saving)
-        self.saved_nbytes += self._saving
+        self._saved()
         return result
+
+    def _metered(self, kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first call of a kind: what it takes beside what it leaves is measured, where nobody else measures."""
+        if profiling():
+            return func(*args, **kwargs)
+        with track_memory(self.keeper.device) as meter:
+            result = func(*args, **kwargs)
+        self.record.kinds.transient_nbytes[kind] = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
+        return result
+
+    def _begin(self, k: int) -> None:
+        """Nothing has been saved in operation ``k`` so far."""
+        record = self.record
+        del record.saves[record.save_ends[k - 1] if k else 0 :]
+        self._packs = self._made_nbytes = 0
+        self._unknown.clear()
+        self.tape.saved.pop(k, None)
 
     def _used(self, number: int, k: int) -> None:
         if number >= 0:
@@ -174,28 +194,34 @@ class Recorder(TorchFunctionMode):
         if known is not None:
             self._used(known, k)
             return known
-        if tensor.requires_grad and tensor.is_leaf:
-            raise leaf_inside(tensor)
         value, storage = len(self.record.birth), self._storage_of(tensor)
-        ref = _Ref(tensor, self._died)
+        ref = Ref(tensor, self._died)
         ref.id, ref.value, ref.storage = id(tensor), value, storage
         self._values[id(tensor)] = ref
-        self._share(tensor, +1)
+        entry = self._storages[address_of(tensor)]
+        if not entry[1]:
+            self.alive_nbytes += self.record.storage_nbytes[storage]
+            self._made_nbytes += self.record.storage_nbytes[storage]
+        entry[1] += 1
         self.record.birth.append(k)
         self.record.last_use.append(k)
+        self.record.death.append(ALIVE)
+        self.record.cotangent_nbytes.append(tensor.nbytes if tensor.requires_grad else 0)
         self.record.storage.append(storage)
         return value
 
     def _died(self, ref: Any) -> None:
-        assert isinstance(ref, _Ref)
+        assert isinstance(ref, Ref)
         if self._values.get(ref.id) is ref:
             del self._values[ref.id]
+        self.record.death[ref.value] = len(self.record)
         address = self._addresses.get(ref.storage)
         if address is not None:
             entry = self._storages[address]
             entry[1] -= 1
             if not entry[1]:
                 del self._storages[address], self._addresses[ref.storage]
+                self.alive_nbytes -= self.record.storage_nbytes[ref.storage]
 
     def _number(self, tensor: torch.Tensor) -> int:
         """The number of an argument; one never seen is external."""
@@ -208,7 +234,7 @@ class Recorder(TorchFunctionMode):
                 f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {node.name()}, which "
                 "no torch call showed (a C++ extension, say); wrap that call in a torch.autograd.Function"
             )
-        address = _address(tensor)
+        address = address_of(tensor)
         inside = address in self._storages and not self.record.storage_external[self._storages[address][0]]
         if inside:
             raise GradientError(
@@ -217,7 +243,7 @@ class Recorder(TorchFunctionMode):
             )
         storage = self._storage_of(tensor)
         self.record.storage_external[storage] = 1
-        self._share(tensor, +1)
+        self._storages[address][1] += 1
         self._external[id(tensor)] = k = len(self.record.externals)
         self.record.externals.append(External(tensor, storage, tensor.is_leaf))
         self.keeper.found(k, storage)
@@ -231,7 +257,7 @@ class Recorder(TorchFunctionMode):
 
     def _storage_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, a new one where nothing alive shows it."""
-        address = _address(tensor)
+        address = address_of(tensor)
         entry = self._storages.get(address)
         if entry is not None:
             return entry[0]
@@ -241,9 +267,6 @@ class Recorder(TorchFunctionMode):
         self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
         self.record.storage_external.append(0)
         return number
-
-    def _share(self, tensor: torch.Tensor, by: int) -> None:
-        self._storages[_address(tensor)][1] += by
 
     def _externals_of(self, storage: int) -> list[tuple[int, torch.Tensor]]:
         if not self.record.storage_external[storage]:
@@ -268,8 +291,6 @@ class Recorder(TorchFunctionMode):
                     f"Program: {name} changed in place a tensor of shape {tuple(tensor.shape)} that the program did "
                     "not make and that requires a gradient; clone() it inside the program first"
                 )
-            if flag and tensor.is_leaf and tensor.requires_grad:
-                raise leaf_inside(tensor)
             if written and storage not in announced:
                 if self.record.storage_external[storage]:
                     raise GradientError(
@@ -278,60 +299,52 @@ class Recorder(TorchFunctionMode):
                     )
                 self.keeper.spoilt(storage)
 
-    def _look_at(self, func: Any, result: Any) -> None:
-        if getattr(func, "__name__", "") == "__get__" and isinstance(result, torch.autograd.graph.Node):
-            raise GradientError(
-                "Program: the program reads .grad_fn of a tensor; hooks on it would be lost, since gradients are made "
-                "by replays; ask for requires_grad instead"
-            )
-
     def _ambient(self) -> int:
-        if torch.is_inference_mode_enabled():
-            raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
         if torch.initial_seed() != self._seed:
-            raise GradientError(
-                "Program: torch's random generator was set inside the program in a way that cannot be seen; use "
-                "torch.manual_seed() or torch.set_rng_state()"
-            )
-        casts = tuple(
-            (kind, on, torch.get_autocast_dtype(kind) if on else None)
-            for kind in self._kinds
-            for on in (torch.is_autocast_enabled(kind),)
-        )
-        now = Ambient(
-            torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), self._epoch
-        )
+            raise unseen_seed()
+        now = ambient_now(self._kinds, self._epoch)
         found = self._ambients.get(now)
         if found is None:
             found = self._ambients[now] = len(self.record.ambients)
             self.record.ambients.append(now)
         return found
 
-    def _pack(self, tensor: torch.Tensor) -> None:
-        """Count what backward would have kept, and drop it. A storage counts at the operation that saves it first."""
-        if self._inside:
-            entry = self._storages.get(_address(tensor))
-            if entry is None:
-                self._saving += tensor.nbytes if tensor.layout is torch.strided else 0
-            elif entry[0] not in self._counted and not self.record.storage_external[entry[0]]:
-                self._counted.add(entry[0])
-                self._saving += tensor.untyped_storage().nbytes()
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        """Keep what is saved or drop it, and count its bytes: a storage's at the operation that saves it first."""
+        if not self._inside:
+            return tensor.detach()  # by an operation that no torch call showed: nothing could make it again
+        operation, place = len(self.record), self._packs
+        self._packs += 1
+        if self.taking:
+            self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
+        entry = self._storages.get(address_of(tensor))
+        if entry is None:  # held until the operation ends, so that addresses tell its results from what it does inside
+            self._unknown[address_of(tensor)] = tensor.detach()
+        else:
+            self._count(entry[0])
+        return handle(operation, place)
 
+    def _count(self, storage: int) -> None:
+        """Autograd has saved something of a storage."""
+        if self.record.storage_external[storage]:
+            return
+        self.record.saves.append(storage)
+        if storage not in self._counted:
+            self._counted.add(storage)
+            self.saved_nbytes += self.record.storage_nbytes[storage]
 
-def leaf_inside(tensor: torch.Tensor) -> GradientError:
-    """A leaf made inside the program."""
-    return GradientError(
-        f"Program: a tensor of shape {tuple(tensor.shape)} made inside the program is asked to require a gradient; its "
-        ".grad would be lost. Make it before the call and pass it, or leave requires_grad out"
-    )
-
-
-def _refuse(nothing: None) -> torch.Tensor:
-    raise escaped(NAME)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """What tells storages that are alive at the same time apart; a negative number where there is none."""
-    if tensor.layout is not torch.strided:
-        return -id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    def _saved(self) -> None:
+        """What the operation has saved, now that its results are known."""
+        record, inner = self.record, 0
+        for address, tensor in self._unknown.items():
+            entry = self._storages.get(address)
+            if entry is not None:
+                self._count(entry[0])
+            elif tensor.layout is torch.strided:
+                inner += tensor.untyped_storage().nbytes()
+        self._unknown.clear()
+        record.save_ends.append(len(record.saves))
+        record.packs.append(self._packs)
+        record.inner_nbytes.append(inner)
+        self.saved_nbytes += inner
+        self.largest_nbytes = max(self.largest_nbytes, self._made_nbytes + inner)

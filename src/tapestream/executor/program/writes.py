@@ -18,7 +18,6 @@ _STATISTICS = {
 }
 """Functions that write into arguments without saying so: places and names of these."""
 
-_HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 _INSIDE = frozenset(("backward", "grad"))
 _STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory_", "swap_tensors"))
 
@@ -67,11 +66,6 @@ def check_allowed(function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise GradientError or InputError, by name, for what a replay could not honour."""
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
-    if name in _HOOKS:
-        raise GradientError(
-            f"Program: Tensor.{name} inside the program would be lost, since the gradients of its tensors are made by "
-            "replays; return the tensor from the function and put the hook on the result"
-        )
     if name in _INSIDE and (module == "torch.autograd" or name == "backward"):
         raise GradientError(
             f"Program: the program calls {name} itself, but its saved tensors are dropped while it runs; take that "

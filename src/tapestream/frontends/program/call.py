@@ -1,99 +1,96 @@
 """One live call of a program: its first sweep, and backward by replays."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tapestream.errors import GradientError, InputError
-from tapestream.executor.loop.driver import LoopDriver
-from tapestream.executor.program.keeper import Keeper
+from tapestream.errors import GradientError, ScheduleError
+from tapestream.executor.program.keeper import Keeper, Kept
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.steps import ProgramSteps
-from tapestream.frontends.program.orders import Reversal
+from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.results import found_in
+from tapestream.ir import Action, Backward, Forward, Free, Keep, Kind, Restore, Value
+from tapestream.ir import Record as RecordStage
 from tapestream.planning.profile import unchanged_generators
-from tapestream.runner.ambient import as_recompute
-from tapestream.runner.guards import check_differentiated_once
-from tapestream.runner.runner import hooks_off
+from tapestream.runner.ambient import TorchGenerators, as_recompute
 
-Gradients = Sequence[torch.Tensor | None]
+Again = Callable[[int], Sequence[Action]]
+"""Actions that reverse the first so many stages from the state before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A program's first run: what it returned, what was noted of it, restart checkpoints, and by number the results
-    that carry gradients."""
+    """A program's first run: what it returned, what was noted of it, restart checkpoints, and the numbers of
+    results."""
 
     result: Any
     record: Record
     keeper: Keeper
-    tensors: dict[int, torch.Tensor]
+    numbers: list[int]
 
 
 def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder: Recorder) -> Sweep:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
     with recorder.listening():
         result = function()
-    tensors: dict[int, torch.Tensor] = {}
-    n = len(record)
-    for tensor in found_in(result):
-        number = recorder.number_of(tensor)
-        if not tensor.requires_grad or (number is not None and number < 0):
-            continue
-        if number is None:
-            if tensor.is_leaf:
-                continue  # of others, returned untouched
-            raise InputError(
-                f"Program: the program returned a tensor of shape {tuple(tensor.shape)} that requires a gradient and "
-                "that no operation inside it made; leave out of the result what was computed before"
-            )
-        tensors[number] = tensor
-        record.last_use[number] = n
+    found = found_in(result)
+    numbers = [n for t in found if (n := recorder.number_of(t)) is not None and n >= 0]
+    for number in numbers:
+        record.last_use[number] = len(record)
     for external in record.externals:
         external.version = external.tensor._version
     keeper.settle(record)
-    return Sweep(result, record, keeper, tensors)
+    return Sweep(result, record, keeper, numbers)
 
 
-class Call:
-    """Holds what backward needs, until it has run or nobody can ask for it. ``held`` is called once, at the end."""
+class Replays:
+    """Brings back what stretches have saved, as the tape asks: last stretch first, by the actions of a schedule.
 
-    def __init__(self, found: Sweep, cuts: Sequence[int], reversal: Reversal, held: Callable[[], None]) -> None:
-        self.record, self._held = found.record, held
-        self.numbers = list(found.tensors)
-        self._shown = _versions_of_shared(found)
-        self.steps = ProgramSteps(found.record, cuts, found.keeper.device)
-        self.driver: LoopDriver | None = LoopDriver(reversal.orders, self.steps)
-        self.driver.forward(None)
-        stage_of = {operation: stage for stage, operation in enumerate(cuts)}
+    Whoever asks in another order (a second backward, several devices) starts a schedule of its own from the state
+    before the first stretch, which always stays.
+    """
+
+    def __init__(self, found: Sweep, cuts: Sequence[int], actions: Sequence[Action], again: Again, tape: Tape) -> None:
         kept = found.keeper.kept
-        self.driver.kept.update({stage_of[operation]: kept[operation] for operation in kept})
-        self.wanted = [k for k, e in enumerate(found.record.externals) if e.tensor.requires_grad]
+        self.record, self._again = found.record, again
+        self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved)
+        stage_of = {operation: stage for stage, operation in enumerate(cuts)}
+        self._kept = {stage_of[operation]: one for operation, one in kept.items()}
+        self._first = kept[0]
+        self._running = _obeyed(actions, self.steps, self._kept)
+        self._last: int | None = None
+        self._generators: TorchGenerators | None = None
 
-    def inputs(self) -> list[torch.Tensor]:
-        """What the call's node hangs on."""
-        return [self.record.externals[k].tensor for k in self.wanted]
-
-    def differentiate(self, cotangents: Gradients) -> Gradients:
-        """The backward phase: a gradient for each of `inputs`."""
-        driver, self.driver = self.driver, None
-        if driver is None:
-            raise GradientError(
-                "this program was differentiated a second time, but its restart checkpoints are gone after one "
-                "backward (retain_graph=True is not supported); call the program again"
-            )
+    def bring(self, operation: int) -> None:
+        """Record the stretch of ``operation`` again."""
         self._check_unchanged()
-        given = {number: g for number, g in zip(self.numbers, cotangents, strict=True) if g is not None}
+        stage = bisect_right(self.steps.cuts, operation) - 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
             stack.enter_context(unchanged_generators(self.steps.device))
-            stack.enter_context(hooks_off([t for t in self.inputs() if t.is_leaf]))
-            driver.backward(given)
-        return [self.steps.sums.get(k) for k in self.wanted]
+            if self._generators is not None:
+                self._generators.restore(self.steps.device)
+            if not self._reached(stage, operation):
+                self._kept, self._last = {0: self._first}, None
+                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept)
+                if not self._reached(stage, operation):
+                    raise ScheduleError(f"the schedule never records stage {stage}")
+            if self.record.draws_nbytes:
+                self._generators = TorchGenerators.capture(self.steps.device)
+
+    def _reached(self, stage: int, operation: int) -> bool:
+        """Go on until ``stage`` is to be reversed; False where that has been already."""
+        for reversing in self._running:
+            if self._last is not None:
+                self.steps.forget(self._last)
+            self._last = reversing
+            if reversing <= stage:
+                break
+        return self._last == stage and operation in self.steps.saved
 
     def _check_unchanged(self) -> None:
         for external in self.record.externals:
@@ -103,54 +100,35 @@ class Call:
                     "place after the program had run, so replays would use the new values; run backward before the "
                     "optimizer's step, or clone() the tensor"
                 )
-        for tensor, version in self._shown:
-            if tensor._version != version:
-                raise GradientError(
-                    "Program: a result that shares its memory with another result or an argument was modified in "
-                    "place, which the other's gradient would miss; return clone() of one of them"
-                )
-
-    def release(self) -> None:
-        """Drop what is held, once."""
-        self.driver = None
-        held, self._held = self._held, _nothing
-        held()
-
-    def __del__(self) -> None:
-        if getattr(self, "_held", None) is not None:
-            self._held()
-            self._held = _nothing
 
 
-def _versions_of_shared(found: Sweep) -> list[tuple[torch.Tensor, int]]:
-    record = found.record
-    storages = [record.storage[number] for number in found.tensors]
-    return [
-        (tensor.detach(), tensor._version)
-        for (number, tensor), storage in zip(found.tensors.items(), storages, strict=True)
-        if storages.count(storage) > 1 or record.storage_external[storage]
-    ]
+def _obeyed(actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept]) -> Iterator[int]:
+    """Obey the actions; gives each stage that is to be reversed, when what it has saved is there."""
+    live: Kept | None = None
+    for action in actions:
+        match action:
+            case Forward(start, stop):
+                live = steps.forward(_at(live), start, stop)
+            case RecordStage(stage):
+                live = steps.record(_at(live), stage)
+            case Backward(stage):
+                if live is not None and live.operation == steps.cuts[stage + 1]:
+                    live = None
+                yield stage
+            case Keep(stage):
+                kept[stage] = steps.keep(_at(live))
+            case Restore(stage):
+                live = None
+                live = steps.restore(kept[stage])
+            case Free(Value(Kind.STATE, stage)):
+                kept.pop(stage, None)
+            case Free():
+                pass  # saved tensors go when backward has used them
+            case _:
+                raise ScheduleError(f"the backward of a program met {action}")
 
 
-class ProgramNode(torch.autograd.Function):
-    """The one autograd node of a call."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, results: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
-        """Nothing runs here: ``results`` come from the first sweep."""
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        return tuple(t.detach() for t in results)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        """Reverse the program."""
-        check_differentiated_once("this program", "call the function without Program")
-        try:
-            return (None, None, *ctx.call.differentiate(cotangents))
-        finally:
-            ctx.call.release()
-
-
-def _nothing() -> None:
-    return None
+def _at(live: Kept | None) -> Kept:
+    if live is None:
+        raise ScheduleError("no state is live")
+    return live

@@ -2,61 +2,38 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
 from tapestream.costs import Profile, StageCost
-from tapestream.errors import BudgetError
 from tapestream.executor.program.record import Record
+from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
-_STAGES = 32
-_MOST_STAGES = 128
-Numbers = NDArray[Any]
+FEW, MANY = 32, 256
+"""Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
 
 
 class Borders:
     """What lies between the operations of a record. Border k stands before operation k, border ``len(record)`` last.
 
-    ``nbytes``: of the values alive there, each storage once, those of others and of results left out. ``allowed``:
-    where a stretch may begin with each value alive entering by itself.
+    ``allowed``: where a stretch may begin with each value alive entering by itself.
     """
 
     def __init__(self, record: Record, results: Iterable[int]) -> None:
         self.record, n = record, len(record)
-        self._birth = numpy.array(record.birth, dtype=numpy.int64)
-        self._last = numpy.array(record.last_use, dtype=numpy.int64)
-        self._storage = numpy.array(record.storage, dtype=numpy.int64)
-        owned = numpy.array(record.storage_external, dtype=bool)
-        for number in results:
-            owned[record.storage[number]] = True
-        self.nbytes = self._alive(owned)
+        self.sizes = Sizes(record, results)
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
-        self._close_shared_casts(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
         self.allowed[[0, n]] = True
-
-    def _alive(self, owned: Numbers) -> Numbers:
-        n, storages = len(self.record), len(owned)
-        start, stop = numpy.full(storages, n + 1), numpy.full(storages, -1)
-        numpy.minimum.at(start, self._storage, self._birth + 1)
-        numpy.maximum.at(stop, self._storage, self._last)
-        size = numpy.where(owned | (stop < start), 0, numpy.array(self.record.storage_nbytes, dtype=numpy.int64))
-        start, stop = numpy.minimum(start, n + 1), numpy.maximum(stop, start - 1)
-        change = numpy.zeros(n + 3, dtype=numpy.int64)
-        numpy.add.at(change, start, size)
-        numpy.add.at(change, stop + 1, -size)
-        return numpy.cumsum(change)[: n + 1]
 
     def _close_written(self, closed: Numbers) -> None:
         """Two values that show one storage and are older than a write into it belong together: a write by one changes
         what the other's gradient passes through, now or when the other is used next."""
-        record = self.record
+        record, sizes = self.record, self.sizes
         shown: dict[int, list[tuple[int, int]]] = {storage: [] for storage in record.writes}
-        for number in numpy.flatnonzero(numpy.isin(self._storage, list(shown))):
-            shown[int(self._storage[number])].append((int(self._birth[number]) + 1, int(self._last[number])))
+        for number in numpy.flatnonzero(numpy.isin(sizes.storage, list(shown))):
+            shown[int(sizes.storage[number])].append((int(sizes.birth[number]) + 1, int(sizes.last[number])))
         for external in record.externals:
             if external.storage in shown:
                 shown[external.storage].append((0, external.last_use))
@@ -71,81 +48,58 @@ class Borders:
                     closed[at] += 1
                     closed[after] -= 1
 
-    def _close_shared_casts(self, closed: Numbers) -> None:
-        """Autocast casts a weight once, and its uses add up in the cast's dtype: they stay in one stretch."""
-        record = self.record
-        casting = [any(on for _, on, _ in ambient.casts) and ambient.cache for ambient in record.ambients]
-        if not any(casting):
-            return
-        spans: dict[tuple[int, int], tuple[int, int]] = {}
-        for k in numpy.flatnonzero(numpy.array(casting)[numpy.array(record.ambient)]):
-            for number in record.arguments_of(int(k)):
-                if number < 0 and record.externals[~number].leaf and record.externals[~number].tensor.requires_grad:
-                    key = number, record.ambients[record.ambient[int(k)]].epoch
-                    spans[key] = spans.get(key, (int(k), 0))[0], int(k)
-        for first, last in spans.values():
-            closed[first + 1] += 1
-            closed[last + 1] -= 1
-
-    def cuts(self, budget: int | None, must: Iterable[int] = ()) -> list[int]:
-        """Borders of stretches of balanced cost, each where little is alive; those in ``must`` among them.
-
-        The less ``budget`` is beside what backward would keep, the more; None: a few.
-        """
-        record, n = self.record, len(self.record)
-        limit = _STAGES if budget is None else _MOST_STAGES
-        if n <= limit:
-            return [0, *(numpy.flatnonzero(self.allowed[1:n]) + 1).tolist(), n]
-        saved, seconds = numpy.array(record.saved, dtype=float), numpy.array(record.seconds, dtype=float)
-        most = min(n, _MOST_STAGES, max(_STAGES, int(4 * saved.sum() / max(1, budget)) if budget else 0))
+    def cuts(self, most: int, must: Iterable[int] = ()) -> list[int]:
+        """Borders of at most ``most`` stretches of balanced cost, each where little is alive; and those in ``must``."""
+        n, sizes = len(self.record), self.sizes
+        found = {0, n, *(k for k in must if self.allowed[k])}
+        if n <= most:
+            return sorted({*found, *numpy.flatnonzero(self.allowed).tolist()})
+        saved, seconds = sizes.saved().astype(float), sizes.seconds()
         weight = saved / max(1.0, saved.sum()) + seconds / max(1e-9, seconds.sum()) + 1 / n
         reached = numpy.concatenate(([0.0], numpy.cumsum(weight)))
-        edges = numpy.searchsorted(reached, numpy.linspace(0, reached[-1], most + 1)).tolist()
-        found = {0, n, *(k for k in must if self.allowed[k])}
-        for a, b in pairwise(edges):
+        edges = [0, *numpy.searchsorted(reached, numpy.linspace(0, reached[-1], min(n, most) + 1)[1:-1]).tolist(), n]
+        for a, b in pairwise(edges[1:]):
             window = numpy.arange(max(1, a), min(n, b))
             window = window[self.allowed[window]]
             if window.size:
-                found.add(int(window[numpy.argmin(self.nbytes[window])]))
+                found.add(int(window[numpy.argmin(sizes.alive[window] + sizes.held[window])]))
         return sorted(found)
 
     def profile(self, cuts: Sequence[int]) -> Profile:
         """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""
-        saved = numpy.concatenate(([0], numpy.cumsum(numpy.array(self.record.saved, dtype=numpy.int64))))
-        seconds = numpy.concatenate(([0.0], numpy.cumsum(numpy.array(self.record.seconds, dtype=float))))
-        # While the sum of a weight's gradients grows, there are the old one, what is added and the new one.
-        gradient = 2 * max((e.tensor.nbytes for e in self.record.externals if e.tensor.requires_grad), default=0)
-        largest = numpy.zeros(
-            len(self.record), dtype=numpy.int64
-        )  # of what each operation makes: so are its cotangents
-        numpy.maximum.at(largest, self._birth, numpy.array(self.record.storage_nbytes)[self._storage])
+        sizes, draws = self.sizes, self.record.draws_nbytes
+        seconds = numpy.concatenate(([0.0], numpy.cumsum(sizes.seconds())))
         stages = []
-        for a, b in pairwise(cuts):
-            inside = int(self.nbytes[a : b + 1].max() - max(self.nbytes[a], self.nbytes[b]))
+        for (a, b), one in zip(pairwise(cuts), stages_of(sizes, list(cuts)), strict=True):
             taken = float(seconds[b] - seconds[a])
+            states, cotangents = int(sizes.alive[a] + sizes.alive[b]), [sizes.waiting(k) for k in (a, b)]
             stages.append(
                 StageCost(
                     taken,
                     2 * taken,
-                    int(self.nbytes[b]) + self.record.draws_nbytes,
-                    int(saved[b] - saved[a]),
-                    forward_extra_nbytes=inside,
-                    backward_extra_nbytes=inside + gradient + 2 * int(largest[a:b].max(initial=0)),
+                    int(sizes.alive[b]) + draws,
+                    one.saved,
+                    reads_input=one.reads_input,
+                    reads_output=one.reads_output,
+                    forward_extra_nbytes=max(0, one.forward - states),
+                    record_extra_nbytes=max(0, one.record - states - one.saved),
+                    backward_extra_nbytes=max(-one.saved - cotangents[1], one.backward - one.saved - sum(cotangents)),
+                    cotangent_nbytes=cotangents[1],
                 )
             )
-        return Profile(tuple(stages), int(self.nbytes[cuts[0]]))
+        # State 0 and the generators that backward is to leave as they were are there all the time.
+        initial = int(sizes.alive[0])
+        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial)
 
 
 def binomial_slots(profile: Profile, budget: int) -> int:
-    """As many restart checkpoints as surely fit beside what runs, however the stages differ. Raises BudgetError."""
+    """As many restart checkpoints as surely fit beside what runs, however the stages differ; at least 1."""
     states = [profile.state_nbytes(k) for k in range(len(profile) + 1)]
     running = max(
-        before + after + profile.stages[k].cotangent_bytes + profile.cotangent_nbytes(k)
-        + profile.stages[k].saved_nbytes + profile.stages[k].backward_extra_nbytes
-        for k, (before, after) in enumerate(pairwise(states))
+        before + after + cost.saved_nbytes
+        + max(cost.forward_extra_nbytes, cost.recorded_extra_nbytes,
+              profile.cotangent_nbytes(k) + cost.cotangent_bytes + cost.backward_extra_nbytes)
+        for k, ((before, after), cost) in enumerate(zip(pairwise(states), profile.stages, strict=True))
     )  # fmt: skip
-    largest = max(1, *states)
-    if running + largest > budget:
-        least = running + largest
-        raise BudgetError(f"the least that surely suffices is {least} bytes", least_nbytes=least)
-    return max(1, min(len(profile), (budget - running) // largest))
+    room = budget - running - profile.outside_nbytes
+    return max(1, min(len(profile), room // max(1, *states)))

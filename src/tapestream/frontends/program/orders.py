@@ -1,11 +1,11 @@
-"""What backward does, from a planner's schedule: the program's own run is the first sweep, and saves nothing."""
+"""What the first sweep of a program keeps and what backward runs again, from a planner's schedule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
-from tapestream.executor.loop.program import Program as Orders
 from tapestream.ir import (  # fmt: skip
     Action,
     Backward,
@@ -30,70 +30,61 @@ Plan = Callable[[Profile, Budget], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Reversal:
-    """Stages kept in the first sweep, and the orders of the backward phase. ``forwards``: stages that these run."""
+    """Stages before which the first sweep keeps a restart checkpoint, those that it records, and the whole schedule,
+    of which backward obeys the second half."""
 
     kept: frozenset[int]
-    orders: Orders
-    forwards: int
+    recorded: frozenset[int]
+    schedule: Schedule
+
+    def backward(self) -> list[Action]:
+        """The backward phase."""
+        actions = list(self.schedule)
+        return actions[actions.index(Phase(PhaseKind.BACKWARD)) + 1 :]
+
+    @property
+    def reruns(self) -> int:
+        """Stages that backward runs again."""
+        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.backward())
 
 
 def of_plan(schedule: Schedule) -> Reversal:
-    """A plan for the whole program. Where it records a stage at once, the stage's state is kept, and recorded later."""
-    phase, kept, recorded = PhaseKind.FORWARD, set[int](), set[int]()
-    out: list[Node] = []
+    """A plan for the whole program."""
+    kept, recorded = set[int](), set[int]()
     for action in schedule:
         match action:
-            case Phase(kind):
-                phase = kind
-            case Keep(stage) if phase is PhaseKind.FORWARD:
+            case Phase(PhaseKind.BACKWARD):
+                break
+            case Keep(stage):
                 kept.add(stage)
-            case Record(stage) if phase is PhaseKind.FORWARD:
+            case Record(stage):
                 recorded.add(stage)
-            case Free(value) if phase is PhaseKind.FORWARD:
-                kept.discard(value.index if _is_state(value) else -1)
-            case Backward(stage) if stage in recorded:
-                out += (Restore(stage), Record(stage))
-                if stage not in kept:
-                    out.append(Free(Value(Kind.STATE, stage), Tier.DEVICE))
-                out.append(action)
-            case Free(value) if not _is_state(value):
-                pass
-            case _ if phase is PhaseKind.BACKWARD:
-                out.append(action)
+            case Free(Value(Kind.STATE, index)):
+                kept.discard(index)
             case _:
                 pass
-    return _reversal(frozenset(kept | recorded), out, schedule.stages)
+    return Reversal(frozenset(kept), frozenset(recorded), schedule)
 
 
-def of_gaps(profile: Profile, starts: Sequence[int], held: Sequence[int], budget: int, plan: Plan) -> Reversal:
-    """Backward from restart checkpoints before the stages ``starts``: gap by gap, each by a plan of its own within what
-    those before leave of ``budget``. ``held``: bytes that the first i+1 of them hold. Raises BudgetError."""
-    out: list[Node] = []
-    ends = [*starts[1:], len(profile)]
-    for place in reversed(range(len(starts))):
-        start, end = starts[place], ends[place]
-        room = budget - (held[place - 1] if place else 0)
-        if room <= 0:
-            raise BudgetError("Program: the restart checkpoints alone take more than the budget")
+def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, plan: Plan) -> Reversal:
+    """Backward after a first sweep that has kept restart checkpoints before the stages ``starts`` (0 and others before
+    ``taped``) and recorded all stages from ``taped`` on: gap by gap, each by a plan of its own within what the restart
+    checkpoints before it leave of ``budget``. Raises BudgetError where a gap has no plan."""
+    n = len(profile)
+    sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
+    back: list[Node] = [Phase(PhaseKind.BACKWARD), *map(Backward, reversed(range(taped, n)))]
+    gaps = list(pairwise([*starts, taped])) if taped else []
+    for start, end in gaps:
+        sweep += (Keep(start), Forward(start, end))
+    held = profile.outside_nbytes + sum(profile.state_nbytes(start) for start, _ in gaps[:-1])
+    for place, (start, end) in reversed(list(enumerate(gaps))):
         part = Profile(profile.stages[start:end], profile.state_nbytes(start))
-        actions = [a for a in plan(part, Budget(room)) if not isinstance(a, Phase) and _concerns_states(a)]
-        out += (Restore(start), Free(Value(Kind.STATE, start), Tier.DEVICE), Shift(Series(tuple(actions)), start))
-    return _reversal(frozenset(starts), out, len(profile))
-
-
-def _reversal(kept: frozenset[int], out: list[Node], stages: int) -> Reversal:
-    root = Series((Phase(PhaseKind.FORWARD), Phase(PhaseKind.BACKWARD), *out))
-    schedule = Schedule(root, stages)
-    return Reversal(kept, Orders(schedule), _runs(schedule))
-
-
-def _runs(schedule: Schedule) -> int:
-    return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in schedule)
-
-
-def _concerns_states(action: Action) -> bool:
-    return not isinstance(action, Free) or _is_state(action.value)
-
-
-def _is_state(value: Value) -> bool:
-    return value.kind is Kind.STATE
+        try:
+            inside = plan(part, Budget(max(1, budget - held)))
+        except BudgetError as error:
+            raise BudgetError(str(error), least_nbytes=(error.least_nbytes or 0) + held) from None
+        actions = tuple(a for a in inside if not isinstance(a, Phase))
+        back += (Restore(start), Free(Value(Kind.STATE, start), Tier.DEVICE), Shift(Series(actions), start))
+        held -= profile.state_nbytes(gaps[place - 1][0]) if place else 0
+    schedule = Schedule(Series((*sweep, *map(Record, range(taped, n)), *back)), n, planner="online")
+    return Reversal(frozenset(start for start, _ in gaps), frozenset(range(taped, n)), schedule)

@@ -1,65 +1,141 @@
-"""Which restart checkpoints the first sweep keeps: those of a plan, or, while none applies, chosen as it goes on."""
+"""What the first sweep keeps, restart checkpoints and saved tensors: by a plan, or, while none applies, as it goes."""
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.tape import Tape
 
 
 class Watch(Protocol):
-    """Hears of every operation before it runs."""
+    """Hears of every operation before it runs.
+
+    ``taped``: the operation from which on everything saved is there; None: nothing is kept now.
+    """
+
+    @property
+    def taped(self) -> int | None: ...
 
     def __call__(self, k: int, saved_nbytes: int) -> None: ...
 
 
 class Online:
-    """A restart checkpoint every ``stride`` ticks; where they take more than half the budget, every second one goes and
-    the stride doubles. A tick has passed when backward would have kept another sixteenth of the budget."""
+    """All that is saved, as long as it fits beside what the program itself holds; then the earliest goes.
 
-    def __init__(self, record: Record, keeper: Keeper, budget: int) -> None:
-        self.record, self.keeper = record, keeper
+    Restart checkpoints stand where backward would have kept another sixteenth of the budget since the last one; where
+    they take more than half of it, or leave too little room for the program itself, every second one goes.
+    """
+
+    def __init__(self, record: Record, keeper: Keeper, tape: Tape, budget: int) -> None:
+        self.record, self.keeper, self.tape, self.budget = record, keeper, tape, budget
         self.recorder: Recorder | None = None
-        self._tick, self._room = max(1, budget // 16), budget // 2
-        self._stride, self._next, self._ticks = 1, self._tick, 0
+        self.taped: int | None = 0
+        self._tick = self._next = max(1, budget // 16)
+        self._stride, self._ticks = 1, 0
         self._at: dict[int, int] = {}  # by operation, its tick
+        self._kept_nbytes = 0
+        self._before = 0  # bytes saved that are not on the tape any more
+
+    def begin(self, k: int, saved_nbytes: int, taped: int | None, before: int) -> None:
+        """Go on from operation ``k``; ``before``: bytes saved before ``taped``, from which on all is on the tape."""
+        if taped is None:
+            taped, before = k, saved_nbytes
+        for operation in [one for one in self.tape.saved if one < taped]:
+            del self.tape.saved[operation]
+        self.taped, self._before, self._next = taped, before, saved_nbytes + self._tick
+        self._kept_nbytes = self.keeper.nbytes(self.record)
 
     def __call__(self, k: int, saved_nbytes: int) -> None:
         """Keep, or not."""
-        if saved_nbytes < self._next:
-            return
-        self._next = saved_nbytes + self._tick
-        self._ticks += 1
-        if self._ticks % self._stride:
-            return
-        assert self.recorder is not None
-        self.keeper.keep(k, self.recorder.alive())
-        self._at[k] = self._ticks
-        while len(self._at) and self.keeper.nbytes(self.record) > self._room:
+        recorder = self.recorder
+        assert recorder is not None
+        recorder.taking = True
+        if k and saved_nbytes >= self._next:
+            self._next = saved_nbytes + self._tick
+            self._ticks += 1
+            if self._ticks % self._stride == 0:
+                self.keeper.keep(k, recorder.alive())
+                self._at[k] = self._ticks
+                self._thin(self.budget // 2)
+        own = recorder.alive_nbytes + recorder.largest_nbytes
+        if own + self._kept_nbytes + saved_nbytes - self._before > self.budget:
+            self._make_room(k, saved_nbytes, own)
+
+    def _make_room(self, k: int, saved_nbytes: int, own: int) -> None:
+        while self.taped is not None and self.taped < k:
+            following = min((at for at in self._at if at > self.taped), default=k)
+            for operation in range(self.taped, following):
+                self.tape.saved.pop(operation, None)
+            self.taped = following
+            self._before = saved_nbytes - self._taped_nbytes()
+            if own + self._kept_nbytes + saved_nbytes - self._before <= self.budget:
+                return
+        self._thin(max(0, self.budget - own))
+
+    def _taped_nbytes(self) -> int:
+        record, first = self.record, self.taped or 0
+        saves = set(record.saves[record.save_ends[first - 1] if first else 0 :])
+        shown = sum(record.storage_nbytes[storage] for storage in saves)
+        return shown + sum(record.inner_nbytes[first:])
+
+    def _thin(self, room: int) -> None:
+        """Drop every second restart checkpoint until they take no more than ``room``."""
+        self._kept_nbytes = self.keeper.nbytes(self.record)
+        while self._at and self._kept_nbytes > room:
             self._stride *= 2
             for operation in [o for o, tick in self._at.items() if tick % self._stride]:
                 del self._at[operation]
-                if operation in self.keeper.kept:
-                    self.keeper.drop(operation)
+                self.keeper.kept.pop(operation, None)
+            self._kept_nbytes = self.keeper.nbytes(self.record)
             if self._stride > self._ticks:
                 break
 
 
-class Planned:
-    """Keeps before the operations ``where``; goes on by ``otherwise`` once the program differs from the one planned for
-    (``saved``: bytes saved before each of ``where``)."""
+class Turn(NamedTuple):
+    """At the beginning of a stretch: the values to keep as a restart checkpoint, None for none; whether to keep what it
+    saves."""
 
-    def __init__(self, where: Collection[int], saved: dict[int, int], operations: int, otherwise: Online) -> None:
-        self._where, self._saved, self._operations, self.otherwise = where, saved, operations, otherwise
+    keep: frozenset[int] | None
+    take: bool
+
+
+class Planned:
+    """Does what ``turns`` say, by operation; goes on by ``otherwise`` once the program differs from the one planned for
+    (``saved``: bytes saved before each of these; ``operations``: how many there are)."""
+
+    def __init__(self, turns: Mapping[int, Turn], saved: Mapping[int, int], operations: int, otherwise: Online) -> None:
+        self._turns, self._saved, self._operations, self.otherwise = turns, saved, operations, otherwise
         self._off = False
+        self._taped: int | None = None
+
+    @property
+    def followed(self) -> bool:
+        """Whether the program has made no other operations so far."""
+        return not self._off
+
+    @property
+    def taped(self) -> int | None:
+        """See `Watch`."""
+        return self.otherwise.taped if self._off else self._taped
 
     def __call__(self, k: int, saved_nbytes: int) -> None:
         """Keep, or not."""
-        if self._off or k >= self._operations:
+        if self._off:
             self.otherwise(k, saved_nbytes)
-        elif k in self._where:
-            if self._saved[k] != saved_nbytes:
-                self._off = True
-            assert self.otherwise.recorder is not None
-            self.otherwise.keeper.keep(k, self.otherwise.recorder.alive())
+            return
+        turn = self._turns.get(k)
+        # Calls that make nothing come with the number of the next operation, after the last one too.
+        if k > self._operations or (turn is not None and self._saved[k] != saved_nbytes):
+            self._off = True
+            self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
+            self.otherwise(k, saved_nbytes)
+        elif turn is not None:
+            recorder = self.otherwise.recorder
+            assert recorder is not None
+            recorder.taking = turn.take
+            self._taped = (k if self._taped is None else self._taped) if turn.take else None
+            if turn.keep is not None and k:
+                alive = recorder.alive()
+                self.otherwise.keeper.keep(k, {number: alive[number] for number in turn.keep if number in alive})

@@ -1,0 +1,66 @@
+"""`Tape`: what backward asks for the saved tensors of a program, recorded in its first sweep or by a replay."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from tapestream.errors import GradientError
+
+Saved: TypeAlias = list[tuple[torch.Tensor, int]]
+"""What autograd saved in one operation, in order, without its graph; and the versions then."""
+Handle: TypeAlias = int | torch.Tensor
+
+_PLACES = 1 << 20  # most tensors that one operation may save
+
+
+class Tape:
+    """Lives as long as some node of the program's graph that has not been reversed.
+
+    ``saved``: by operation, what is there now. ``bring`` records the stretch of an operation again; None while the
+    program runs. Plain autograd reverses operations in their order, last first, so of two operations that ask, the
+    earlier one is done with what the later one had.
+    """
+
+    def __init__(self) -> None:
+        self.saved: dict[int, Saved] = {}
+        self.bring: Callable[[int], None] | None = None
+        self._at = -1
+        self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """A saved tensor, for autograd. Raises GradientError where it would not be what it was."""
+        if isinstance(handle, torch.Tensor):
+            return handle
+        operation, place = divmod(handle, _PLACES)
+        with self._lock:
+            if operation != self._at:
+                self.saved.pop(self._at, None)
+                self._at = operation
+            if operation not in self.saved:
+                if self.bring is None:
+                    raise inside()
+                self.bring(operation)
+            tensor, version = self.saved[operation][place]
+        if tensor._version != version:
+            raise GradientError(
+                f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+                "operation after it had been saved, in the program or after it; clone() it before"
+            )
+        return tensor
+
+
+def handle(operation: int, place: int) -> int:
+    """What the graph holds in place of a saved tensor. Raises GradientError above a million in one operation."""
+    if place >= _PLACES:
+        raise GradientError(f"Program: operation {operation} saves more than {_PLACES} tensors; make it several")
+    return operation * _PLACES + place
+
+
+def inside() -> GradientError:
+    """Backward was asked for while the program still ran."""
+    return GradientError(
+        "Program: the program calls backward or grad itself, but its saved tensors are dropped while it runs; take "
+        "that part out of the program, or write it as a torch.autograd.Function"
+    )

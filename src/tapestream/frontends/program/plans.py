@@ -1,0 +1,154 @@
+"""Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapestream.costs import Budget, Profile
+from tapestream.errors import BudgetError
+from tapestream.executor.program.keeper import Kept
+from tapestream.executor.program.tape import Tape
+from tapestream.frontends.program.call import Sweep
+from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
+from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
+from tapestream.frontends.program.watch import Turn
+from tapestream.ir import Action, Phase, Restore, Schedule
+from tapestream.planners import planners
+from tapestream.planning.auto import make_plan
+from tapestream.planning.plan import Plan
+from tapestream.simulate import simulate
+from tapestream.units import format_nbytes
+
+_QUICK = ("store_all", "periodic", "least_peak", "revolve")
+"""What "auto" tries at once, in milliseconds; `make_plan`'s best follows when the same sequence has come again."""
+_FINEST = 4 * MANY
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan for the program whose record has this ``shape``. ``turns``: what the first sweep does at each stretch;
+    ``saved``: bytes saved before each. ``final``: no better plan is looked for. ``slots``: of a second backward."""
+
+    shape: Any
+    plan: Plan | None
+    cuts: list[int] = field(default_factory=list)
+    reversal: Reversal | None = None
+    turns: dict[int, Turn] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    operations: int = 0
+    slots: int = 1
+    final: bool = False
+
+    @classmethod
+    def unplanned(cls, shape: Any) -> "Prepared":
+        """The shape alone, to know it again."""
+        return cls(shape, None)
+
+
+def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Prepared | None) -> Prepared:
+    """The plan for the next call that makes the same operations. ``before``: what "auto" has found quickly."""
+    found: list[tuple[Plan, list[int]]] = []
+    if before is not None and before.plan is not None:
+        found = [(before.plan, before.cuts), *_plans(borders, FEW, budget, ("auto",))]
+    else:
+        sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
+        for most in sizes:
+            found = _plans(borders, most, budget, _QUICK if planner == "auto" else (planner,))
+            if found:
+                break
+    if not found:
+        return Prepared.unplanned(shape)
+    plan, cuts = min(found, key=lambda pair: (pair[0].seconds, pair[0].peak_nbytes))
+    reversal = of_plan(plan.schedule)
+    by_operation = borders.sizes.saved_before()
+    saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
+    turns = {
+        cut: Turn(borders.sizes.needed(cut) if stage in reversal.kept else None, stage in reversal.recorded)
+        for stage, cut in enumerate(cuts[:-1])
+    }
+    final = before is not None or len(reversal.recorded) == len(plan.profile) or planner != "auto"
+    slots = binomial_slots(plan.profile, budget)
+    return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, final)
+
+
+def _plans(borders: Borders, most: int, budget: int, names: Sequence[str]) -> list[tuple[Plan, list[int]]]:
+    cuts = borders.cuts(most)
+    profile, found = borders.profile(cuts), []
+    for name in names:
+        with contextlib.suppress(BudgetError):
+            found.append((make_plan(profile, Budget(budget), None, planner=name), cuts))
+    return found
+
+
+def after_sweep(
+    found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str
+) -> tuple[list[int], Reversal, int]:
+    """Backward after a first sweep whose restart checkpoints, and the tape from operation ``taped`` on, were kept as it
+    went on; less of both, where that does not fit. Raises BudgetError with the least that would do."""
+    n, kept, most = len(found.record), found.keeper.kept, FEW
+    start = n if taped is None else taped
+    for operation in [k for k, one in kept.items() if not (borders.allowed[k] and _complete(one, borders))]:
+        del kept[operation]
+    while True:
+        while not borders.allowed[start]:
+            start += 1
+        cuts = borders.cuts(most, {*kept, start})
+        profile = borders.profile(cuts)
+        starts = [cuts.index(operation) for operation in sorted(kept) if operation < start]
+        try:
+            reversal = of_gaps(profile, starts, cuts.index(start), budget, _planned_by(planner))
+            simulate(reversal.schedule, profile, None, Budget(budget))
+            break
+        except BudgetError as error:
+            if start < n:
+                start = min((k for k in kept if k > start), default=n)
+            elif len(kept) > 1:
+                for operation in sorted(kept)[1::2]:
+                    del kept[operation]
+            elif most < _FINEST and most < n:
+                most *= 8
+            else:
+                raise _too_small(error, budget) from None
+    _drop_unneeded(kept, tape, start)
+    return cuts, reversal, binomial_slots(profile, budget)
+
+
+def _complete(kept: Kept, borders: Borders) -> bool:
+    """Not so where a plan for another sequence has said what to keep."""
+    return borders.sizes.needed(kept.operation) <= kept.entries.keys()
+
+
+def _drop_unneeded(kept: dict[int, Kept], tape: Tape, start: int) -> None:
+    for operation in [k for k in kept if k >= max(1, start)]:
+        del kept[operation]
+    for operation in [k for k in tape.saved if k < start]:
+        del tape.saved[operation]
+
+
+def again(slots: int, stages: int) -> list[Action]:
+    """Reverse the first stages from the state before them, kept as stage 0."""
+    schedule = planners["revolve"](Profile.uniform(stages), None, None, slots=min(slots, stages))
+    return [Restore(0), *(action for action in schedule if not isinstance(action, Phase))]
+
+
+def _planned_by(planner: str) -> Any:
+    def plan(profile: Profile, budget: Budget) -> Schedule:
+        if planner != "auto":
+            return planners[planner](profile, budget, None)
+        for name in ("store_all", "periodic", "revolve"):
+            with contextlib.suppress(BudgetError):
+                return planners[name](profile, budget, None)
+        return planners["revolve"](profile, None, None, slots=binomial_slots(profile, budget.device_nbytes or 0))
+
+    return plan
+
+
+def _too_small(error: BudgetError, budget: int) -> BudgetError:
+    least = error.least_nbytes or 0
+    return BudgetError(
+        f"Program: a budget of {format_nbytes(budget)} ({budget} bytes) was asked for, but the least found to work is "
+        f"{format_nbytes(least)} ({least} bytes), with the stretches as short as they may be; allow that much, or make "
+        "the tensors smaller (less batch)",
+        least_nbytes=least,
+    )
