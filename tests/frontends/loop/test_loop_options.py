@@ -173,3 +173,17 @@ def test_a_step_that_torch_compile_cannot_take_says_why():
 
     with pytest.raises(InputError, match=r"cannot take the step as one graph.*graph_break"):
         ts.Loop(prints, compile="aot_eager")(h, steps=8)
+
+
+def test_auto_says_what_it_took_and_what_the_next_best_stages_would_cost() -> None:
+    w = torch.eye(16)
+    run = ts.Loop(lambda h: torch.tanh(h @ w), budget="20 KiB")
+    run(torch.ones(4, 16, requires_grad=True), steps=1000).sum().backward()
+    plan = run.plan
+    assert plan is not None
+    (name, seconds, reason), *others = plan.alternatives
+    assert (name, seconds) == (plan.planner, plan.seconds)
+    assert reason.startswith("in stages of ")
+    assert len(others) == 2
+    assert all(other is not None and other >= seconds for _, other, _ in others)
+    assert "the next best, stages of" in str(plan)

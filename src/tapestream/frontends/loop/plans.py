@@ -11,7 +11,7 @@ from tapestream.frontends.given import fit_given_plan
 from tapestream.planners import planners
 from tapestream.planners._recurrences import least_forwards
 from tapestream.planners.online import Online
-from tapestream.planning.plan import Plan
+from tapestream.planning.plan import Alternative, Plan
 from tapestream.units import format_nbytes
 
 MOST_SLOTS = 200
@@ -68,18 +68,25 @@ def choose(
         return Chosen(Plan.judged(schedule, profile, budget, None), chunk or unit)
     if knobs:
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
-    best: tuple[float, int] | None = None
+    found = []
     for length in [chunk] if chunk else lengths(steps, unit):
         profile = profile_of(cost, steps, length, outside_nbytes)
         slots = slots_within(profile, budget)
         if slots * cost.output_nbytes + base_nbytes(profile) > (budget.device_nbytes or 1 << 62):
             continue
         stage = profile.stages[0]
-        seconds = least_forwards(len(profile), slots) * stage.forward_seconds
-        if best is None or seconds < best[0]:
-            best = seconds, length
-    length = best[1] if best else chunk or unit
-    return Chosen(_fitting(profile_of(cost, steps, length, outside_nbytes), budget), length)
+        found.append((least_forwards(len(profile), slots) * stage.forward_seconds, length))
+    length = min(found)[1] if found else chunk or unit
+    plan = _fitting(profile_of(cost, steps, length, outside_nbytes), budget)
+    return Chosen(replace(plan, alternatives=_alternatives(plan, length, sorted(found))), length)
+
+
+def _alternatives(plan: Plan, length: int, found: list[tuple[float, int]]) -> tuple[Alternative, ...]:
+    """The plan and the two next best stage lengths, by the seconds of their forward sweeps: all else is the same."""
+    shown = [(plan.planner, plan.seconds, f"in stages of {length} steps")]
+    for seconds, other in found[1:3]:
+        shown.append((f"stages of {other} steps", plan.seconds + seconds - found[0][0], "by its closed form"))
+    return tuple(shown)
 
 
 def _fitting(profile: Profile, budget: Budget) -> Plan:
