@@ -34,6 +34,7 @@ from benchmarks.common import (
     process_nbytes,
     write,
 )
+from benchmarks.deep_rows import LINK, merged
 from tapestream.cli.loop import Config, config_from_json, config_to_json, model_of, optimizer_class
 from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
 from tapestream.simulate import simulate
@@ -141,7 +142,7 @@ def jobs(scale: float) -> list[Job]:
             64,
             1,
             12288,
-            10240,
+            11264,
             dtype=half,
             shared=True,
             halves=True,  # a stage is half a layer
@@ -173,38 +174,25 @@ def update(wanted: list[Job], chosen: Settings, output: Path) -> None:
     and the other rows there stay as they are."""
     file = output / "million_layers.json"
     known = json.loads(file.read_text())["rows"] if chosen.save and file.exists() else []
-    for row in _rows(wanted, chosen, known):
+    order = [(job.name, job.layers) for job in jobs(1)]
+    for row in _rows(wanted, chosen):
+        known = merged(known, row, order)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        known = merged(known, row)
         if chosen.save:
             write("million_layers", TITLE, chosen, known, output, update="in backward")
 
 
-def merged(rows: list[Row], row: Row) -> list[Row]:
-    """``rows`` with ``row`` in the place of the one for the same run, in the order of the table."""
-    places = {(job.name, job.layers): number for number, job in enumerate(jobs(1))}
-    found = {(one["network"], one["layers"]): one for one in (*rows, row)}
-    return [found[key] for key in sorted(found, key=lambda key: places.get(key, len(places)))]
-
-
-def _rows(wanted: list[Job], chosen: Settings, known: list[Row]) -> Iterator[Row]:
-    """A row per job, compared with that of the shallowest of its name among ``known`` and those before it."""
-    before: dict[str, Row] = {}
-    for one in sorted(known, key=lambda one: one["layers"]):
-        before.setdefault(one["network"], one)
+def _rows(wanted: list[Job], chosen: Settings) -> Iterator[Row]:
+    """A row per job."""
     for job in wanted:
         row = {**_described(job, chosen), **run(job, chosen)}
         row["plain PyTorch"] = run(job.plain(), chosen).get("failed", "fits")
-        shallower = before.setdefault(job.name, row)
-        if shallower["layers"] < job.layers and "failed" not in row and "failed" not in shallower:
-            row["seconds per layer, of the shallowest's"] = round(row["step us/layer"] / shallower["step us/layer"], 3)
-            row["peak, of the shallowest's"] = round(row["peak MiB"] / shallower["peak MiB"], 3)
         if job.name.startswith("ResNet-2500"):
             row["deepest that plain PyTorch fits"] = deepest = deepest_plain(job, chosen)
             row["times as deep"] = round(job.layers / max(1, deepest), 1)
         if job.optimizer == "adamw" and "failed" not in row:
             row["s resident"] = resident = resident_seconds(job, chosen)
-            row["step, of max(resident, link)"] = round(row["step s"] / max(resident, row["link s"]), 3)
+            row[LINK] = round(row["step s"] / max(resident, row["link s"]), 3)
         yield row
 
 

@@ -1,4 +1,5 @@
-"""Writes docs/results.md, and its summary in README.md, from benchmarks/results/*.json.
+"""Writes docs/results.md, its summary in README.md, and the table of docs/my-model-does-not-fit.md, from
+benchmarks/results/*.json.
 
 ``python benchmarks/readme.py [--check]``. Each file is a result:
 {"name", "title", "date", "commit", "machine", "versions", "rows": [{column: value}, ..]}. In the rows a column
@@ -37,12 +38,36 @@ def summary(results: Iterable[dict[str, Any]]) -> str:
     return "\n".join([*head, *lines]) if lines else _NONE
 
 
-def rewritten(readme: str, results: Iterable[dict[str, Any]]) -> str:
-    """``readme`` with its section made anew. Raises ValueError where the marks are not there once each, in order."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md needs the lines {BEGIN} and {END} once each, in this order")
-    before, _, rest = readme.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{summary(results)}\n\n{END}{rest.partition(END)[2]}"
+def expectations(results: Iterable[dict[str, Any]]) -> str:
+    """The table of the guide: a line for each model, a column for each GPU; from the result ``what_to_expect``."""
+    rows = [row for result in results if result.get("name") == "what_to_expect" for row in result["rows"]]
+    gpus = sorted({row["GPU GiB"] for row in rows})
+    lines: dict[tuple[object, ...], dict[int, str]] = {}
+    for row in rows:
+        kind = (row["model"], row["dtype"], row["tokens"], row["RAM GiB"])
+        lines.setdefault(kind, {})[row["GPU GiB"]] = _expected(row)
+    head = [_row(["a step of", "dtype", "tokens", "RAM", *(f"GPU of {gpu} GiB" for gpu in gpus)])]
+    head.append(_row(["---"] * (4 + len(gpus))))
+    made = [
+        _row([str(model), str(dtype), str(tokens), f"{ram} GiB", *(cells.get(gpu, "") for gpu in gpus)])
+        for (model, dtype, tokens, ram), cells in lines.items()
+    ]
+    return "\n".join([*head, *made]) if made else _NONE
+
+
+def _expected(row: dict[str, Any]) -> str:
+    if row["fits"] != "yes":
+        return f"no: {_cell(row['least GiB'])} GiB needed"
+    places = [f"{_cell(row[f'{where} GiB'])} GiB {where}" for where in ("in RAM", "on disk") if row[f"{where} GiB"]]
+    return ", ".join([f"{_cell(row['s per step'])} s", *places])
+
+
+def rewritten(text: str, section: str) -> str:
+    """``text`` with its section made anew. Raises ValueError where the marks are not there once each, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the page needs the lines {BEGIN} and {END} once each, in this order")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{section}\n\n{END}{rest.partition(END)[2]}"
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -113,10 +138,11 @@ def _cell(value: object) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write both pages, or with ``--check`` only compare."""
+    """Write all pages, or with ``--check`` only compare."""
     results = load(ROOT / "benchmarks" / "results")
-    readme, details = ROOT / "README.md", ROOT / "docs" / "results.md"
-    wanted = {readme: rewritten(readme.read_text(encoding="utf-8"), results), details: page(results)}
+    sections = {ROOT / "README.md": summary(results), ROOT / "docs" / "my-model-does-not-fit.md": expectations(results)}
+    wanted = {path: rewritten(path.read_text(encoding="utf-8"), section) for path, section in sections.items()}
+    wanted[ROOT / "docs" / "results.md"] = page(results)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:

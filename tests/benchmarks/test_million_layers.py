@@ -66,9 +66,16 @@ def test_a_run_replaces_its_own_row_in_the_file(table: Any, tmp_path: Path, monk
     monkeypatch.setattr(table, "run", measured)
     chosen = table.Settings("cpu", quick=False, rounds=1, threads=1, save=True, folder=str(tmp_path))
     shallow, _, deep, *_ = table.jobs(1)
-    for job in (deep, shallow, deep):
+    for job in (deep, shallow):
         table.update([job], chosen, tmp_path)
     rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
     assert [row["layers"] for row in rows] == [2502, 250_002]
     assert rows[1]["seconds per layer, of the shallowest's"] == 1.1
     assert rows[1]["plain PyTorch"] == "no memory"
+    assert rows[1]["claim"].endswith("1.15 times the seconds of the shallowest")
+    assert rows[1]["met"] == "yes"
+    steps[2502] = 9.0
+    table.update([shallow], chosen, tmp_path)
+    rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
+    assert rows[1]["seconds per layer, of the shallowest's"] == 1.222
+    assert rows[1]["met"] == "no"

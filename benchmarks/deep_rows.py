@@ -1,0 +1,47 @@
+"""Rows of benchmarks.million_layers beside each other: shallow and deep networks of one kind, and what is claimed."""
+
+from collections.abc import Sequence
+
+from benchmarks.common import Row, yes
+
+SECONDS, PEAK = "seconds per layer, of the shallowest's", "peak, of the shallowest's"
+LINK = "step, of max(resident, link)"
+
+
+def merged(rows: Sequence[Row], row: Row, order: Sequence[tuple[str, int]]) -> list[Row]:
+    """``rows`` with ``row`` in the place of the one for the same run, in ``order`` (network and layers), compared."""
+    places = {key: number for number, key in enumerate(order)}
+    found = {(one["network"], one["layers"]): one for one in (*rows, row)}
+    ordered = [found[key] for key in sorted(found, key=lambda key: places.get(key, len(places)))]
+    return [_judged(_compared(one, ordered)) for one in ordered]
+
+
+def _compared(row: Row, rows: Sequence[Row]) -> Row:
+    """With its seconds and its peak as shares of those of the shallowest network of its kind that ran."""
+    others = [one for one in rows if one["network"] == row["network"] and "failed" not in one]
+    shallowest = min(others, key=lambda one: one["layers"], default=row)
+    if "failed" in row or shallowest["layers"] >= row["layers"]:
+        return row
+    return {
+        **row,
+        SECONDS: round(row["step us/layer"] / shallowest["step us/layer"], 3),
+        PEAK: round(row["peak MiB"] / shallowest["peak MiB"], 3),
+    }
+
+
+def _judged(row: Row) -> Row:
+    """With what is claimed of it, and whether it is so. Claims about depth are those of the deepest of a kind."""
+    claims = ["a step where plain PyTorch fails"]
+    holds = "failed" not in row and row["plain PyTorch"] != "fits"
+    if row["layers"] == 250_002 and SECONDS in row:
+        claims.append("per layer at most 1.15 times the seconds of the shallowest")
+        holds = holds and row[SECONDS] <= 1.15
+    if row["layers"] == 1_000_002 and PEAK in row:
+        claims.append("a peak at most 1.10 times that of the shallowest")
+        holds = holds and row[PEAK] <= 1.10
+    if LINK in row:
+        claims.append("at most 1.2 times max(resident, link)")
+        holds = holds and row[LINK] <= 1.2
+    if row["layers"] == 2502:  # there to be compared with
+        return row
+    return {**row, "claim": ", ".join(claims), "met": yes(holds)}
