@@ -90,18 +90,11 @@ def test_within_three_percent_of_all_schedules_with_overlap():
 
 
 @pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_within_three_percent_of_all_schedules_with_overlap_all_of_them():
-    random = Random(5)
-    assert all(decided(random, n, 5_000_000) for n in (4, 4, 4, 5, 5, 5, 6, 6, 7, 7) * 2)
-
-
-@pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_within_three_percent_of_all_schedules_with_overlap_on_many_more(seed):
     random = Random(seed)
-    assert sum(decided(random, n, 40_000) for n in (4, 4, 5, 5, 6, 7) * 20) >= 100
+    assert sum(decided(random, n, 20_000) for n in (4, 4, 5, 5, 6, 7) * 20) >= 90
 
 
 def test_copies_out_in_the_order_in_which_their_room_is_needed():
