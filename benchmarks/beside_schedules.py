@@ -99,7 +99,7 @@ def measure(contest: Contest, chosen: Settings) -> Row:
     started = perf_counter()
     theirs = contest.count(contest.theirs())
     taken = perf_counter() - started
-    rounds = max(1, min(chosen.rounds, round(_SECONDS / taken)))
+    rounds = max(3, min(chosen.rounds, round(_SECONDS / taken)))
     timings = alternate({"ours": ours, "its": contest.theirs}, rounds, "cpu", warm=0)
     ratio = timings.ratio("ours", "its")
     if theirs.reversed != contest.n:
