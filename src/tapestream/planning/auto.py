@@ -22,6 +22,9 @@ _LEAN = ("least_peak",)
 _EQUAL = ("binomial", "mixed")
 _MOVING = ("superneurons", "offload")
 _MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
+_ALWAYS = ("binomial", "least_peak", "superneurons", "offload")
+_ALWAYS_EQUAL = ("mixed", "disk_revolve", *_MOVING_EQUAL)
+_ONLINE = 64  # stages; `online` is for lengths that are not known, and slow to plan
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
 _MIXED = 256  # stages; a table of n^2 numbers for each number of slots
 _LONGEST = 300_000  # stages that `joint` is for
@@ -50,6 +53,14 @@ def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, .
         if n <= _LONGEST:
             names.append("joint")
     return tuple(names)
+
+
+def _competitors(profile: Profile) -> tuple[str, ...]:
+    """Planners that `joint` is never slower than where parameter blocks move too: what it gains by itself may be lost
+    when they are fitted in, so every schedule competes with its blocks."""
+    n, equal = len(profile), isinstance(profile.stages, UniformStages)
+    names = CANDIDATES if n > _LONG else (*CANDIDATES, *_ALWAYS, *(_ALWAYS_EQUAL if equal else ()))
+    return (*names, *(("online",) if n <= _ONLINE else ()), "joint")
 
 
 def _has_lower_tier(machine: Machine | None) -> bool:
@@ -87,9 +98,13 @@ def make_plan(
     homes = home_tiers(_fastest_home(machine) if home is None else home)
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
-    for name in candidates(profile, machine) if planner == "auto" else (planner,):
-        search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, knobs))
-    return search.plan()
+    names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
+    if planner == "joint" and profile.blocks and not profile.ends:
+        names = _competitors(profile)
+    for name in names:
+        own = knobs if name == planner else {}
+        search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, own))
+    return search.plan(planner)
 
 
 def _tape(name: str, plain: Profile, machine: Machine | None, knobs: dict[str, object], budget: Budget) -> Schedule:
@@ -167,14 +182,14 @@ class _Search:
             return best_resident(tape, terms)
         return best_split(tape, terms, self.best[0] if self.best else float("inf"))
 
-    def plan(self) -> Plan:
-        """The best found. Raises BudgetError or InputError when there is none."""
+    def plan(self, planner: str) -> Plan:
+        """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
         terms = self.terms
         if self.best is not None:
             found = self.best[2]
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
-                found.schedule.planner, tuple(self.alternatives),
+                "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
             )  # fmt: skip
         if not self.refusals:
             raise self.inputs[0]
