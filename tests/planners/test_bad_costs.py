@@ -96,3 +96,17 @@ def test_unknown_tiers(name):
     for bad in ("tape", 7, Tier.DEVICE):
         with pytest.raises(InputError, match=r"'host' or 'disk'"):
             planners[name](Profile.uniform(6), Budget(40), None, tier=bad)
+
+
+@pytest.mark.parametrize("links", [3, [1], {"host": Link(1.0)}, {(Tier.HOST, Tier.DEVICE): 3.0}])
+def test_links_are_from_tier_to_tier(links):
+    with pytest.raises(InputError, match="Machine: "):
+        Machine(links)
+
+
+@pytest.mark.parametrize("name", planners)
+def test_what_is_no_profile_or_machine_is_refused(name):
+    with pytest.raises(InputError, match="takes a Profile, not"):
+        planners[name]([1, 2, 3], 10)
+    with pytest.raises(InputError, match="takes a Machine or None, not 'fast'"):
+        planners[name](Profile.uniform(4), 10, "fast")

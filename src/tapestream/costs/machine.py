@@ -1,5 +1,6 @@
 """`Machine`: how fast bytes move between tiers and how fast the device computes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapestream.costs.checks import duration, speed
@@ -44,6 +45,13 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.links, Mapping) or not all(isinstance(link, Link) for link in self.links.values()):
+            raise InputError(f"Machine: links is a dict from (source, target) to Link, not {self.links!r}")
+        for ends in self.links:
+            if not (isinstance(ends, tuple) and len(ends) == 2 and all(isinstance(end, Tier) for end in ends)):
+                raise InputError(
+                    f"Machine: a link goes from one Tier to another, such as (Tier.HOST, Tier.DEVICE), not {ends!r}"
+                )
         if self.flops_per_second is not None:
             speed("Machine", "flops_per_second", self.flops_per_second)
 

@@ -55,6 +55,10 @@ def _with_known_knobs(name: str, plan: Planner) -> Planner:
             if knob not in known:
                 has = f"its knobs are {', '.join(known)}" if known else "it has none"
                 raise InputError(f"planner {name!r} has no knob {knob!r}; {has}{_nearest(knob, known)}")
+        for what, kind in ((profile, Profile), (machine, Machine | None)):
+            if not isinstance(what, kind):
+                wanted = "a Profile" if kind is Profile else "a Machine or None"
+                raise InputError(f"planner {name!r} takes {wanted}, not {what!r}")
         if profile.ends and plan is not join.plan:
             raise InputError(
                 f"planner {name!r} is for a chain, and here {len(profile.branches)} branches meet; use 'join'"
