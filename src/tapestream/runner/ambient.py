@@ -2,7 +2,6 @@
 recompute"."""
 
 import contextlib
-import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -68,12 +67,12 @@ class HostGenerators:
 
     python: Any
     numpy: Any
-    own: tuple[tuple[Any, bytes], ...] = ()
+    own: tuple[tuple[Any, Any], ...] = ()  # generator, state
 
     @classmethod
     def capture(cls, own: Iterable[object] = ()) -> "HostGenerators":
         """The states as they are now. ``own``: objects of `GENERATORS`."""
-        states = tuple((one, pickle.dumps(_state_of(one))) for one in own)
+        states = tuple((one, _state_of(one)) for one in own)
         return cls(random.getstate(), numpy.random.get_state(legacy=False), states)
 
     def restore(self) -> None:
@@ -81,12 +80,12 @@ class HostGenerators:
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         for one, state in self.own:
-            _set_state(one, pickle.loads(state))
+            _set_state(one, state)
 
     def equals(self, other: "HostGenerators") -> bool:
         """Nothing was drawn in between."""
         mine, theirs = self.numpy["state"], other.numpy["state"]
-        if self.python != other.python or self.own != other.own:
+        if self.python != other.python or not _same(self.own, other.own):
             return False
         return mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
 
@@ -95,7 +94,19 @@ GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState,
 """Random generators that are objects of their own."""
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states, or the same generators with their states, are equal throughout."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or numpy.array_equal(one, other)
+
+
 def _state_of(one: Any) -> Any:
+    """A copy: none of these generators shows its own."""
     if isinstance(one, random.Random):
         return one.getstate()
     return one.bit_generator.state if isinstance(one, numpy.random.Generator) else one.get_state()
