@@ -66,7 +66,7 @@ class GradientBook:
             copies.renew(value, copies.home_of(value))  # users may hold what .grad showed before they set it to None
         elif self.together:
             self._put_aside(value)
-        earlier = {} if self.together else {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
+        earlier = {} if self.together else self._gradients(block)
         at_home = self._all_at_home(block, earlier)
         if at_home:  # not through the mapping: its pages would stay in memory
             copies.copy_now(value, copies.home_of(value), Tier.DEVICE)
@@ -89,7 +89,7 @@ class GradientBook:
         this, value = self.copies.blocks[block], Value(Kind.GRADIENT, block)
         region = self.copies.regions.get((value, Tier.DEVICE))
         fetched = None if region is None else this.views(region.memory)
-        shown = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
+        shown = self._gradients(block)
         own = self._own(block) if fetched is not None else ()
         return {
             i: fetched[i] if fetched is not None and gradient.data_ptr() in own else gradient.to(self.copies.device)
@@ -100,8 +100,7 @@ class GradientBook:
         """All that a schedule does for a block's gradient, at once."""
         value = Value(Kind.GRADIENT, block)
         self.lay_out(block)
-        self.copies.copy_now(value, Tier.DEVICE, self.copies.home_of(value))
-        self.copies.release(value, Tier.DEVICE)
+        self._go_home(value)
 
     def leave(self) -> None:
         """Send home what ``.grad`` has on the device of blocks whose gradients do not live there."""
@@ -109,7 +108,7 @@ class GradientBook:
             value = Value(Kind.GRADIENT, this.index)
             if self.copies.tier_of(value) is Tier.DEVICE:
                 continue
-            shown = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
+            shown = self._gradients(this.index)
             if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
                 continue
             if shown and not self._all_at_home(this.index, shown):
@@ -120,8 +119,7 @@ class GradientBook:
         views = this.views(copies.region(value, Tier.DEVICE).memory)
         for i, gradient in shown.items():
             views[i].copy_(gradient)
-        copies.copy_now(value, Tier.DEVICE, copies.home_of(value))
-        copies.release(value, Tier.DEVICE)
+        self._go_home(value)
         for i, view in this.views(copies.bytes_at(value, copies.home_of(value))).items():
             if i in shown:
                 this.parameters[i].grad = view
@@ -186,6 +184,14 @@ class GradientBook:
         if earlier is not None:
             self.copies.release(value, self.copies.home_of(value))
             self.copies.regions[value, self.copies.home_of(value)] = earlier
+
+    def _go_home(self, value: Value) -> None:
+        self.copies.copy_now(value, Tier.DEVICE, self.copies.home_of(value))
+        self.copies.release(value, Tier.DEVICE)
+
+    def _gradients(self, block: int) -> dict[int, torch.Tensor]:
+        """What ``.grad`` shows, by the parameter's place in the block."""
+        return {i: p.grad for i, p in enumerate(self.copies.blocks[block].parameters) if p.grad is not None}
 
     def _shown(self, block: int) -> bool:
         """Whether any ``.grad`` shows the gradients at home."""

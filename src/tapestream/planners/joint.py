@@ -34,7 +34,7 @@ from tapestream.planners.store_all import stored
 from tapestream.simulate import simulate
 
 NAME = "joint"
-_ONLINE = 64  # stages; `online` is for lengths that are not known, and slow to plan
+ONLINE = 64  # stages; `online` is for lengths that are not known, and slow to plan
 _LONG = 2500  # stages; for longer chains the planners that judge many candidates are left out
 _JUDGED = 20_000  # stages; copies are judged action by action
 
@@ -194,7 +194,7 @@ def _others(best: _Best, target: Tier | None) -> None:
     """Every other planner, as far as it may still be faster."""
     profile, n = best.profile, len(best.profile)
     unmoved: list[Callable[..., Schedule]] = [revolve.plan, binomial.plan, periodic.plan, mixed.plan]
-    if n <= _ONLINE:
+    if n <= ONLINE:
         unmoved.append(online.plan)
     moving = (h_revolve.plan, disk_revolve.plan, periodic_disk_revolve.plan, double.plan, async_multistage.plan)
     if is_equal(profile):
@@ -205,7 +205,7 @@ def _others(best: _Best, target: Tier | None) -> None:
             if best.open:
                 best.attempt(planner)
     elif n <= _LONG:
-        for module in (periodic, revolve, binomial, online) if n <= _ONLINE else (periodic, revolve, binomial):
+        for module in (periodic, revolve, binomial, online) if n <= ONLINE else (periodic, revolve, binomial):
             if best.open_unmoved:
                 best.first(module.timed(profile))
     for planner in (least_peak.plan, bisection.plan):

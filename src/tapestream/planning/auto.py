@@ -10,6 +10,7 @@ from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
+from tapestream.planners.joint import ONLINE
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Found, Terms, best_resident, best_split
 from tapestream.simulate import simulate
@@ -22,9 +23,6 @@ _LEAN = ("least_peak",)
 _EQUAL = ("binomial", "mixed")
 _MOVING = ("superneurons", "offload")
 _MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
-_ALWAYS = ("binomial", "least_peak", "superneurons", "offload")
-_ALWAYS_EQUAL = ("mixed", "disk_revolve", *_MOVING_EQUAL)
-_ONLINE = 64  # stages; `online` is for lengths that are not known, and slow to plan
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
 _MIXED = 256  # stages; a table of n^2 numbers for each number of slots
 _LONGEST = 300_000  # stages that `joint` is for
@@ -59,8 +57,10 @@ def _competitors(profile: Profile) -> tuple[str, ...]:
     """Planners that `joint` is never slower than where parameter blocks move too: what it gains by itself may be lost
     when they are fitted in, so every schedule competes with its blocks."""
     n, equal = len(profile), isinstance(profile.stages, UniformStages)
-    names = CANDIDATES if n > _LONG else (*CANDIDATES, *_ALWAYS, *(_ALWAYS_EQUAL if equal else ()))
-    return (*names, *(("online",) if n <= _ONLINE else ()), "joint")
+    names = list(CANDIDATES)
+    if n <= _LONG:
+        names += ("binomial", *_LEAN, *_MOVING, *(("mixed", "disk_revolve", *_MOVING_EQUAL) if equal else ()))
+    return (*names, *(("online",) if n <= ONLINE else ()), "joint")
 
 
 def _has_lower_tier(machine: Machine | None) -> bool:
