@@ -1,18 +1,15 @@
 """At the least budget a step's measured peak is within it: norms between blocks and head, caches, tied weights."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from least import SMALL, least_and_measured
 
 import tapestream as ts
-from tapestream.cli.loop import held_nbytes
-from tapestream.storage.meter import track_memory
 
-SMALL = 8 * 1024  # counters, scalars and the like; a hidden state has 256 KiB
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -28,17 +25,17 @@ CASES = {
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_at_the_least_budget_stays_within_it(name: str, update: str, tmp_path: Path) -> None:
-    least, measured = least_and_measured(name, update, "disk", tmp_path)
+    least, measured = found(name, update, "disk", tmp_path)
     assert 0.8 * least <= measured <= least + SMALL
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_in_ram_alone_no_more_is_needed_than_a_step_takes(update: str, tmp_path: Path) -> None:
-    least, measured = least_and_measured("small head", update, "device", tmp_path)
+    least, measured = found("small head", update, "device", tmp_path)
     assert least / 1.02 <= measured <= least + SMALL
 
 
-def least_and_measured(name: str, update: str, home: str, folder: Path) -> tuple[int, int]:
+def found(name: str, update: str, home: str, folder: Path) -> tuple[int, int]:
     """The least budget, and the peak of a step within it."""
     config, options = CASES[name]
     words = torch.randint(config.vocab_size, (4, 128))
@@ -50,24 +47,4 @@ def least_and_measured(name: str, update: str, home: str, folder: Path) -> tuple
         ts.stream(model, device="cpu", budget=budget, **where, **options)
         return model, ts.optimizer(model, torch.optim.AdamW, fused=True, update=update)
 
-    def step() -> None:
-        model(input_ids=words, labels=words).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = start(2**16)
-    with pytest.raises(ts.BudgetError) as refused:
-        step()
-    least = refused.value.least_nbytes
-    assert least is not None
-    ts.unstream(model)
-    model, optimizer = start(least)
-    for _ in range(2):
-        step()
-    for _ in range(2):  # what a step frees is seen only if the step that made it was measured too
-        gc.collect()
-        held = held_nbytes(model)
-        with track_memory() as meter:
-            step()
-    ts.unstream(model)
-    return least, held + meter.peak_nbytes
+    return least_and_measured(start, lambda model: model(input_ids=words, labels=words).loss.backward(), 2**16)
