@@ -12,7 +12,7 @@ from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.ir import Tier
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.regions import Region
-from tapestream.storage.transfer import aligned_empty
+from tapestream.storage.transfer import aligned_empty, lean_empty
 from tapestream.units import format_nbytes
 
 
@@ -151,7 +151,12 @@ class Pool:
             return Region(tier, nbytes, extent=self._folder.allocate(nbytes))
         on_host = tier is Tier.HOST or self._device.type == "cpu"
         try:
-            tensor = aligned_empty(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            if tier is Tier.HOST and self._pin:
+                tensor = aligned_empty(nbytes)  # a page can be locked for one region only
+            elif on_host:
+                tensor = lean_empty(nbytes)
+            else:
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:  # torch has no narrower type for this on the CPU
             raise StorageError(
                 f"asked for {format_nbytes(nbytes)} in {tier.name} beside {format_nbytes(self._held[tier])} held, "

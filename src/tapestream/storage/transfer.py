@@ -9,6 +9,7 @@ import torch
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
 _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
+_LARGE = 2**20  # bytes; what is smaller goes through a buffer, so that no page of it is left unused
 _LARGE_PAGE = 2 * 2**20  # bytes
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
@@ -23,6 +24,16 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     _ask_for_large_pages(whole)
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
+
+
+def lean_empty(nbytes: int) -> torch.Tensor:
+    """``nbytes`` uint8 in RAM, aligned for direct transfers where it is large; `lean_nbytes` says what it takes."""
+    return aligned_empty(nbytes) if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def lean_nbytes(nbytes: int) -> int:
+    """Bytes of RAM behind ``nbytes`` of `lean_empty`."""
+    return nbytes + ALIGNMENT if nbytes >= _LARGE else nbytes
 
 
 def move_bytes(file: int, memory: torch.Tensor, offset: int, *, write: bool, direct: bool) -> int:

@@ -13,9 +13,7 @@ from tapestream.executor.travel.cargo import Cargo, Origin, Origins
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
-from tapestream.storage.transfer import aligned_empty
-
-_LARGE = 2**20  # bytes
+from tapestream.storage.transfer import lean_empty
 
 
 @dataclass(slots=True)
@@ -151,13 +149,13 @@ class Parcels:
 
 def _landing(cargo: Cargo, load: int) -> Region | torch.Tensor:
     """Where a load comes back to: the device's memory where others hold it there, else new memory. That belongs to the
-    tensors made over it, not to a pool. What is large is aligned for direct transfers; for the rest a page would count.
+    tensors made over it, not to a pool.
     """
     origin = cargo.alone(load)
     living = None if origin is None else origin.living()
     if living is not None:
         return living
     nbytes = cargo.nbytes(load)
-    aligned = cargo.device.type == "cpu" and nbytes >= _LARGE
-    memory = aligned_empty(nbytes) if aligned else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
+    on_host = cargo.device.type == "cpu"
+    memory = lean_empty(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
     return Region(Tier.DEVICE, nbytes, memory)
