@@ -27,12 +27,9 @@ from tapestream.simulate.judge import Judge
 
 DEVICE = Tier.DEVICE
 Bytes: TypeAlias = NDArray[np.int64]
-Order: TypeAlias = Literal["furthest", "earliest", "largest"]
-ORDERS: tuple[Order, ...] = ("furthest", "earliest", "largest")
-"""Which value makes room: the one used again last, the one unused longest, the largest."""
-
-
-_FIRST = 1 << 100  # above every rank
+Order: TypeAlias = Literal["furthest", "earliest", "largest", "closest"]
+ORDERS: tuple[Order, ...] = ("furthest", "earliest", "largest", "closest")
+"""Which value makes room: the one used again last, the one unused longest, the largest, the smallest that suffices."""
 
 
 class Gap(NamedTuple):
@@ -42,6 +39,11 @@ class Gap(NamedTuple):
     nbytes: int
     start: int
     stop: int
+
+    @property
+    def made(self) -> int:
+        """The action behind which a copy out may be issued: a state is kept before ``start`` reads it."""
+        return self.start - (self.value.kind is Kind.STATE)
 
 
 class Choice(NamedTuple):
@@ -128,7 +130,7 @@ class Computation:
         """The computation within ``limit`` device bytes, values going to ``tier`` and back; None where that fails.
 
         Room is made where an action lacks it, by a value that is away until its next use. Copies out start as soon as
-        the value is unused and are waited for when their room is needed; copies in start, in order of need, as early as
+        the value is there and are waited for when their room is needed; copies in start, in order of need, as early as
         there is room for all the time until then. ``choice``: exceptions to the order. Not optimal.
         """
         if limit is None or max(self.nbytes) <= limit:
@@ -141,7 +143,6 @@ class Computation:
     def _leaving(self, slack: Bytes, order: Order, choice: Choice) -> dict[int, int] | None:
         """The gaps to use, by number, and the action that first needs the room; ``slack`` gets what they give."""
         gaps = self.gaps
-        ranks = [_rank(gap, order) + (number in choice.go) * _FIRST for number, gap in enumerate(gaps)]
         begin = sorted((n for n in range(len(gaps)) if n not in choice.stay), key=lambda n: -gaps[n].start)
         leaves: dict[int, int] = {}
         opened: list[int] = []
@@ -152,7 +153,8 @@ class Computation:
             while slack[position] < 0:
                 if not opened:
                     return None
-                gone = max(opened, key=ranks.__getitem__)
+                lack = -int(slack[position])
+                gone = max(opened, key=lambda n: (n in choice.go, *_rank(gaps[n], order, lack)))
                 opened.remove(gone)
                 leaves[gone] = position
                 slack[position : gaps[gone].stop] += gaps[gone].nbytes
@@ -166,7 +168,7 @@ class Computation:
         last = {self.gaps[n].value: n for _, n in by_stop}
         below: set[Value] = set()
         issued = 0
-        leaving = [(self.gaps[n].start, position, n) for n, position in leaves.items()]
+        leaving = [(self.gaps[n].made, position, n) for n, position in leaves.items()]
         for start, position, n in sorted(leaving, key=lambda gone: (gone[1], gone[0]) if as_needed else gone[:2]):
             value, out = self.gaps[n].value, list[Action]()
             if value not in below:  # else its copy there is still good
@@ -189,6 +191,9 @@ class Computation:
             yield from after.get(position, ())
 
 
-def _rank(gap: Gap, order: Order) -> int:
-    """Who makes room: the highest."""
-    return {"furthest": gap.stop, "earliest": -gap.start, "largest": gap.nbytes}[order]
+def _rank(gap: Gap, order: Order, lack: int) -> tuple[bool, int]:
+    """Who makes room where so many bytes lack: the highest."""
+    if order == "closest":
+        suffices = gap.nbytes >= lack
+        return suffices, -gap.nbytes if suffices else gap.nbytes
+    return True, {"furthest": gap.stop, "earliest": -gap.start, "largest": gap.nbytes}[order]
