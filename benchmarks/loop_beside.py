@@ -28,7 +28,18 @@ import torch
 from torch import Tensor
 
 import tapestream as ts
-from benchmarks.common import RESULTS, Row, Settings, Timings, mebibytes, peak_nbytes, save, yes
+from benchmarks.common import (
+    RESULTS,
+    Row,
+    Settings,
+    Timings,
+    forget_resident_peak,
+    mebibytes,
+    peak_nbytes,
+    process_nbytes,
+    save,
+    yes,
+)
 from benchmarks.loop_peer import SLOTS, data, shifted
 from tapestream.costs import UniformStages
 
@@ -54,6 +65,8 @@ class Case:
         """For the table."""
         return f"tanh d={self.size}" if self.problem == "tanh" else f"wave {self.size}x{self.size}"
 
+
+_MEASURED = 10_000  # steps at most in which every allocation is noted; longer runs say how the process grew
 
 CASES = [
     Case("tanh", 8, 10_000, 1_000_000, 128, {"bare": None, "compiled": None}),
@@ -154,20 +167,25 @@ def beside_equinox(case: Case, steps: int, chosen: Settings, python: str) -> Ite
     few = 130
     theirs = peer.run(few, show=True)["gradients"]
     agree = {how: agrees(gradient(few), theirs) for how, (gradient, _) in sides.items()}
+    risen: dict[str, int] = {}
     timings = Timings({how: [] for how in (*sides, "equinox")}, {how: [] for how in (*sides, "equinox")})
     for number in range(-1, chosen.rounds):
+        now = min(steps, _MEASURED) if number < 0 else steps  # the first round warms
         for how, (gradient, _) in sides.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            gradient(steps)
+            forget_resident_peak()
+            before, wall, cpu = process_nbytes()["VmRSS"], time.perf_counter(), time.process_time()
+            gradient(now)
             note(timings, how, time.perf_counter() - wall, time.process_time() - cpu, number)
-        found = peer.run(steps)
+            risen[how] = process_nbytes()["VmHWM"] - before
+        found = peer.run(now)
         note(timings, "equinox", found["wall"], found["cpu"], number)
     peer.close()
     for how, (gradient, loop) in sides.items():
         ratio, claim = timings.ratio(how, "equinox"), case.claims[how]
         plan = loop.plan
         assert plan is not None
-        short, long = held_nbytes(gradient, max(2, steps // 4)), held_nbytes(gradient, steps)
+        measured = min(steps, _MEASURED)
+        short, long = held_nbytes(gradient, max(2, measured // 4)), held_nbytes(gradient, measured)
         yield {
             "problem": case.name, "step": how, "beside": f"equinox {peer.version}", "steps": steps,
             "steps recorded at once": -(-steps // len(plan.profile)),
@@ -176,7 +194,7 @@ def beside_equinox(case: Case, steps: int, chosen: Settings, python: str) -> Ite
             "its us a step": round(timings.seconds("equinox") / steps * 1e6, 2), **ratio,
             "claim": "none" if claim is None else f"at most {claim}",
             "met": "" if claim is None else yes(ratio["ratio"] <= claim), "MiB": mebibytes(long),
-            "MiB at a quarter": mebibytes(short),
+            "MiB at a quarter": mebibytes(short), "MiB resident, risen": mebibytes(risen[how]),
             "MiB of 40 states": mebibytes(SLOTS * data(case.problem, case.size)[0].nbytes),
             "gradients agree": yes(agree[how]),
         }  # fmt: skip

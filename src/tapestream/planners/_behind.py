@@ -12,7 +12,7 @@ from tapestream.ir import Action, Kind, Node, Schedule, Tier, iterate
 from tapestream.planners import rotor
 from tapestream.planners._ahead import ahead
 from tapestream.planners._coarse import Short, expanded
-from tapestream.planners._hide import ORDERS, Choice, Computation, Order, without_copies
+from tapestream.planners._hide import ORDERS, Choice, Computation, Gap, Order, without_copies
 from tapestream.planners._judged import is_within
 from tapestream.planners._patterns import SHORTEST, every_pattern, patterned
 from tapestream.planners._rotor_tables import Fastest, Leanest, Scale
@@ -126,7 +126,7 @@ class Hiding:
         while changed:
             changed = False
             for gap in range(len(way.computation.gaps)):
-                for choice in self.changes(way.choice, gap):
+                for choice in self.changes(way.choice, gap, way.computation.gaps[gap]):
                     if trials >= most or way.seconds <= bound * (1 + 1e-9):
                         return way, trials
                     trials += 1
@@ -135,12 +135,17 @@ class Hiding:
                             way, changed = other, True
         return way, trials
 
-    def changes(self, choice: Choice, gap: int) -> Iterator[Choice]:
-        """Other choices for one gap; on short chains with copies issued in the other order too."""
+    def changes(self, choice: Choice, gap: int, span: Gap) -> Iterator[Choice]:
+        """Other choices for one gap; on short chains with copies issued in the other order too, on the shortest with
+        its value away from any action on."""
         for changed in choice.changed(gap):
             yield changed
             if len(self.short.profile) <= _FEW:
                 yield changed._replace(as_needed=not changed.as_needed)
+        if len(self.short.profile) <= SHORTEST:
+            others = frozenset(pair for pair in choice.away if pair[0] != gap)
+            for position in range(span.start + 1, span.stop):
+                yield choice._replace(away=others | {(gap, position)})
 
 
 def _computations(profile: Profile, limit: int) -> Iterator[Node]:

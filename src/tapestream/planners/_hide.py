@@ -47,11 +47,13 @@ class Gap(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Gaps, by number, whose value stays on the device, and gaps that make room before any other; whether copies out
-    are issued in the order in which their room is needed, and not in that in which values are unused."""
+    """Gaps, by number, whose value stays on the device, and gaps that make room before any other; gaps whose value is
+    away from an action on, needed or not; whether copies out are issued in the order in which their room is needed, and
+    not in that in which values are unused."""
 
     stay: frozenset[int] = frozenset()
     go: frozenset[int] = frozenset()
+    away: frozenset[tuple[int, int]] = frozenset()
     as_needed: bool = False
 
     def changed(self, gap: int) -> "Iterator[Choice]":
@@ -143,8 +145,11 @@ class Computation:
     def _leaving(self, slack: Bytes, order: Order, choice: Choice) -> dict[int, int] | None:
         """The gaps to use, by number, and the action that first needs the room; ``slack`` gets what they give."""
         gaps = self.gaps
-        begin = sorted((n for n in range(len(gaps)) if n not in choice.stay), key=lambda n: -gaps[n].start)
-        leaves: dict[int, int] = {}
+        leaves = dict(choice.away)
+        for gone, position in choice.away:
+            slack[position : gaps[gone].stop] += gaps[gone].nbytes
+        settled = choice.stay | leaves.keys()
+        begin = sorted((n for n in range(len(gaps)) if n not in settled), key=lambda n: -gaps[n].start)
         opened: list[int] = []
         for position in np.flatnonzero(slack < 0).tolist():
             while begin and gaps[begin[-1]].start < position:
