@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Kind, Node, Schedule, Tier, iterate
 from tapestream.planners import rotor
-from tapestream.planners._ahead import ahead
+from tapestream.planners._again import otherwise
 from tapestream.planners._coarse import Short, expanded
 from tapestream.planners._hide import ORDERS, Choice, Computation, Gap, Order, without_copies
 from tapestream.planners._judged import is_within
@@ -30,7 +30,7 @@ _FACTORS = (0.5, 0.8, 1.0, 1.3)  # of the bytes that cross the link during the f
 _TRIALS = 30_000  # actions judged for that
 _STEPS = 400  # of memory, in the tables of these
 _FEW = 16  # stages; of shorter chains all computations of the table are tried
-_AHEAD = 100  # computations of the shortest chains that recompute ahead of backwards
+_OTHERWISE = 100  # computations of the shortest chains that recompute otherwise
 _PATTERNS = 400  # computations of the shortest chains that are tried besides
 _LEVELS = 12  # device budgets that computations are made for, from the given one to that of everything stored
 
@@ -66,7 +66,7 @@ class Hiding:
             ways += self.fastest_order(computation)
         if len(self.short.profile) <= SHORTEST:
             ways += self.patterns(min((way.seconds for way in ways), default=inf), seen)
-            ways += self.ahead(sorted(ways, key=lambda way: way.seconds)[:_IMPROVED])
+            ways += self.otherwise(sorted(ways, key=lambda way: way.seconds)[:_IMPROVED])
         ways.sort(key=lambda way: way.seconds)
         trials = _TRIALS // len(ways[0].actions) if ways else 0
         for number, way in enumerate(ways[:_IMPROVED]):
@@ -98,14 +98,14 @@ class Hiding:
                     seconds = min(seconds, way.seconds)
                     yield way
 
-    def ahead(self, ways: Sequence[_Way]) -> Iterator[_Way]:
-        """Ways that recompute ahead of backwards, by one stretch and then by others, at most `_AHEAD` tried."""
+    def otherwise(self, ways: Sequence[_Way]) -> Iterator[_Way]:
+        """Ways that recompute otherwise, in one stretch and then in others too, at most `_OTHERWISE` tried."""
         profile, moving = self.short.profile, self.short.moving
         queue = deque(way.computation.actions for way in ways)
         seen = {tuple(actions) for actions in queue}
         while queue:
-            for actions in ahead(queue.popleft()):
-                if tuple(actions) not in seen and len(seen) < _AHEAD:
+            for actions in otherwise(queue.popleft()):
+                if tuple(actions) not in seen and len(seen) < _OTHERWISE:
                     seen.add(tuple(actions))
                     for way in self.fastest_order(Computation.of(actions, profile, moving)):
                         queue.append(actions)

@@ -52,12 +52,12 @@ def plan(
     Computations are made by the recurrence of `rotor` for 13 device budgets (for few stages more) from the given one to
     that of everything stored, and what exceeds the given one is moved behind them, for four orders of who makes room
     (`_hide`); then choices of single values are changed as long as that helps, a bounded number of times. Up to 8
-    stages, computations said stage by stage (`_patterns`) are tried besides, 400 at most, and recomputing ahead of
-    backwards while copies come in (`_ahead`). All other planners that apply with this machine compete, so it is never
-    slower than any of them: their candidates are judged as long as their computation alone is faster than what was
-    found. ``moves`` "states" leaves saved tensors where they are, "none" recomputes only. With parameter blocks on a
-    machine with links nothing else is moved, a stage takes at least the seconds in which its parameters and gradients
-    cross the link, and `rotor` alone is asked.
+    stages, computations said stage by stage (`_patterns`) are tried besides, 400 at most, and other ways to recompute
+    (`_again`). All other planners that apply with this machine compete, so it is never slower than any of them: their
+    candidates are judged as long as their computation alone is faster than what was found. ``moves`` "states" leaves
+    saved tensors where they are, "none" recomputes only. With parameter blocks on a machine with links nothing else is
+    moved, a stage takes at least the seconds in which its parameters and gradients cross the link, and `rotor` alone is
+    asked.
 
     Ours; optimal only where `_bound.least_seconds` is reached. Chains beyond 64 stages get copies for 64 runs of
     stages, and `online` no longer competes; beyond 2,500 unequal ones only `rotor` and copies behind computation do.
