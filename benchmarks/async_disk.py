@@ -3,12 +3,14 @@
 A chain of n equal steps, differentiated with few states in RAM: `async_multistage` at the interval derived from the
 measured disk and step, at n and at 10 n, in turn with Revolve at the same number of states in RAM; with all states to
 disk and nothing run more than twice (`offload`); and at half that interval, where copies take longer than what they
-hide behind. These are run. Longer chains, of 10 n and 100 n such steps, are simulated with the seconds and links
-measured, and their rows say so. About five minutes on a quiet machine; ``--full``: dearer steps.
+hide behind; and a `tapestream.Loop` of n and 10 n such steps. These are run. Longer chains, of 10 n and 100 n such
+steps, are simulated with the seconds and links measured, and their rows say so. About five minutes on a quiet machine;
+``--full``: dearer steps.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +86,41 @@ def _rows(sizes: Sizes, chosen: Settings) -> list[Row]:
     for name, other in pairs:
         if name in rows:
             rows[name]["same bits as Revolve"] = yes(torch.equal(found[name], found[other]))
-    return [*rows.values(), *_simulated(sizes, _profile(sizes, x).stages[1], machine, interval)]
+    looped = _looped(sizes, x, chosen, machine, interval)
+    return [*rows.values(), *looped, *_simulated(sizes, _profile(sizes, x).stages[1], machine, interval)]
+
+
+def _looped(sizes: Sizes, x: Tensor, chosen: Settings, machine: Machine, interval: int) -> Iterator[Row]:
+    """Loops of n and 10 n steps, in turn."""
+    loops = {
+        steps: ts.Loop(
+            Step(sizes.repeats), folder=chosen.folder, machine=machine, planner="async_multistage", slots=_SLOTS,
+            interval=interval, chunk=1,
+        )
+        for steps in (sizes.steps, 10 * sizes.steps)
+    }  # fmt: skip
+    runs = {str(steps): partial(_gradient, partial(loop, steps=steps), x) for steps, loop in loops.items()}
+    runs[str(sizes.steps)]()  # makes what the others find made
+    timings = alternate(runs, chosen.rounds, "cpu", warm=0)
+    for steps, loop in loops.items():
+        assert loop.plan is not None
+        row: Row = {
+            "contender": f"Loop, async, {steps // sizes.steps} n", "how": "run", "steps": steps,
+            "us per step": round(timings.seconds(str(steps)) / steps * 1e6, 2),
+            "forwards per step": round(loop.plan.simulation.forwards / steps, 3),
+            "MiB to disk": mebibytes(loop.plan.simulation.bytes_moved.get((Tier.DEVICE, Tier.DISK), 0)),
+        }  # fmt: skip
+        if steps > sizes.steps:
+            growth = timings.ratio(str(steps), str(sizes.steps))["ratio"] / 10
+            row |= {"per step, over that at n": round(growth, 4), "claim": "per step at most 1.05"}
+            row["met"] = yes(growth <= 1.05)
+        yield row
+
+
+def _gradient(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of the sum, by the first state."""
+    (found,) = torch.autograd.grad(run(start := x.clone().requires_grad_()).sum(), start)
+    return found
 
 
 def _simulated(sizes: Sizes, step: StageCost, machine: Machine, interval: int) -> Iterator[Row]:
@@ -168,12 +204,7 @@ def _revolve(steps: int, sizes: Sizes) -> ts.Chain:
 
 def _step(chain: ts.Chain, x: Tensor) -> Callable[[], Tensor]:
     """Forward and backward as a function that returns the gradient of the first state."""
-
-    def step() -> Tensor:
-        (found,) = torch.autograd.grad(chain(start := x.clone().requires_grad_()).sum(), start)
-        return found
-
-    return step
+    return partial(_gradient, chain, x)
 
 
 def _noting(

@@ -77,7 +77,11 @@ def test_a_linear_recurrence_over_a_million_steps():
     linear(1_000_000, budget="1MiB")
 
 
-def test_taylor():
+LONG = pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])  # plain keeps gigabytes
+
+
+@pytest.mark.parametrize("steps", [3000, LONG])
+def test_taylor(steps):
     """The remainder of the first order falls with the square of the step."""
     seeded()
     weight = (0.4 * torch.randn(4, 4, dtype=torch.float64)).requires_grad_()
@@ -85,7 +89,7 @@ def test_taylor():
 
     def loss(w):
         run = ts.Loop(lambda h: torch.sin(h @ w) + 0.5 * h, planner="revolve", slots=6, chunk=3)
-        return (run(start, steps=3000) ** 2).sum()
+        return (run(start, steps=steps) ** 2).sum()
 
     value = loss(weight)
     value.backward()
@@ -95,7 +99,8 @@ def test_taylor():
     assert all(3.5 < rate < 4.5 for rate in rates), rests
 
 
-def test_finite_differences():
+@pytest.mark.parametrize("steps", [1000, LONG])
+def test_finite_differences(steps):
     """A forced pendulum with friction."""
     pull = torch.tensor([0.8, 0.3], dtype=torch.float64, requires_grad=True)
 
@@ -106,7 +111,7 @@ def test_finite_differences():
             return x + 0.01 * v, v
 
         start = torch.full((), 0.5, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        return ts.Loop(step, planner="revolve", slots=20, chunk=10)(start, inputs=range(1_000))[0]
+        return ts.Loop(step, planner="revolve", slots=20, chunk=10)(start, inputs=range(steps))[0]
 
     (found,) = torch.autograd.grad(loss(pull), pull)
     with torch.no_grad():
