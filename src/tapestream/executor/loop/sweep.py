@@ -80,13 +80,13 @@ class Sweeps:
         self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool]
     ) -> Any:
         """As `_run_bare`, with outputs to collect or a condition to ask."""
-        source, sink, matches = self.body.source, self.body.sink, self.form.matches
-        given = iter(()) if source is None else ((x,) for x in source.read(start, stop))
+        sink, matches, first_run = self.body.sink, self.form.matches, self.first_run
+        xs = None if self.body.source is None else iter(self.body.source.read(start, stop))
         for step in range(start, stop):
-            state = function(state, *next(given, ()))
+            state = function(state) if xs is None else function(state, next(xs))
             if sink is not None:
                 state, output = paired(state, step)
-                if self.first_run and sink.wants(step):
+                if first_run and sink.wants(step):
                     sink.add(step, output)
             if not matches(state):
                 raise self.form.changed(state, step)

@@ -25,6 +25,7 @@ class Collected:
         self.differentiable = how in ("stack", "sum")
         self.results: list[Any] = []
         self._rows: list[Any] = []
+        self._room = 0
         self._block: list[Sequence[torch.Tensor]] = []
         self._given: Sequence[torch.Tensor | None] = ()
 
@@ -42,7 +43,9 @@ class Collected:
                 f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
                 "shapes and dtypes from every step"
             )
-        leaves = [_detached(leaf) for leaf in form.leaves(output)]
+        leaves = form.leaves(output)
+        if torch.is_grad_enabled():
+            leaves = [_detached(leaf) for leaf in leaves]
         if self.how == "sum":
             self._sum(leaves)
         elif self.how == "stack":
@@ -61,17 +64,22 @@ class Collected:
                 total.add_(leaf)
 
     def _stack(self, row: int, leaves: Sequence[Any]) -> None:
-        if not self._rows:
-            rooms = 1 if self.steps is None else self.steps // self.every
-            self._rows = [leaf.new_empty((rooms, *leaf.shape)) for leaf in leaves]
-        if row == len(self._rows[0]):  # a run of unknown length
-            self._rows = [torch.cat((rows, torch.empty_like(rows))) for rows in self._rows]
-            self._block = []
         place = row % _BLOCK
-        if not place or not self._block:  # to take a row by its number takes as long as to copy a small one
+        if not place or not self._block or row >= self._room:
+            self._make_room(row, leaves)
+            # To take a row by its number takes as long as to copy a small one.
             self._block = [rows[row - place : row - place + _BLOCK].unbind(0) for rows in self._rows]
         for places, leaf in zip(self._block, leaves, strict=True):
             places[place].copy_(leaf)
+
+    def _make_room(self, row: int, leaves: Sequence[Any]) -> None:
+        """Rows up to ``row`` at least; twice as many as so far where the length of the run is not known."""
+        if not self._rows:
+            self._room = 1 if self.steps is None else self.steps // self.every
+            self._rows = [leaf.new_empty((self._room, *leaf.shape)) for leaf in leaves]
+        elif row >= self._room:
+            self._room *= 2
+            self._rows = [torch.cat((rows, torch.empty_like(rows))) for rows in self._rows]
 
     def take(self, steps: int) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
         """The result's tensors after ``steps`` steps, and what makes the result of them."""
