@@ -1,8 +1,9 @@
 """What `Loop` adds to a step: a forward sweep beside a bare loop, and a gradient beside torch.utils.checkpoint.
 
 A tanh recurrence (batch 64) with one weight. "forward": the loop's first sweep against the same step in a Python loop
-under ``no_grad``, alone, with a row of the state as output, and until a condition holds. "gradient": forward and backward of 10,000 steps against ``torch.utils.checkpoint`` in sqrt(n)
-segments, the loop being given the bytes that checkpoint takes, and a tenth of them.
+under ``no_grad``, alone, with a row of the state as output, and until a condition holds. "gradient": forward and
+backward of 10,000 steps against ``torch.utils.checkpoint`` in sqrt(n) segments, the loop being given the bytes that
+checkpoint takes, and a tenth of them.
 """
 
 import math
