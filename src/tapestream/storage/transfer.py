@@ -3,7 +3,9 @@
 import ctypes
 import mmap
 import os
+import threading
 
+import numpy as np
 import torch
 
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
@@ -11,6 +13,7 @@ _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short 
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
 _LARGE = 2**20  # bytes; what is smaller goes through a buffer, so that no page of it is left unused
 _LARGE_PAGE = 2 * 2**20  # bytes
+_own = threading.local()
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
 
@@ -36,6 +39,12 @@ def lean_nbytes(nbytes: int) -> int:
     return nbytes + ALIGNMENT if nbytes >= _LARGE else nbytes
 
 
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between uint8 CPU tensors of one size, without the GIL, on this thread alone: torch's own copy calls for a
+    team of threads, which a thread beside compute waits for."""
+    np.copyto(target.numpy(), source.numpy())
+
+
 def move_bytes(file: int, memory: torch.Tensor, offset: int, *, write: bool, direct: bool) -> int:
     """Fill a uint8 CPU tensor from byte ``offset`` of ``file`` or write it there; returns the bytes moved.
 
@@ -51,10 +60,10 @@ def move_bytes(file: int, memory: torch.Tensor, offset: int, *, write: bool, dir
         piece = memory[done : done + chunk]
         page = piece if stage is None else stage[: round_up(piece.nbytes)]
         if stage is not None and write:
-            page[: piece.nbytes].copy_(piece)
+            copy_bytes(page[: piece.nbytes], piece)
         moved = call(file, [page.numpy().data], offset + done)
         if stage is not None and not write:
-            piece.copy_(page[: piece.nbytes])
+            copy_bytes(piece, page[: piece.nbytes])
         done += min(moved, piece.nbytes)
         if moved == 0 or (direct and moved % ALIGNMENT):  # only the end of the file cuts a direct transfer so
             break
@@ -62,10 +71,13 @@ def move_bytes(file: int, memory: torch.Tensor, offset: int, *, write: bool, dir
 
 
 def _staging(memory: torch.Tensor) -> torch.Tensor | None:
-    """A buffer for memory that direct I/O does not accept, None for memory that it does."""
+    """This thread's buffer for memory that direct I/O does not accept, None for memory that it does."""
     if memory.data_ptr() % ALIGNMENT == 0 and memory.nbytes % ALIGNMENT == 0:
         return None
-    return torch.frombuffer(mmap.mmap(-1, min(_STAGE, round_up(memory.nbytes))), dtype=torch.uint8)
+    if not hasattr(_own, "stage"):  # new pages would be zeroed for every transfer
+        _own.stage = torch.frombuffer(mmap.mmap(-1, _STAGE), dtype=torch.uint8)
+    stage: torch.Tensor = _own.stage
+    return stage
 
 
 def write_back(file: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from tapestream.executor.engines.flight import Flight
 from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
 from tapestream.storage import Region
+from tapestream.storage.transfer import copy_bytes
 
 _Job: TypeAlias = tuple[Future[None], Callable[[], None]]
 
@@ -140,6 +141,8 @@ def transfer(source: Region, target: Region, nbytes: int) -> None:
             into.copy_(landing)
     elif target.extent is not None:
         target.extent.write_from(source.memory[:nbytes].cpu())
+    elif source.memory.is_cpu and target.memory.is_cpu:
+        copy_bytes(target.memory[:nbytes], source.memory[:nbytes])
     else:
         target.memory[:nbytes].copy_(source.memory[:nbytes])
 
