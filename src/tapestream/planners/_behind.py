@@ -66,16 +66,21 @@ class Hiding:
             ways += self.fastest_order(computation)
         if len(self.short.profile) <= SHORTEST:
             ways += self.patterns(min((way.seconds for way in ways), default=inf), seen)
-            ways += self.otherwise(sorted(ways, key=lambda way: way.seconds)[:_IMPROVED])
-        ways.sort(key=lambda way: way.seconds)
-        trials = _TRIALS // len(ways[0].actions) if ways else 0
-        for number, way in enumerate(ways[:_IMPROVED]):
-            ways[number], used = self.improved(way, bound, trials // 2)
-            trials -= used
-            if ways[number].seconds <= bound * (1 + 1e-9):
-                break
+            ways += self.otherwise(_promising(ways))
+        ways += self.all_improved(_promising(ways), bound)
         for way in sorted(ways, key=lambda way: way.seconds)[: _EXPANDED if self.short.points[-1] <= _MANY else 1]:
             yield expanded(way.actions, self.short.points)
+
+    def all_improved(self, ways: Sequence[_Way], bound: float) -> Iterator[_Way]:
+        """Each that may get faster than all of them, improved; `_TRIALS` actions judged for all together."""
+        best = min((way.seconds for way in ways), default=inf)
+        trials = _TRIALS // len(ways[0].actions) if ways else 0
+        for way in ways:
+            if best > bound * (1 + 1e-9) and way.computation.seconds < best:
+                better, used = self.improved(way, bound, trials // 2)
+                trials -= used
+                best = min(best, better.seconds)
+                yield better
 
     def fastest_order(self, computation: Computation) -> list[_Way]:
         """The fastest way to make it fit, without exceptions to an order; empty where none does."""
@@ -146,6 +151,14 @@ class Hiding:
             others = frozenset(pair for pair in choice.away if pair[0] != gap)
             for position in range(span.start + 1, span.stop):
                 yield choice._replace(away=others | {(gap, position)})
+
+
+def _promising(ways: list[_Way]) -> list[_Way]:
+    """The fastest few, and those of the least computation: copies may be what holds these up."""
+    fastest = sorted(ways, key=lambda way: way.seconds)[:_IMPROVED]
+    least = sorted(ways, key=lambda way: way.computation.seconds)[:_IMPROVED]
+    found = {id(way): way for pair in zip(fastest, least, strict=True) for way in pair}
+    return list(found.values())
 
 
 def _computations(profile: Profile, limit: int) -> Iterator[Node]:

@@ -85,11 +85,13 @@ def without_copies(actions: Iterable[Action]) -> list[Action]:
 
 @dataclass(slots=True)
 class Computation:
-    """A schedule's actions with nothing moved, the device bytes at the peak of each, and when values are unused."""
+    """A schedule's actions with nothing moved, the device bytes at the peak of each, when values are unused, and the
+    seconds of all."""
 
     actions: list[Action]
     nbytes: list[int] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, actions: Sequence[Action], profile: Profile, moving: Profile) -> "Computation":
@@ -120,6 +122,7 @@ class Computation:
             for value in [v for v, at in since.items() if at == position and v.kind is Kind.STATE]:
                 if holds.get(value.index, 0) > 1:  # the tape holds it too, so its bytes would not go
                     since[value] = len(found.actions)
+        found.seconds = judge.clock.now
         return found
 
     def _close(self, value: Value, nbytes: int, start: int, stop: int) -> None:
