@@ -8,6 +8,7 @@ checkpoint takes, and a tenth of them.
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ def main() -> None:
     given = settings(rounds=5)
     torch.set_flush_denormal(True)  # gradients that vanish would make arithmetic tens of times slower than it is
     steps = 400 if given.quick else 10_000
-    rows = (
-        row for width in (_SHORT, 64, 256) for row in (*forward(width, steps, given), *gradients(width, steps, given))
-    )
+    tables = (table(width, steps, given) for width in (_SHORT, 64, 256) for table in (forward, gradients))
+    rows = chain.from_iterable(tables)
     save("loop_overhead", "Loop beside a bare loop and torch.utils.checkpoint", given, rows, steps=steps)
 
 
@@ -72,7 +72,7 @@ def bare(what: str, step: Step, shown: Callable[[Tensor], tuple[Tensor, Tensor]]
     """What one writes without a Loop."""
 
     def run() -> None:
-        h, rows, total, over = start, [], 0, after(steps)
+        h, rows, total, over = start, list[Tensor](), torch.zeros(()), after(steps)
         for _ in range(steps):
             if what.endswith("ed"):
                 h, row = shown(h)
