@@ -86,8 +86,10 @@ class Hiding:
         """The fastest way to make it fit, without exceptions to an order; empty where none does."""
         if self.moves == "states":
             computation.gaps = [gap for gap in computation.gaps if gap.value.kind is Kind.STATE]
-        choices = (Choice(), Choice(as_needed=True)) if len(self.short.profile) <= _FEW else (Choice(),)
-        found = [way for order, choice in product(ORDERS, choices) for way in self.tried(computation, order, choice)]
+        few = len(self.short.profile) <= _FEW
+        choices = (Choice(), Choice(as_needed=True)) if few else (Choice(),)
+        orders = ORDERS if few else ORDERS[:-1]
+        found = [way for order, choice in product(orders, choices) for way in self.tried(computation, order, choice)]
         return sorted(found, key=lambda way: way.seconds)[:1]
 
     def patterns(self, seconds: float, seen: set[tuple[int, ...]]) -> Iterator[_Way]:
