@@ -50,9 +50,9 @@ def plan(
     """The fastest schedule found that recomputes, or moves states and saved tensors to ``tier``, or both, overlapped.
 
     Computations are made by the recurrence of `rotor` for 13 device budgets (for few stages more) from the given one to
-    that of everything stored, and what exceeds the given one is moved behind them, for a few orders of who makes room (`_hide`);
-    then choices of single values are changed as long as that helps, a bounded number of times. Up to 8 stages,
-    computations said stage by stage (`_patterns`) are tried besides, 400 at most, and other ways to recompute
+    that of everything stored, and what exceeds the given one is moved behind them, for a few orders of who makes room
+    (`_hide`); then choices of single values are changed as long as that helps, a bounded number of times. Up to 8
+    stages, computations said stage by stage (`_patterns`) are tried besides, 400 at most, and other ways to recompute
     (`_again`). All other planners that apply with this machine compete, so it is never slower than any of them: their
     candidates are judged as long as their computation alone is faster than what was found. ``moves`` "states" leaves
     saved tensors where they are, "none" recomputes only. With parameter blocks on a machine with links nothing else is
