@@ -5,8 +5,8 @@ measured disk and step, at n and at 10 n, in turn with Revolve at the same numbe
 disk and nothing run more than twice (`offload`); and at half that interval, where copies take longer than what they
 hide behind; and a `tapestream.Loop` of n and 10 n such steps. These are run. Longer chains, of 10 n and 100 n such
 steps, are simulated with the seconds and links measured, and their rows say so. What has n steps is run ten times in a
-row, since a machine that is busy for long may slow down. About ten minutes on a quiet machine; ``--full``: dearer
-steps.
+row, since a machine that is busy for long may slow down. About ten minutes on a quiet machine; ``--full``: larger
+states.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +57,8 @@ class Step(nn.Module):
 
 def main() -> None:
     """Measure the disk below ``--folder``, then every contender in turn."""
-    chosen = settings("cpu", rounds=3, full="states of 256 KiB and dearer steps, which takes an hour")
-    sizes = Sizes(60, 16, 1) if chosen.quick else Sizes(1000, 256, 3) if chosen.full else Sizes(1000, 64, 1)
+    chosen = settings("cpu", rounds=3, full="states of 1 MiB, 10 GB on the disk, half an hour")
+    sizes = Sizes(60, 16, 1) if chosen.quick else Sizes(1000, 1024, 1) if chosen.full else Sizes(1000, 64, 1)
     save("async_disk", TITLE, chosen, _rows(sizes, chosen), states_in_ram=_SLOTS + 1, state_MiB=sizes.rows / 1024)
 
 
