@@ -13,7 +13,6 @@ from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.ir import Tier
 from tapestream.storage import DiskFolder, Pool
 from tapestream.storage.meter import track_memory
-from tapestream.storage.transfer import lean_nbytes
 
 CPU = torch.device("cpu")
 
@@ -30,15 +29,15 @@ def make(folder=None, **limits):
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001, 2**20, 2**20 + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001, 2**22, 2**22 + 1])
 def test_memory_is_exact_and_aligned_and_takes_what_is_said(tier, nbytes):
     pool = make()
     with track_memory() as meter:
         region = pool.allocate(tier, nbytes)
-    assert meter.end_nbytes == lean_nbytes(nbytes)
+    assert meter.end_nbytes == nbytes + 4096 * (nbytes > 2**22)
     assert region.memory.dtype == torch.uint8
     assert region.memory.shape == (nbytes,)
-    assert region.memory.data_ptr() % (4096 if nbytes >= 2**20 else 64) == 0
+    assert region.memory.data_ptr() % (4096 if nbytes > 2**22 else 64) == 0
     assert (region.tier, region.nbytes, region.extent) == (tier, nbytes, None)
     with pytest.raises(TypeError):
         _ = region.file

@@ -11,7 +11,6 @@ import torch
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
 _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
-_LARGE = 2**20  # bytes; what is smaller goes through a buffer, so that no page of it is left unused
 _LARGE_PAGE = 2 * 2**20  # bytes
 _own = threading.local()
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
@@ -30,13 +29,9 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 
 def lean_empty(nbytes: int) -> torch.Tensor:
-    """``nbytes`` uint8 in RAM, aligned for direct transfers where it is large; `lean_nbytes` says what it takes."""
-    return aligned_empty(nbytes) if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def lean_nbytes(nbytes: int) -> int:
-    """Bytes of RAM behind ``nbytes`` of `lean_empty`."""
-    return nbytes + ALIGNMENT if nbytes >= _LARGE else nbytes
+    """``nbytes`` uint8 in RAM, aligned for direct transfers unless they go through the buffer in one piece: the page
+    that it takes to align them is in no plan, and would count beside so little."""
+    return aligned_empty(nbytes) if nbytes > _STAGE else torch.empty(nbytes, dtype=torch.uint8)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

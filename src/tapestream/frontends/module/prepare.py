@@ -19,7 +19,6 @@ from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.planning.plan import Plan
 from tapestream.storage.blocks import ParameterBlock
-from tapestream.storage.transfer import lean_nbytes
 from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -186,16 +185,15 @@ def outside_nbytes(handle: "Streamed") -> int:
 
 
 def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
-    """Bytes, those of the memory that holds them, and seconds of one parameter block under the handle's optimizer."""
-    held = lean_nbytes if handle.device.type == "cpu" else int
-    parameters = held(block.layout.nbytes)
-    parts = tuple(held(part.nbytes) for part in block.state_parts) if handle.update else ()
+    """Bytes and seconds of one parameter block under the handle's optimizer."""
+    parameters = block.layout.nbytes
+    parts = tuple(part.nbytes for part in block.state_parts) if handle.update else ()
     gradient, state = parameters if block.trainable else 0, sum(parts)
     return BlockCost(
         parameters,
         gradient_nbytes=gradient,
         optimizer_state_nbytes=state,
-        buffers_nbytes=held(block.frozen_layout.nbytes),
+        buffers_nbytes=block.frozen_layout.nbytes,
         update_seconds=(2 * parameters + gradient + 2 * state) / _UPDATE_BYTES_PER_SECOND,
         update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
         state_parts=parts,
