@@ -148,6 +148,7 @@ class Computation:
     def _leaving(self, slack: Bytes, order: Order, choice: Choice) -> dict[int, int] | None:
         """The gaps to use, by number, and the action that first needs the room; ``slack`` gets what they give."""
         gaps = self.gaps
+        ranks = [(n in choice.go, True, _rank(gap, order)) for n, gap in enumerate(gaps)]
         leaves = dict(choice.away)
         for gone, position in choice.away:
             slack[position : gaps[gone].stop] += gaps[gone].nbytes
@@ -161,8 +162,10 @@ class Computation:
             while slack[position] < 0:
                 if not opened:
                     return None
-                lack = -int(slack[position])
-                gone = max(opened, key=lambda n: (n in choice.go, *_rank(gaps[n], order, lack)))
+                if order == "closest":
+                    lack = -int(slack[position])
+                    ranks = [(n in choice.go, *_closeness(gap.nbytes, lack)) for n, gap in enumerate(gaps)]
+                gone = max(opened, key=ranks.__getitem__)
                 opened.remove(gone)
                 leaves[gone] = position
                 slack[position : gaps[gone].stop] += gaps[gone].nbytes
@@ -199,9 +202,11 @@ class Computation:
             yield from after.get(position, ())
 
 
-def _rank(gap: Gap, order: Order, lack: int) -> tuple[bool, int]:
-    """Who makes room where so many bytes lack: the highest."""
-    if order == "closest":
-        suffices = gap.nbytes >= lack
-        return suffices, -gap.nbytes if suffices else gap.nbytes
-    return True, {"furthest": gap.stop, "earliest": -gap.start, "largest": gap.nbytes}[order]
+def _rank(gap: Gap, order: Order) -> int:
+    """Who makes room: the highest."""
+    return {"furthest": gap.stop, "earliest": -gap.start}.get(order, gap.nbytes)
+
+
+def _closeness(nbytes: int, lack: int) -> tuple[bool, int]:
+    """Who makes room where so many bytes lack, by "closest": the highest."""
+    return (True, -nbytes) if nbytes >= lack else (False, nbytes)
