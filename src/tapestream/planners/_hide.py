@@ -148,7 +148,7 @@ class Computation:
     def _leaving(self, slack: Bytes, order: Order, choice: Choice) -> dict[int, int] | None:
         """The gaps to use, by number, and the action that first needs the room; ``slack`` gets what they give."""
         gaps = self.gaps
-        ranks = [(n in choice.go, True, _rank(gap, order)) for n, gap in enumerate(gaps)]
+        ranks: list[tuple[bool, bool, int]] = []
         leaves = dict(choice.away)
         for gone, position in choice.away:
             slack[position : gaps[gone].stop] += gaps[gone].nbytes
@@ -162,9 +162,9 @@ class Computation:
             while slack[position] < 0:
                 if not opened:
                     return None
-                if order == "closest":
+                if not ranks or order == "closest":
                     lack = -int(slack[position])
-                    ranks = [(n in choice.go, *_closeness(gap.nbytes, lack)) for n, gap in enumerate(gaps)]
+                    ranks = [(n in choice.go, *_rank(gap, order, lack)) for n, gap in enumerate(gaps)]
                 gone = max(opened, key=ranks.__getitem__)
                 opened.remove(gone)
                 leaves[gone] = position
@@ -202,11 +202,14 @@ class Computation:
             yield from after.get(position, ())
 
 
-def _rank(gap: Gap, order: Order) -> int:
-    """Who makes room: the highest."""
-    return {"furthest": gap.stop, "earliest": -gap.start}.get(order, gap.nbytes)
-
-
-def _closeness(nbytes: int, lack: int) -> tuple[bool, int]:
-    """Who makes room where so many bytes lack, by "closest": the highest."""
-    return (True, -nbytes) if nbytes >= lack else (False, nbytes)
+def _rank(gap: Gap, order: Order, lack: int) -> tuple[bool, int]:
+    """Who makes room where so many bytes lack: the highest."""
+    match order:
+        case "furthest":
+            return True, gap.stop
+        case "earliest":
+            return True, -gap.start
+        case "largest":
+            return True, gap.nbytes
+        case "closest":
+            return (True, -gap.nbytes) if gap.nbytes >= lack else (False, gap.nbytes)

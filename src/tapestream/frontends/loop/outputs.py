@@ -44,7 +44,7 @@ class Collected:
                 "shapes and dtypes from every step"
             )
         leaves = form.leaves(output)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or callable(self.how):  # sums and stacks take no graph where none is recorded
             leaves = [_detached(leaf) for leaf in leaves]
         if self.how == "sum":
             self._sum(leaves)
