@@ -192,6 +192,7 @@ def test_auto_says_what_it_took_and_what_the_next_best_stages_would_cost() -> No
 def test_a_function_gets_outputs_without_a_graph():
     """Also one that is a parameter, which asks for a gradient where none is recorded."""
     weight, seen = torch.ones(3, requires_grad=True), []
-    ts.Loop(lambda h: (torch.tanh(h * weight), weight))(torch.ones(3), steps=3, outputs=seen.append)
+    with torch.no_grad():
+        ts.Loop(lambda h: (torch.tanh(h * weight), weight))(torch.ones(3), steps=3, outputs=seen.append)
     assert len(seen) == 3
     assert not any(output.requires_grad for output in seen)
