@@ -1,10 +1,13 @@
 """``tapestream clean`` removes what killed runs have left, and nothing else."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,6 +35,10 @@ def left(tmp_path: Path) -> Path:
     assert killed.returncode == -signal.SIGKILL
     (tmp_path / "tapestream-notes").mkdir()
     (tmp_path / "tapestream-notes" / "mine").write_text("mine")
+    (tmp_path / "tapestream-notes" / "lock").write_text("{}")  # others have files of that name
+    (tmp_path / "tapestream-new").mkdir()  # killed before it had a lock
+    (tmp_path / ".saving-new").mkdir()
+    (tmp_path / ".saving-new" / "lock").write_text("")  # before it said whose
     return tmp_path
 
 
@@ -44,7 +51,7 @@ def test_what_killed_runs_have_left_is_listed_then_removed(left: Path) -> None:
     code, text = run(str(left), "--json")
     found = json.loads(text)["found"]
     assert code == 0
-    assert len(found) == 2
+    assert len(found) == 4
     assert sum(found.values()) >= (1 << 20) + 10_000
     assert all(Path(path).exists() for path in found)
     code, text = run(str(left), "--remove")
@@ -52,12 +59,37 @@ def test_what_killed_runs_have_left_is_listed_then_removed(left: Path) -> None:
     assert "Removed: 1.0" in text
     assert sorted(p.name for p in left.iterdir()) == ["tapestream-notes"]
     live = DiskFolder(left)
+    (left / "tapestream-link").symlink_to(live.path)
     code, text = run(str(left), "--remove")
     assert code == 0
     assert "Nothing in" in text
     assert live.path.exists()
     live.close()
+    (left / "tapestream-link").unlink()
     assert (left / "tapestream-notes" / "mine").read_text() == "mine"
+
+
+def test_a_link_to_what_is_left_is_no_folder_of_ours(left: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (target,) = left.glob("tapestream-[0-9]*")
+    (other / "tapestream-link").symlink_to(target)
+    (other / ".saving-link").symlink_to(target)
+    code, text = run(str(other), "--remove")
+    assert code == 0
+    assert "Nothing in" in text
+    assert target.exists()
+
+
+def test_what_may_not_be_removed_is_named(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    code, text = run(str(left), "--remove")
+    assert code == 2
+    assert "could not remove" in text
+    assert "Permission denied; remove it as the user whose run it was" in text
+    assert len(list(left.glob("tapestream-[0-9]*/lock"))) == 1
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

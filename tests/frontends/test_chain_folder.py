@@ -19,6 +19,7 @@ import tapestream.storage.disk as disk
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.frontends.chain import Chain
+from tapestream.storage.kernel_queue import KernelQueue
 from tapestream.storage.meter import track_memory
 
 KNOBS: dict[str, Any] = {"planner": "offload", "tail": 2, "ahead": 1, "machine": DISKS}
@@ -90,21 +91,25 @@ def test_a_full_disk_raises_and_the_chain_goes_on_when_there_is_room(
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 5])
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "thread"])
 def test_a_copy_that_fails_raises_and_nothing_is_lost(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not kernel:
+        monkeypatch.setattr(threads, "open_queue", lambda: None)
     net = Chain(stages := stages_of(), folder=tmp_path, **KNOBS)
     net(rows()).sum().backward()
     before = [(p, p.detach().clone(), p.grad) for p in net.parameters()]
-    transfer, count = threads.transfer, iter(range(1000))
+    finish, transfer, count = KernelQueue.finish, threads.transfer, iter(range(1000))
 
     def failing(*arguments: Any) -> None:
-        if next(count) == number:
+        if kernel or next(count) == number:
             raise StorageError("the disk broke")
         transfer(*arguments)
 
     with monkeypatch.context() as broken:
         broken.setattr(threads, "transfer", failing)
+        broken.setattr(KernelQueue, "finish", lambda *these: -5 if next(count) == number else finish(*these))
         with pytest.raises(StorageError, match="the disk broke"):
             net(rows()).sum().backward()
     assert all(torch.equal(p, data) and p.grad is grad for p, data, grad in before)
@@ -129,6 +134,7 @@ def test_writes_slower_than_many_steps_end_well(planner: str, tmp_path: Path, mo
             return torch.sin(x)
 
     monkeypatch.setattr(threads, "transfer", slow)
+    monkeypatch.setattr(threads, "open_queue", lambda: None)
     knobs = {"offload": KNOBS, "async_multistage": {"slots": 1, "interval": 2}, "double": {"interval": 2, "segment": 1}}
     stages = [Pausing() for _ in range(10)]
     net = Chain(stages, folder=tmp_path, **{"planner": planner, "machine": DISKS, **knobs[planner]})

@@ -55,7 +55,8 @@ def machines(draw: st.DrawFn) -> tuple[Machine, Tier]:
     def pair(near: Tier, far: Tier) -> dict[tuple[Tier, Tier], Link]:
         mixed = draw(st.sampled_from((None, 0.3)))
         return {
-            lane: Link(draw(rates), draw(st.sampled_from((0.0, 0.1))), mixed) for lane in ((near, far), (far, near))
+            lane: Link(draw(rates), draw(st.sampled_from((0.0, 0.1))), mixed, draw(st.sampled_from((0.0, 0.2))))
+            for lane in ((near, far), (far, near))
         }
 
     near = pair(DEVICE, HOST)

@@ -1,14 +1,14 @@
 """Copies behind computation: forwards, stalls, seconds per step at every length."""
 
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil
 from tracemalloc import get_traced_memory, start, stop
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import PUBLISHED, machine
+from tiers import PUBLISHED, busy, machine
 
 from tapestream.costs import Budget, Link, Machine, Profile, StageCost, UniformStages
 from tapestream.errors import BudgetError, InputError
@@ -59,15 +59,15 @@ def test_no_stalls_with_the_interval_derived_and_some_with_half_of_it(write, rea
 @pytest.mark.parametrize(("write", "read"), [(0.25, 0.25), (1, 1), (3, 3), (7.5, 7.5), (30, 30), (20, 2), (2, 20)])
 def test_hardly_slower_than_revolve_of_as_many_slots_or_offload_alone_in_as_many_bytes(n, write, read):
     links, profile = machine((write,), (read,)), Profile.uniform(n, backward_seconds=2.0, saved_nbytes=4)
-    for slots in (1, 3, 10):
-        judged = simulate(plan(profile, None, links, slots=slots), profile, links)
+    for slots, those in product((1, 3, 10), (links, busy(links))):
+        judged = simulate(plan(profile, None, those, slots=slots), profile, those)
         revolve = simulate(planners["revolve"](profile, slots=slots), profile)
         assert judged.makespan_seconds <= 1.05 * revolve.makespan_seconds
         try:
-            offload = planners["offload"](profile, judged.peak_nbytes[Tier.DEVICE], links)
+            offload = planners["offload"](profile, judged.peak_nbytes[Tier.DEVICE], those)
         except BudgetError:
             continue
-        assert judged.makespan_seconds <= 1.05 * simulate(offload, profile, links).makespan_seconds
+        assert judged.makespan_seconds <= 1.05 * simulate(offload, profile, those).makespan_seconds
 
 
 def test_copies_start_early_and_are_waited_for_late():

@@ -29,7 +29,7 @@ def test_seconds_and_speeds(bad):
         refuses(lambda **more: StageCost(**{**STAGE, **more}), name, bad)
     refuses(lambda **more: Profile((StageCost(**STAGE),), 1, **more), "turn_seconds", bad)
     refuses(lambda **more: BlockCost(1, **more), "update_seconds", bad)
-    for name in ("bytes_per_second", "latency_seconds", "mixed_bytes_per_second"):
+    for name in ("bytes_per_second", "latency_seconds", "busy_seconds", "mixed_bytes_per_second"):
         refuses(lambda **more: Link(**{"bytes_per_second": 1.0, **more}), name, bad)
     refuses(Machine, "flops_per_second", bad)
 

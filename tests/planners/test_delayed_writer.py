@@ -35,6 +35,7 @@ def test_a_step_and_a_writer_of_the_same_seconds_do_not_block_each_other(seconds
         at_once(source, target, nbytes)
 
     monkeypatch.setattr(threads, "transfer", late)
+    monkeypatch.setattr(threads, "open_queue", lambda: None)
     steps = [Slow(seconds)] * 9
     chain = ts.Chain(steps, folder=tmp_path, machine=LINKS, planner="async_multistage", slots=2, interval=2)
     start = torch.linspace(0.1, 1.0, 1024).requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slots_search import least_seconds
-from tiers import PUBLISHED, chain, machine
+from tiers import PUBLISHED, busy, chain, machine
 
 from tapestream.costs import Budget, Link, Machine, Profile, StageCost
 from tapestream.errors import BudgetError, InputError
@@ -26,8 +26,10 @@ def seconds(profile, links, **knobs):
 def test_published_makespans(key):
     n, c, w, r, uf, ub = re.fullmatch(r"n=(\d+);c=\((.*)\);w=\((.*)\);r=\((.*)\);uf=(\d+);ub=(\d+)", key).groups()
     counts, write, read = (tuple(map(int, text.split(","))) for text in (c, w, r))
-    found = seconds(chain(int(n), float(uf), float(ub)), machine(write[1:], read[1:]), slots=counts)
-    assert found == pytest.approx(PUBLISHED["hrevolve"][key], abs=1e-9)
+    links = machine(write[1:], read[1:])
+    for those in (links, busy(links)):
+        found = seconds(chain(int(n), float(uf), float(ub)), those, slots=counts)
+        assert found == pytest.approx(PUBLISHED["hrevolve"][key], abs=1e-9)
 
 
 def test_published_row_of_slow_forwards():

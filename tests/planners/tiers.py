@@ -18,6 +18,14 @@ def machine(write, read, tiers=(Tier.HOST, Tier.DISK)):
     return Machine(links)
 
 
+def busy(machine):
+    """The same seconds for each copy that is waited for, half of them on the computing thread."""
+    half = {
+        lane: Link(2 * link.bytes_per_second, busy_seconds=link.seconds(1) / 2) for lane, link in machine.links.items()
+    }
+    return Machine(half)
+
+
 def chain(n, forward=1.0, each=1.0, **more):
     """Stages whose record and backward together take ``each`` seconds, states and records of one byte."""
     cost = StageCost(forward, each, 1, 1, record_seconds=0.0, **more)

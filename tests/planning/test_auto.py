@@ -14,7 +14,7 @@ from tapestream.planning.auto import CANDIDATES, candidates, make_plan
 from tapestream.simulate import simulate
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
-NEAR = {(HOST, DEVICE): Link(20.0, 0.01), (DEVICE, HOST): Link(15.0, 0.01)}
+NEAR = {(HOST, DEVICE): Link(20.0, 0.01, busy_seconds=0.3), (DEVICE, HOST): Link(15.0, 0.01)}
 FAR = {(DISK, HOST): Link(6.0, 0.1, 2.0), (HOST, DISK): Link(4.0, 0.1, 2.0)}
 MACHINES = (
     Machine(NEAR),

@@ -148,6 +148,15 @@ def test_copies_hide_behind_compute(rate: float, latency: float, stall: float) -
     assert found.peak_nbytes[DEVICE] == 350
 
 
+def test_compute_stands_still_while_a_copy_is_started() -> None:
+    link = Link(100, 0.5, busy_seconds=0.25)  # from then on 1.5 s behind 2 s
+    found = simulate(Schedule.of(OVERLAP, 3), CHAIN, Machine({(DEVICE, HOST): link, (HOST, DEVICE): link}))
+    assert found.stall_seconds == 0
+    assert found.makespan_seconds == found.compute_seconds == 6 + 2 * 0.25
+    assert [s.name for s in found.timeline.spans if s.duration_seconds == 0.25] == ["start SAVED 0"] * 2
+    assert link.seconds(100) == 0.25 + 0.5 + 1
+
+
 def test_copies_take_no_time_without_a_machine() -> None:
     assert simulate(Schedule.of(OVERLAP, 3), CHAIN).makespan_seconds == 6
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage import DiskFolder
+from tapestream.storage import DiskFolder, Extent
+from tapestream.storage.slabs import SMALL_NBYTES
 from tapestream.storage.transfer import aligned_empty
 
 
@@ -205,7 +207,7 @@ except StorageError as error:
 extent = folder.allocate(2**20)
 extent.write_from(torch.full((2**20,), 5, dtype=torch.uint8))
 print(extent.map().sum().item())
-print(sorted(path.name for path in folder.path.iterdir()))
+print([path.stat().st_size for path in folder.path.iterdir() if path.name != "lock"])
 """
 
 
@@ -216,7 +218,7 @@ def test_a_refused_reservation_leaves_no_file(tmp_path):
     assert "File too large" in message
     assert "bytes are free" in message
     assert total == str(5 * 2**20)
-    assert files == "['extent-1', 'lock']"
+    assert files == f"[{2**20}]"
 
 
 def test_a_full_disk_during_reservation(folder, monkeypatch):
@@ -299,15 +301,54 @@ def test_signals_do_not_cut_transfers(folder):
 
 def test_a_folder_deleted_while_in_use(tmp_path):
     folder = DiskFolder(tmp_path)
-    extent = folder.allocate(10)
+    small, large = folder.allocate(8192), folder.allocate(SMALL_NBYTES + 1)
     for path in folder.path.iterdir():
         path.unlink()
     folder.path.rmdir()
     with pytest.raises(StorageError, match="removed while in use"):
-        extent.write_from(torch.zeros(10, dtype=torch.uint8))
+        large.write_from(torch.zeros(10, dtype=torch.uint8))
     with pytest.raises(StorageError, match="removed while in use"):
-        folder.allocate(10)
+        folder.allocate(SMALL_NBYTES)
+    memory, back = random_bytes(8192), aligned_empty(8192)
+    small.write_from(memory)  # in a file that is open, and so outlives its name
+    small.read_into(back)
+    assert torch.equal(back, memory)
     folder.close()
+    with pytest.raises(StorageError, match="removed while in use"):
+        small.read_into(back)
+
+
+def test_small_extents_share_files_and_never_bytes(folder):
+    """Random sizes come and go; what lives keeps its bytes, and all files go with the last."""
+    chance = random.Random(0)
+    living: list[tuple[Extent, torch.Tensor]] = []
+    for round_ in range(300):
+        if living and chance.random() < 0.4:
+            extent, memory = living.pop(chance.randrange(len(living)))
+            back = torch.empty_like(memory)
+            extent.read_into(back)
+            assert torch.equal(back, memory)
+            extent.delete()
+        else:
+            extent = folder.allocate(nbytes := chance.randint(1, 100_000))
+            living.append((extent, random_bytes(nbytes, round_ % 2 == 0, seed=round_)))
+            extent.write_from(living[-1][1])
+    files = [path for path in folder.path.iterdir() if path.name != "lock"]
+    assert len(files) < len(living) / 10
+    for extent, memory in living:
+        assert torch.equal(extent.map(), memory)
+        extent.delete()
+    folder.allocate(1).delete()  # takes back what mappings held
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+
+
+def test_the_bytes_of_a_mapped_extent_are_nobody_elses(folder):
+    extent = folder.allocate(8192)
+    mapping = extent.map().fill_(7)
+    extent.delete()
+    for _ in range(200):
+        folder.allocate(8192).write_from(random_bytes(8192))
+    assert bool((mapping == 7).all())
 
 
 def test_a_path_that_is_a_file(tmp_path):

@@ -1,6 +1,5 @@
 """``tapestream clean``: what killed runs have left on the disk."""
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +7,13 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.options import Json, reported
-from tapestream.errors import InputError
+from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.folder import Saves
-from tapestream.storage.disk import dead_folders
+from tapestream.storage.locked import dead_folders, remove_dead
 from tapestream.units import format_nbytes
+
+HOME = "tapestream-"
+"""How the names of home folders begin."""
 
 Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
 Where = Annotated[
@@ -24,10 +26,11 @@ def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
     """List, or remove, home files and unfinished saves of runs that are gone. Nothing else is touched."""
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is no folder; name one that was given as --folder, or to ts.save()")
-    found = {path: _nbytes(path) for path in (*dead_folders(folder), *Saves(folder).unfinished())}
+    homes = dead_folders(folder, HOME)
+    found = {path: _nbytes(path) for path in (*homes, *Saves(folder).unfinished())}
     if remove:
         for path in found:
-            shutil.rmtree(path)
+            _remove(path)
     if json_:
         show.as_json({"removed": remove, "found": {str(path): nbytes for path, nbytes in found.items()}})
         return
@@ -37,6 +40,15 @@ def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
     show.table("left by runs that are gone", [(str(p), format_nbytes(n)) for p, n in found.items()], ("folder", "size"))
     total = format_nbytes(sum(found.values()))
     show.line(f"Removed: {total}." if remove else f"{total} in all; --remove removes them.")
+
+
+def _remove(path: Path) -> None:
+    try:
+        remove_dead(path)
+    except OSError as error:
+        raise StorageError(
+            f"could not remove {path}: {error.strerror or error}; remove it as the user whose run it was"
+        ) from error
 
 
 def _nbytes(folder: Path) -> int:

@@ -26,10 +26,11 @@ def machine(
             show.rate(link.bytes_per_second),
             show.rate(link.mixed),
             format_seconds(link.latency_seconds),
+            format_seconds(link.busy_seconds),
         )
         for (source, target), link in found.links.items()
     ]
-    show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency"))
+    show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency", "keeps compute"))
     show.line(f"float32 matrix products: {show.flops(found.flops_per_second)}")
 
 
@@ -46,7 +47,7 @@ def machine_document(found: Machine) -> dict[str, object]:
         {
             "source": source.name.lower(), "target": target.name.lower(),
             "bytes_per_second": link.bytes_per_second, "mixed_bytes_per_second": link.mixed,
-            "latency_seconds": link.latency_seconds,
+            "latency_seconds": link.latency_seconds, "busy_seconds": link.busy_seconds,
         }
         for (source, target), link in found.links.items()
     ]  # fmt: skip

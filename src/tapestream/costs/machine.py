@@ -13,16 +13,19 @@ class Link:
     """One direction between two tiers.
 
     ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy
-    (None: the same). ``latency_seconds`` is paid once per copy.
+    (None: the same). Once per copy ``latency_seconds`` pass on the link, and ``busy_seconds`` in which compute stands
+    still, since it takes the computing thread so long to start a copy and to receive it.
     """
 
     bytes_per_second: float
     latency_seconds: float = 0.0
     mixed_bytes_per_second: float | None = None
+    busy_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         speed("Link", "bytes_per_second", self.bytes_per_second)
         duration("Link", "latency_seconds", self.latency_seconds)
+        duration("Link", "busy_seconds", self.busy_seconds)
         if self.mixed_bytes_per_second is not None:
             speed("Link", "mixed_bytes_per_second", self.mixed_bytes_per_second)
 
@@ -32,8 +35,8 @@ class Link:
         return self.mixed_bytes_per_second or self.bytes_per_second
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds of one copy alone on the link."""
-        return self.latency_seconds + nbytes / self.bytes_per_second
+        """Seconds of one copy that is waited for, with nothing else on the link."""
+        return self.busy_seconds + self.latency_seconds + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,14 @@ def fastest_below(machine: Machine | None) -> Tier:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A slower tier for states: the tiers on the way (DEVICE first), and seconds of one state there and back, waited
-    for. Without a machine copies take no time, as for the judge."""
+    """A slower tier for states: the tiers on the way (DEVICE first), seconds of one state there and back, waited for,
+    and how many of both compute stands still even where nobody waits. Without a machine copies take no time, as for the
+    judge."""
 
     route: tuple[Tier, ...]
     write_seconds: float
     read_seconds: float
+    busy_seconds: float = 0.0
 
     @classmethod
     def of(cls, name: str, tier: Tier, state_nbytes: int, machine: Machine | None) -> "Store":
@@ -69,7 +71,9 @@ class Store:
         route = machine.route(tier)[::-1]
         write = sum(machine.link(a, b).seconds(state_nbytes) for a, b in pairwise(route))
         read = sum(machine.link(b, a).seconds(state_nbytes) for a, b in pairwise(route))
-        return cls(route, finite(name, f"writing to {tier.name}", write), finite(name, f"reading {tier.name}", read))
+        busy = sum(machine.link(a, b).busy_seconds + machine.link(b, a).busy_seconds for a, b in pairwise(route))
+        finite(name, f"writing to {tier.name}", write)
+        return cls(route, write, finite(name, f"reading {tier.name}", read), busy)
 
     @property
     def tier(self) -> Tier:

@@ -26,14 +26,14 @@ def plan(
     """One state of every ``interval`` stages to ``tier`` and back behind computation, binomial checkpointing inside.
 
     The interval (ours) is the least that hides a copy: ceil(seconds of a write / of a forward), and the same for a read
-    and a record with its backward; longer where ``tier`` has no room for so many states, or where fewer copies
-    mean fewer forwards (short chains). With interval I and s = ``slots`` the paper's forwards are
-    n + sum over intervals of (P(I, s) + I): 2 + P(I, s) / I for each stage, whatever n is. Here the last interval is
-    reversed straight from the first sweep, which saves its length, and the state before it stays on the device. DEVICE
-    holds s slots, one buffer on its way out or in, and what runs; left out, s is the most that the budget holds
-    (counted as s + 3 states, one record, two cotangents). For equal stages, the only ones taken. A number of nodes that
-    does not grow with n, no table. Raises BudgetError when a tier is too small, InputError for other stages, no direct
-    link and knobs out of range.
+    and a record with its backward; longer where ``tier`` has no room for so many states, or where fewer copies mean
+    fewer seconds (short chains, steps shorter than what starting a copy takes). With interval I and s = ``slots`` the
+    paper's forwards are n + sum over intervals of (P(I, s) + I): 2 + P(I, s) / I for each stage, whatever n is. Here
+    the last interval is reversed straight from the first sweep, which saves its length, and the state before it stays
+    on the device. DEVICE holds s slots, one buffer on its way out or in, and what runs; left out, s is the most that
+    the budget holds (counted as s + 3 states, one record, two cotangents). For equal stages, the only ones taken. A
+    number of nodes that does not grow with n, no table. Raises BudgetError when a tier is too small, InputError for
+    other stages, no direct link and knobs out of range.
     """
     n = len(profile)
     cost = equal_stages(NAME, profile)
@@ -43,7 +43,7 @@ def plan(
     if interval is not None:
         tried = [positive(NAME, "interval", interval, n)]
     else:
-        tried = list(_by_forwards(n, two.slots, hiding(cost, store)))
+        tried = list(_by_seconds(n, two.slots, cost.forward_seconds, store, hiding(cost, store)))
     chosen = first_within(NAME, ((length, two.nbytes(remote_states(n, length))) for length in tried), allowed)
     segments = Segments(cost, two.slots)
     root = framed(n, chosen, store.tier, segments.kept(chosen), segments.last)
@@ -62,10 +62,15 @@ def _quotient(copy: float, compute: float) -> int:
     return ceil(min(copy / compute, 1e15)) if compute else 10**15
 
 
-def _by_forwards(n: int, slots: int, least: int) -> Iterator[int]:
-    """Intervals from ``least`` up to the whole chain, those of fewest forwards first, a short one before a long one."""
+def _by_seconds(n: int, slots: int, forward_seconds: float, store: Store, least: int) -> Iterator[int]:
+    """Intervals from ``least`` up to the whole chain, those of fewest seconds first, a short one before a long one."""
+
+    def key(length: int) -> tuple[float, int, int]:
+        runs = forwards(n, length, slots)
+        return runs * forward_seconds + remote_states(n, length) * store.busy_seconds, runs, length
+
     lengths = {min(n, least * factor) for factor in counts(max(1, -(-n // least)))}
-    yield from sorted(lengths, key=lambda length: (forwards(n, length, slots), length))
+    yield from sorted(lengths, key=key)
 
 
 def forwards(n: int, interval: int, slots: int) -> int:

@@ -1,10 +1,12 @@
 """`measure_machine`: the rates that planning needs, measured where they will be used.
 
-Every rate is the median over copies of 8 MiB (disk) or 64 MiB (page-locked host memory). Disks are read and
-written past the page cache where the filesystem allows, alone and both at once; files that were written before are
-overwritten, as a pool does in every step after the first. A disk with a cache of its own, larger than what two seconds
-can fill, looks faster than it is in the long run. Where a training step waits for the answer, a few copies of 2 MiB
-(32 MiB of host memory) are enough: plans change with rates that are wrong by half, not by a tenth.
+Every rate is the median over copies of 8 MiB (disk) or 64 MiB (page-locked host memory). Disks are read and written
+past the page cache where the filesystem allows, alone and both at once; files that were written before are
+overwritten, as a pool does in every step after the first. A disk with a cache of its own, larger than what two
+seconds can fill, looks faster than it is in the long run. What a copy costs the computing thread is its processor
+time, the median over states of 64 KiB that go to disk and come back as those of a chain do. Where a training step
+waits for the answer, a few copies of 2 MiB (32 MiB of host memory) are enough: plans change with rates that are wrong
+by half, not by a tenth.
 """
 
 import errno
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,12 +28,16 @@ import torch
 
 from tapestream.costs import Link, Machine
 from tapestream.errors import InputError, StorageError
-from tapestream.ir import Tier
+from tapestream.executor.engines import make_engine
+from tapestream.executor.travel.parcel import Parcels
+from tapestream.ir import Kind, Tier, Value
+from tapestream.storage import DiskFolder, Pool
 from tapestream.units import format_nbytes
 
 _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
+_TRIPS, _STATE_NBYTES = 32, 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ def measure_machine(
     if not place.is_dir():
         raise InputError(f"measure_machine: no folder {place}; create it or give another")
     read, write = _disk_links(place, effort)
+    if device.type == "cpu":
+        read, write = _with_busy(read, write, place)
     if device.type == "cpu":
         links = {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -199,6 +207,30 @@ def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
             mixed_read = _rate(_samples(source.read, effort), nbytes)
             mixed_write = _rate(writing.result(), nbytes)
     return Link(read, read_latency, min(read, mixed_read)), Link(write, write_latency, min(write, mixed_write))
+
+
+def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
+    """The links with the processor time that one state costs the computing thread, on its way out and back."""
+    pool = Pool(torch.device("cpu"), folder=DiskFolder(folder), limits={}, pin=False)
+    engine = make_engine("threads", torch.device("cpu"))
+    parcels, value = Parcels(pool, engine), Value(Kind.STATE, 0)
+    out, back = [], []
+    for _ in range(_TRIPS):
+        state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
+        begin = time.thread_time()
+        parcels.pack(value, (state,))
+        parcels.start(value, Tier.DEVICE, Tier.DISK)
+        parcels.wait(value, Tier.DISK)
+        middle = time.thread_time()
+        parcels.start(value, Tier.DISK, Tier.DEVICE)
+        parcels.wait(value, Tier.DEVICE)
+        parcels.unpack(value)
+        parcels.drop(value)
+        out.append(middle - begin)
+        back.append(time.thread_time() - middle)
+    engine.close()
+    pool.close()
+    return replace(read, busy_seconds=median(back)), replace(write, busy_seconds=median(out))
 
 
 # ---------------------------------------------------------------------------------------------------------- device

@@ -1,7 +1,7 @@
 """Files as a memory tier: a locked folder of one run, and extents of bytes in it.
 
-One file per extent, opened for each transfer: opening costs microseconds beside the milliseconds of a transfer, takes
-no descriptors from the program, and finds out at once when somebody removed the folder.
+A large extent has a file of its own, opened for each transfer: that costs microseconds beside milliseconds, and takes
+no descriptors from the program. Small ones share files that stay open, see `Slab`.
 """
 
 import errno
@@ -10,30 +10,33 @@ import json
 import mmap
 import os
 import shutil
-import tempfile
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage.transfer import ALIGNMENT, move_bytes, round_up, write_back
+from tapestream.storage.kernel_queue import KernelQueue, Pending
+from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead
+from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
+from tapestream.storage.transfer import ALIGNMENT, bytes_of, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
 
-LOCK = "lock"
-"""The file in a run's folder that is locked while it lives, and then names its process."""
-
 _PREFIX = "tapestream-"
+_SECTOR = 512  # bytes: what most devices ask for
 
 
 class DiskFolder:
     """A folder of this run's own below ``path`` (made if missing), locked while it lives, removed by `close`.
 
-    ``path`` of the object is that folder; ``direct`` says whether transfers bypass the page cache, which needs the
-    file system's help (tmpfs has none). Folder 0700, files 0600. Raises StorageError when
-    ``path`` cannot be used or is itself the folder of a live run.
+    ``path`` of the object is that folder. With ``direct`` transfers bypass the page cache where the file system can
+    (tmpfs cannot): ``granule`` is what addresses of memory must then be multiples of, 0 where it can't. Folder 0700,
+    files 0600. Raises StorageError when ``path`` cannot be used or is itself the folder of a live run.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
@@ -41,36 +44,79 @@ class DiskFolder:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_locked(parent)
-            for left in dead_folders(parent):
-                shutil.rmtree(left, ignore_errors=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent)).resolve()
-            lock = _lock(self.path)
+            for left in dead_folders(parent, _PREFIX):
+                with suppress(OSError):
+                    remove_dead(left)
+            path, lock = locked_folder(parent, f"{_PREFIX}{os.getpid()}-")
+            self.path = path.resolve()
         except StorageError:
             raise
         except OSError as error:
             raise _failure(f"make a folder in {parent}", parent, error) from error
-        self._remove = weakref.finalize(self, _remove_folder, self.path, lock, os.getpid())
+        self._slabs: list[Slab] = []
+        self._unmapped: deque[tuple[Slab, int, int]] = deque()
+        self._remove = weakref.finalize(self, _remove_folder, self.path, lock, os.getpid(), self._slabs)
         self._count = 0
-        self.direct = direct and _takes_direct(self.path)
+        self._lock = threading.Lock()
+        self.granule = _granule(self.path) if direct else 0
 
     def allocate(self, nbytes: int) -> "Extent":
-        """A file of ``nbytes`` bytes of undefined content; its blocks are reserved: no later write finds the disk full.
+        """``nbytes`` bytes of undefined content; their blocks are reserved: no later write finds the disk full.
 
         Raises StorageError when there is no room or the folder is gone.
         """
+        if not 0 < nbytes <= SMALL_NBYTES:
+            path, file = self._reserve(nbytes, nbytes)
+            os.close(file)
+            return Extent(self, path, nbytes)
+        while self._unmapped:
+            self.give_back(*self._unmapped.pop())
+        with self._lock:
+            for slab in reversed(self._slabs):
+                start = slab.room.take(nbytes)
+                if start is not None:
+                    return Extent(self, slab.path, nbytes, slab, start)
+            slab = self._new_slab(nbytes)
+            return Extent(self, slab.path, nbytes, slab, slab.room.take(nbytes) or 0)
+
+    def give_back(self, slab: Slab, start: int, nbytes: int) -> None:
+        """These bytes of a slab are nobody's any more; the file goes when all of them are."""
+        with self._lock:
+            slab.room.give_back(start, nbytes)
+            if slab.room.unused and slab in self._slabs:
+                self._slabs.remove(slab)
+                with suppress(OSError):
+                    slab.path.unlink()
+
+    def _new_slab(self, nbytes: int) -> Slab:
+        try:
+            size = slab_nbytes(nbytes, sum(slab.room.nbytes for slab in self._slabs), _free_nbytes(self.path))
+            slab = Slab(*self._reserve(size, nbytes), size)
+        except (OSError, StorageError):
+            size = round_up(nbytes)  # there may be room for this one alone
+            slab = Slab(*self._reserve(size, nbytes), size)
+        self._slabs.append(slab)
+        return slab
+
+    def _reserve(self, nbytes: int, asked: int) -> tuple[Path, int]:
+        """A new file of so many bytes, and a descriptor of it, which the caller closes."""
         path = self.path / f"extent-{self._count}"
         self._count += 1
-        action = f"reserve {format_nbytes(nbytes)} ({nbytes} bytes)"
-        with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, action) as file:
+        try:
+            direct = os.O_DIRECT if self.granule else 0
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
             try:
                 if nbytes > _free_nbytes(self.path):  # rather than fill the disk to find out
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if nbytes:
                     os.posix_fallocate(file, 0, round_up(nbytes))
             except OSError:
+                os.close(file)
                 path.unlink(missing_ok=True)
                 raise
-        return Extent(self, path, nbytes)
+        except OSError as error:
+            raise _failure(f"reserve {format_nbytes(asked)} ({asked} bytes)", path, error) from error
+        return path, file
 
     def check_room(self, nbytes: int, what: str) -> None:
         """Raise StorageError where fewer than ``nbytes`` are free: before ``what`` is written, not in the midst."""
@@ -88,12 +134,13 @@ class DiskFolder:
 
 
 class Extent:
-    """``nbytes`` bytes in a file of their own. Transfers release the GIL and raise StorageError when they fail."""
+    """``nbytes`` bytes of a file, of its own or of a slab from byte ``start`` on. Transfers release the GIL and raise
+    StorageError when they fail."""
 
-    __slots__ = ("_folder", "_mapping", "_unflushed", "nbytes", "path")
+    __slots__ = ("_folder", "_mapping", "_slab", "_start", "_unflushed", "nbytes", "path")
 
-    def __init__(self, folder: DiskFolder, path: Path, nbytes: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: DiskFolder, path: Path, nbytes: int, slab: Slab | None = None, start: int = 0) -> None:
+        self._folder, self._slab, self._start = folder, slab, start
         self._mapping: weakref.ref[mmap.mmap] | None = None
         self._unflushed = False
         self.path = path
@@ -107,14 +154,26 @@ class Extent:
         """Write the first ``nbytes`` bytes (None: all) of a contiguous CPU tensor to byte ``offset`` of the extent."""
         self._transfer("write", tensor, offset, nbytes)
 
+    def start(
+        self, verb: Literal["read", "write"], tensor: torch.Tensor, nbytes: int, queue: KernelQueue
+    ) -> Pending | None:
+        """Have the kernel move the first ``nbytes`` bytes to or from uint8 memory, which stays as it is until then.
+        None where it can't be begun like that: `read_into` and `write_from` always can."""
+        slab, granule = self._slab, self._folder.granule
+        if slab is None or slab.closed or self._unflushed or not granule or not tensor.is_cpu:
+            return None
+        if not 0 < nbytes <= min(self.nbytes, tensor.nbytes) or (nbytes % ALIGNMENT and nbytes < self.nbytes):
+            return None
+        return queue.start(slab.file, bytes_of(tensor)[:nbytes], self._start, write=verb == "write", granule=granule)
+
     def map(self) -> torch.Tensor:
         """The extent's bytes as a uint8 tensor that shares them: what is written to either is seen by both."""
         if self.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         mapping = self._mapping() if self._mapping is not None else None
         if mapping is None:
-            with _opened(self.path, os.O_RDWR, "map") as file:
-                mapping = mmap.mmap(file, self.nbytes)
+            with self._opened("map", os.O_RDWR) as file:
+                mapping = mmap.mmap(file, self.nbytes, offset=self._start)
             self._mapping = weakref.ref(mapping)
         self._unflushed = True
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -126,14 +185,22 @@ class Extent:
 
     def flush(self) -> None:
         """Bring what was written through `map` to the file's blocks. Direct transfers do it themselves."""
-        with _opened(self.path, os.O_RDWR, "flush") as file:
-            write_back(file)
+        with self._opened("flush", os.O_RDWR) as file:
+            write_back(file, self._start, self.nbytes)
         self._unflushed = self.mapped
 
     def delete(self) -> None:
-        """Remove the file. A mapping that somebody still holds stays readable."""
-        with suppress(OSError):
-            self.path.unlink()
+        """Give the bytes back to the disk. A mapping that somebody still holds stays readable."""
+        if self._slab is None:
+            with suppress(OSError):
+                self.path.unlink()
+            return
+        room = self._slab, self._start, self.nbytes
+        mapping = self._mapping() if self._mapping is not None else None
+        if mapping is None:
+            self._folder.give_back(*room)
+        else:  # garbage collection takes no lock
+            weakref.finalize(mapping, self._folder._unmapped.append, room).atexit = False
 
     def _transfer(self, verb: str, tensor: torch.Tensor, offset: int, nbytes: int | None) -> None:
         nbytes = tensor.nbytes if nbytes is None else nbytes
@@ -143,35 +210,41 @@ class Extent:
             raise InputError(f"cannot {verb} bytes {offset} to {offset + nbytes} of an extent of {self.nbytes} bytes")
         if nbytes == 0:
             return
-        end = offset + nbytes  # the last page of the file may be overwritten: there is nothing behind the extent
-        direct = self._folder.direct and offset % ALIGNMENT == 0 and (end % ALIGNMENT == 0 or end == self.nbytes)
+        end = offset + nbytes  # the extent's last page may be overwritten: there is nothing behind it
+        direct = self._folder.granule > 0 and offset % ALIGNMENT == 0 and (end % ALIGNMENT == 0 or end == self.nbytes)
         if direct and self._unflushed:
             self.flush()  # the device must hold what the mapping says before the page cache is bypassed
-        memory = tensor.detach().view(-1).view(torch.uint8)[:nbytes]
-        flags = (os.O_RDONLY if verb == "read" else os.O_WRONLY) | (os.O_DIRECT if direct else 0)
         action = f"{verb} {format_nbytes(nbytes)}"
-        with _opened(self.path, flags, action) as file:
-            done = move_bytes(file, memory, offset, write=verb == "write", direct=direct)
+        with self._opened(action, os.O_RDONLY if verb == "read" else os.O_WRONLY, direct=direct) as file:
+            granule = self._folder.granule if direct else 0
+            done = move_bytes(
+                file, bytes_of(tensor)[:nbytes], self._start + offset, write=verb == "write", granule=granule
+            )
         if done < nbytes:
             raise StorageError(
-                f"could not {action} at byte {offset} of {self.path}: it ended after {done} bytes; "
+                f"could not {action} at byte {self._start + offset} of {self.path}: it ended after {done} bytes; "
                 "the file was cut short by somebody else, so run again in a folder that nothing else touches"
             )
 
-
-@contextmanager
-def _opened(path: Path, flags: int, action: str) -> Iterator[int]:
-    """A descriptor of ``path``; an OSError from opening it or from the block becomes a StorageError."""
-    try:
-        file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    @contextmanager
+    def _opened(self, action: str, flags: int, *, direct: bool = False) -> Iterator[int]:
+        """A descriptor of the file; an OSError from opening it or from the block becomes a StorageError."""
+        slab = self._slab
         try:
-            yield file
-        finally:
-            os.close(file)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise _failure(action, path, error) from error
+            if slab is not None and slab.closed:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+            if slab is not None and direct:
+                yield slab.file
+                return
+            file = os.open(self.path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+            try:
+                yield file
+            finally:
+                os.close(file)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise _failure(action, self.path, error) from error
 
 
 def _failure(action: str, path: Path, error: OSError) -> StorageError:
@@ -200,27 +273,6 @@ def _free_nbytes(path: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def dead_folders(parent: Path) -> list[Path]:
-    """Folders below ``parent`` of runs that were killed: nobody holds their locks, so nobody will remove them."""
-    return sorted(path for path in parent.glob(f"{_PREFIX}*") if is_dead(path))
-
-
-def is_dead(path: Path) -> bool:
-    """Whether ``path`` is a folder that a run has locked, and that run is gone."""
-    try:
-        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        named = os.fstat(file).st_size > 0  # else its run has made it just now and is about to take it
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return named and not path.is_symlink()
-
-
 def _refuse_locked(path: Path) -> None:
     """Raise StorageError if ``path`` is the folder of a live run (its lock is held), which will remove it."""
     try:
@@ -239,35 +291,30 @@ def _refuse_locked(path: Path) -> None:
         os.close(file)
 
 
-def _lock(path: Path) -> int:
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(file, json.dumps({"pid": os.getpid()}).encode())
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def _takes_direct(path: Path) -> bool:
+def _granule(path: Path) -> int:
+    """What addresses and lengths of direct transfers must be multiples of; 0 where there are none."""
     probe = path / "probe"
     try:
         file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError:
         probe.unlink(missing_ok=True)
-        return False
+        return 0
     try:
-        with mmap.mmap(-1, ALIGNMENT) as page:  # some file systems accept the flag and refuse the transfer
-            return os.pwrite(file, page, 0) == ALIGNMENT
-    except OSError:
-        return False
+        with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
+            for granule in (_SECTOR, ALIGNMENT):
+                with suppress(OSError):  # some file systems accept the flag and refuse the transfer
+                    if os.pwrite(file, memoryview(memory)[granule : 2 * granule], 0) == granule:
+                        return granule
+        return 0
     finally:
         os.close(file)
         probe.unlink(missing_ok=True)
 
 
-def _remove_folder(path: Path, lock: int, owner: int) -> None:
+def _remove_folder(path: Path, lock: int, owner: int, slabs: list[Slab]) -> None:
+    for slab in slabs:
+        slab.closed = True
+    slabs.clear()
     if os.getpid() != owner:  # a forked child has copies of the object and of the lock, but the files are its parent's
         return
     shutil.rmtree(path, ignore_errors=True)

@@ -4,14 +4,18 @@ import ctypes
 import mmap
 import os
 import threading
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
 _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
 _LARGE_PAGE = 2 * 2**20  # bytes
+_SECTOR, _TORCH_ALIGNMENT = 512, 64  # bytes
 _own = threading.local()
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
@@ -34,54 +38,72 @@ def lean_empty(nbytes: int) -> torch.Tensor:
     return aligned_empty(nbytes) if nbytes > _STAGE else torch.empty(nbytes, dtype=torch.uint8)
 
 
+def landing_empty(nbytes: int) -> torch.Tensor:
+    """``nbytes`` uint8 in RAM that most devices can fill directly, at most 448 bytes of it for that."""
+    if nbytes > _STAGE or nbytes % _SECTOR:
+        return lean_empty(nbytes)
+    whole = torch.empty(nbytes + _SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
+    return whole.narrow(0, -whole.data_ptr() % _SECTOR, nbytes)
+
+
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between uint8 CPU tensors of one size, without the GIL, on this thread alone: torch's own copy calls for a
     team of threads, which a thread beside compute waits for."""
     np.copyto(target.numpy(), source.numpy())
 
 
-def move_bytes(file: int, memory: torch.Tensor, offset: int, *, write: bool, direct: bool) -> int:
-    """Fill a uint8 CPU tensor from byte ``offset`` of ``file`` or write it there; returns the bytes moved.
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous CPU tensor. What is done with them does not go through torch, whose every call lets go
+    of the GIL and then waits for it, beside a thread that computes."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor.numpy()
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
-    That is less than ``memory`` holds only when the file ends early. ``direct`` says that ``file`` was opened with
-    O_DIRECT: then ``offset`` is a multiple of 4096, and the last page that is touched may be overwritten whole. The GIL
-    is released, and a call that a signal interrupts starts over. Raises OSError.
+
+def move_bytes(file: int, memory: Bytes, offset: int, *, write: bool, granule: int) -> int:
+    """Fill memory from byte ``offset`` of ``file`` or write it there; returns the bytes moved.
+
+    That is less than ``memory`` holds only when the file ends early. ``granule`` is not 0 where ``file`` was opened
+    with O_DIRECT: then ``offset`` is a multiple of 4096, the last page that is touched may be overwritten whole, and
+    memory whose address or length is not a multiple of it goes through a buffer. The GIL is released, and a call that a
+    signal interrupts starts over. Raises OSError.
     """
     call = os.pwritev if write else os.preadv
-    stage = _staging(memory) if direct else None
+    stage = _staging(memory, granule) if granule else None
     chunk = _CHUNK if stage is None else stage.nbytes
     done = 0
     while done < memory.nbytes:
         piece = memory[done : done + chunk]
         page = piece if stage is None else stage[: round_up(piece.nbytes)]
         if stage is not None and write:
-            copy_bytes(page[: piece.nbytes], piece)
-        moved = call(file, [page.numpy().data], offset + done)
+            np.copyto(page[: piece.nbytes], piece)
+        moved = call(file, [page.data], offset + done)
         if stage is not None and not write:
-            copy_bytes(piece, page[: piece.nbytes])
+            np.copyto(piece, page[: piece.nbytes])
         done += min(moved, piece.nbytes)
-        if moved == 0 or (direct and moved % ALIGNMENT):  # only the end of the file cuts a direct transfer so
+        if moved == 0 or (granule and moved % granule):  # only the end of the file cuts a direct transfer so
             break
     return done
 
 
-def _staging(memory: torch.Tensor) -> torch.Tensor | None:
+def _staging(memory: Bytes, granule: int) -> Bytes | None:
     """This thread's buffer for memory that direct I/O does not accept, None for memory that it does."""
-    if memory.data_ptr() % ALIGNMENT == 0 and memory.nbytes % ALIGNMENT == 0:
+    if memory.ctypes.data % granule == 0 and memory.nbytes % granule == 0:
         return None
     if not hasattr(_own, "stage"):  # new pages would be zeroed for every transfer
-        _own.stage = torch.frombuffer(mmap.mmap(-1, _STAGE), dtype=torch.uint8)
-    stage: torch.Tensor = _own.stage
+        _own.stage = np.frombuffer(mmap.mmap(-1, _STAGE), dtype=np.uint8)
+    stage: Bytes = _own.stage
     return stage
 
 
-def write_back(file: int) -> None:
-    """Write what mappings of ``file`` left in the page cache, so that direct transfers see it. Raises OSError.
+def write_back(file: int, start: int, nbytes: int) -> None:
+    """Write what mappings of these bytes of ``file`` left in the page cache, so that direct transfers see it. Raises
+    OSError.
 
     Not fdatasync, which also empties the device's own cache: milliseconds each time, and direct reads see that cache.
     """
-    nothing = ctypes.c_int64(0)  # offset 0, and to the end
-    if ctypes.CDLL(None, use_errno=True).sync_file_range(file, nothing, nothing, ctypes.c_uint(_WRITE_AND_WAIT)):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.sync_file_range(file, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_AND_WAIT)):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

@@ -12,11 +12,13 @@ import torch
 from engine_cases import CPU, LANES, content, fill, make_pool
 
 from tapestream.errors import GradientError, InputError, StorageError
-from tapestream.executor.engines import make_engine
+from tapestream.executor.engines import make_engine, threads
 from tapestream.ir import Tier
 from tapestream.storage import DiskFolder
+from tapestream.storage.kernel_queue import KernelQueue
 
 NAMES = ["threads", "adversarial", "fake_streams"]
+ALONE = "threads without the kernel's help"
 
 
 @pytest.fixture
@@ -31,9 +33,17 @@ def pool(folder):
     return make_pool(folder)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture
+def no_queue(monkeypatch):
+    """As on a system without asynchronous I/O."""
+    monkeypatch.setattr(threads, "open_queue", lambda: None)
+
+
+@pytest.fixture(params=[*NAMES, ALONE])
 def engine(request):
-    engine = make_engine(request.param, CPU)
+    if request.param == ALONE:
+        request.getfixturevalue("no_queue")
+    engine = make_engine("threads" if request.param == ALONE else request.param, CPU)
     yield engine
     engine.close()
 
@@ -154,6 +164,7 @@ def test_a_failed_copy_raises_at_wait_and_the_engine_goes_on(engine, pool, monke
     fill(disk, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
+        patch.setattr(KernelQueue, "finish", lambda queue, pending: -errno.EIO)
         with pytest.raises(StorageError, match="Input/output error"):
             engine.wait(engine.copy(disk, back))
     engine.abandon()
@@ -206,6 +217,31 @@ def test_names():
             make_engine(name, torch.device("cuda"))
 
 
+def test_what_the_kernel_did_in_part_is_done_again(pool, monkeypatch):
+    engine = make_engine("threads", CPU)
+    host, disk, back = pool.allocate(Tier.HOST, 8192), pool.allocate(Tier.DISK, 8192), pool.allocate(Tier.HOST, 8192)
+    values = fill(host, 0)
+    fill(disk, 1)
+    finish = KernelQueue.finish
+    monkeypatch.setattr(KernelQueue, "finish", lambda queue, pending: min(finish(queue, pending), 4096))
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelQueue, "start", spoiled(KernelQueue.start))
+        engine.wait(engine.copy(host, disk))
+        engine.wait(engine.copy(disk, back))
+    assert torch.equal(content(back), values)
+    engine.close()
+
+
+def spoiled(start):
+    """Of every transfer only the first 4096 bytes."""
+
+    def part(queue, file, memory, offset, **how):
+        return start(queue, file, memory[:4096], offset, **how)
+
+    return part
+
+
+@pytest.mark.usefixtures("no_queue")
 def test_threads_copy_beside_compute_beside_each_other_and_in_order(pool, monkeypatch):
     write, read, order = os.pwritev, os.preadv, []
     issued, reading = threading.Event(), threading.Event()
@@ -236,6 +272,7 @@ def test_threads_copy_beside_compute_beside_each_other_and_in_order(pool, monkey
     engine.close()
 
 
+@pytest.mark.usefixtures("no_queue")
 def test_threads_count_the_time_that_callers_wait(pool, monkeypatch):
     def slow(file, buffers, offset):
         time.sleep(0.1)
@@ -251,6 +288,7 @@ def test_threads_count_the_time_that_callers_wait(pool, monkeypatch):
     engine.close()
 
 
+@pytest.mark.usefixtures("no_queue")
 def test_threads_end(pool):
     """By identity: threads of other tests may end meanwhile."""
     before = set(threading.enumerate())

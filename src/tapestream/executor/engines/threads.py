@@ -1,4 +1,4 @@
-"""`threads`: copies between RAM and disk on worker threads, one for each pair of tiers."""
+"""`threads`: copies between RAM and disk beside compute, by the kernel or on a thread for each pair of tiers."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ import torch
 from tapestream.executor.engines.flight import Flight
 from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
 from tapestream.storage import Region
+from tapestream.storage.kernel_queue import KernelQueue, Pending, open_queue
 from tapestream.storage.transfer import copy_bytes
 
 _Job: TypeAlias = tuple[Future[None], Callable[[], None]]
@@ -41,14 +42,21 @@ class Worker:
 
 
 class DiskLanes:
-    """Copies that end in, or start from, RAM and that the calling thread need not make: a `Worker` for each lane."""
+    """Copies that end in, or start from, RAM and that the calling thread need not make: the kernel does where it can,
+    else a `Worker` for each lane."""
 
     def __init__(self) -> None:
         self._workers: dict[Lane, Worker] = {}
         self._futures: dict[Ticket, Future[None]] = {}
+        self._queue = open_queue()
+        self._pending: dict[Ticket, Pending] = {}
 
     def start(self, ticket: Ticket, before: Callable[[], None] | None = None) -> None:
-        """Copy in the lane's turn, after calling ``before`` on its thread."""
+        """Copy, after calling ``before`` on the lane's thread."""
+        pending = _begun(ticket, self._queue) if self._queue is not None and before is None else None
+        if pending is not None:
+            self._pending[ticket] = pending
+            return
 
         def job() -> None:
             if before is not None:
@@ -63,12 +71,20 @@ class DiskLanes:
 
     def finish(self, ticket: Ticket) -> None:
         """Block, with the GIL released, until the copy has ended; raises what ended it."""
-        self._futures.pop(ticket).result()
+        pending = self._pending.pop(ticket, None)
+        if pending is None:
+            self._futures.pop(ticket).result()
+        elif self._queue is None or self._queue.finish(pending) != ticket.nbytes:
+            transfer(ticket.source, ticket.target, ticket.nbytes)  # which says what is wrong, if it still is
 
     def abandon(self) -> None:
         """Drop the copies that have not begun and block until those that have are over, whatever their result."""
-        futures = list(self._futures.values())
+        futures, pending = list(self._futures.values()), list(self._pending.values())
         self._futures.clear()
+        self._pending.clear()
+        for one in pending:
+            if self._queue is not None:
+                self._queue.finish(one)
         wait_for_all([future for future in futures if not future.cancel()])
 
     def close(self) -> None:
@@ -77,6 +93,8 @@ class DiskLanes:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        if self._queue is not None:
+            self._queue.close()
 
 
 class ThreadsEngine:
@@ -145,6 +163,15 @@ def transfer(source: Region, target: Region, nbytes: int) -> None:
         copy_bytes(target.memory[:nbytes], source.memory[:nbytes])
     else:
         target.memory[:nbytes].copy_(source.memory[:nbytes])
+
+
+def _begun(ticket: Ticket, queue: KernelQueue) -> Pending | None:
+    source, target = ticket.source, ticket.target
+    if source.extent is None and target.extent is not None:
+        return target.extent.start("write", source.memory, ticket.nbytes, queue)
+    if source.extent is not None and target.extent is None:
+        return source.extent.start("read", target.memory, ticket.nbytes, queue)
+    return None
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:

@@ -13,7 +13,7 @@ from tapestream.executor.travel.cargo import Cargo, Origin, Origins
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
-from tapestream.storage.transfer import lean_empty
+from tapestream.storage.transfer import landing_empty
 
 
 @dataclass(slots=True)
@@ -157,5 +157,5 @@ def _landing(cargo: Cargo, load: int) -> Region | torch.Tensor:
         return living
     nbytes = cargo.nbytes(load)
     on_host = cargo.device.type == "cpu"
-    memory = lean_empty(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
+    memory = landing_empty(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
     return Region(Tier.DEVICE, nbytes, memory)

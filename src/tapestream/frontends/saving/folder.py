@@ -1,17 +1,14 @@
 """`Saves`: a folder of numbered saves, each complete or not there at all."""
 
-import fcntl
-import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage.disk import LOCK, is_dead
+from tapestream.storage.locked import dead_folders, locked_folder, remove_dead, remove_locked
 from tapestream.units import format_nbytes
 
 MANIFEST = "manifest.json"
@@ -45,7 +42,20 @@ class Saves:
 
     def unfinished(self) -> list[Path]:
         """What runs that were killed while saving have left; the next save removes it."""
-        return sorted(path for path in self.path.glob(f"{_UNFINISHED}*") if is_dead(path))
+        return dead_folders(self.path, _UNFINISHED)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise StorageError unless the folder is there, or can be made, and a save of ``nbytes`` fits on its disk."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise _failed(self.path, error) from error
+        if nbytes > free:
+            raise StorageError(
+                f"a save of {format_nbytes(nbytes)} ({nbytes} bytes) does not fit in {self.path}: {free} bytes are "
+                f"free on this disk, {nbytes - free} are missing; make room, or choose another folder"
+            )
 
     @contextmanager
     def new(self, nbytes: int, *, keep: int) -> Iterator[Path]:
@@ -54,20 +64,22 @@ class Saves:
         Then all but the last ``keep`` saves are removed. Raises StorageError when ``nbytes`` do not fit on the disk.
         """
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.unfinished():
-                shutil.rmtree(left, ignore_errors=True)
-            self._check_room(nbytes)
-            work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
+                with suppress(OSError):
+                    remove_dead(left)
+            self.check_room(nbytes)
+            work, lock = locked_folder(self.path, _UNFINISHED)
         except OSError as error:
             raise _failed(self.path, error) from error
-        with _locked(work):
-            try:
-                yield work
-                self.made = self._finish(work)
-            except BaseException:
-                shutil.rmtree(work, ignore_errors=True)
-                raise
+        try:
+            yield work
+            self.made = self._finish(work)
+        except BaseException:
+            with suppress(OSError):
+                remove_locked(work)
+            raise
+        finally:
+            os.close(lock)
         for old in self.complete()[:-keep]:
             self._remove(old)
 
@@ -96,27 +108,7 @@ class Saves:
         gone = self.path / f"{_UNFINISHED}{old.name}-{os.getpid()}"
         with suppress(OSError):
             old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-    def _check_room(self, nbytes: int) -> None:
-        free = shutil.disk_usage(self.path).free
-        if nbytes > free:
-            raise StorageError(
-                f"a save of {format_nbytes(nbytes)} ({nbytes} bytes) does not fit in {self.path}: {free} bytes are "
-                f"free on this disk, {nbytes - free} are missing; make room, or choose another folder"
-            )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock."""
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(file, json.dumps({"pid": os.getpid()}).encode())
-        yield
-    finally:
-        os.close(file)
+            remove_locked(gone)
 
 
 def _to_disk(folder: Path) -> None:

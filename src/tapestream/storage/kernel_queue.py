@@ -1,0 +1,145 @@
+"""Small direct transfers that the kernel makes beside compute, without a thread of ours.
+
+A thread of Python's needs the interpreter's lock between two calls, and gets it from the thread that computes, which
+then waits to have it back: around 0.3 ms for each small transfer, several times what moving it takes. Linux's
+asynchronous I/O, io_submit(2), needs one call of some 10 microseconds to start a transfer and one to learn of its end.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapestream.storage.slabs import Room
+from tapestream.storage.transfer import Bytes
+
+_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+"""Of io_setup, io_destroy, io_getevents and io_submit, for which the C library has no names."""
+_MOST = 64  # transfers under way
+_BOUNCE_NBYTES = 4 * 2**20
+_LARGEST_BOUNCE = 512 * 2**10  # bytes: to copy more here would take longer than to let a thread do it
+_READ, _WRITE = 0, 1
+
+
+class _Order(ctypes.Structure):
+    """struct iocb."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("flags", ctypes.c_int32), ("opcode", ctypes.c_uint16),
+        ("priority", ctypes.c_int16), ("file", ctypes.c_uint32), ("address", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64), ("offset", ctypes.c_int64), ("rest", ctypes.c_uint64 * 2),
+    ]  # fmt: skip
+
+
+class _Event(ctypes.Structure):
+    """struct io_event."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64), ("order", ctypes.c_uint64), ("result", ctypes.c_int64), ("more", ctypes.c_int64)
+    ]  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A transfer under way; ``result``: bytes moved, or an error number below 0, when it is over. ``bounce``: where its
+    bytes lie in the queue's own memory, None where the kernel takes the caller's."""
+
+    memory: Bytes
+    bounce: int | None
+    write: bool
+    result: int | None = None
+
+
+class KernelQueue:
+    """Transfers between memory and files opened with O_DIRECT; at most 64 are under way.
+
+    What the file system does not take as it is goes through 4 MiB of the queue's own. What is under way when the
+    queue goes is waited for, as its memory must not become somebody else's before. Thread-safe.
+    """
+
+    def __init__(self, calls: tuple[int, int, int, int]) -> None:
+        setup, destroy, self._collect_number, self._submit_number = calls
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._context, self._owner = ctypes.c_ulong(0), os.getpid()
+        self._pending: dict[int, Pending] = {}
+        self._lock = threading.Lock()
+        self._last = 0
+        if self._call(setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
+            raise OSError(ctypes.get_errno(), "io_setup")
+        self._room = Room(_BOUNCE_NBYTES)
+        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_NBYTES), dtype=np.uint8)
+        self.close = weakref.finalize(
+            self, _destroy, self._call, destroy, self._context, self._owner, self._pending, self._bounce
+        )
+
+    def start(self, file: int, memory: Bytes, offset: int, *, write: bool, granule: int) -> Pending | None:
+        """Begin to fill ``memory`` from byte ``offset`` of ``file``, or to write it there; None where the queue can't
+        take it now. ``granule``: what addresses and lengths must be multiples of, or go through the bounce memory."""
+        nbytes = memory.nbytes
+        straight = memory.ctypes.data % granule == 0 and nbytes % granule == 0
+        with self._lock:
+            if not self.close.alive or os.getpid() != self._owner or len(self._pending) == _MOST:
+                return None
+            bounce = None if straight or nbytes > _LARGEST_BOUNCE else self._room.take(nbytes)
+            if not straight and bounce is None:
+                return None
+            address, length = memory.ctypes.data, nbytes
+            if bounce is not None:
+                address, length = self._bounce.ctypes.data + bounce, -(-nbytes // granule) * granule
+                if write:
+                    np.copyto(self._bounce[bounce : bounce + nbytes], memory)
+            pending = Pending(memory, bounce, write)
+            self._last += 1
+            order = _Order(
+                data=self._last, opcode=_WRITE if write else _READ, file=file, address=address, nbytes=length,
+                offset=offset,
+            )  # fmt: skip
+            orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(order))
+            if self._call(self._submit_number, self._context, ctypes.c_long(1), orders) != 1:
+                self._let_go(pending)
+                return None
+            self._pending[self._last] = pending
+            return pending
+
+    def finish(self, pending: Pending) -> int:
+        """Block, with the GIL released, until it is over; the bytes moved, or an error number below 0."""
+        while pending.result is None:
+            with self._lock:
+                if pending.result is None:
+                    self._collect()
+        return min(pending.result, pending.memory.nbytes)
+
+    def _collect(self) -> None:
+        events = (_Event * _MOST)()
+        one, most = ctypes.c_long(1), ctypes.c_long(_MOST)
+        for event in events[: max(0, self._call(self._collect_number, self._context, one, most, events, None))]:
+            pending = self._pending.pop(event.data)
+            if pending.bounce is not None and not pending.write:
+                np.copyto(pending.memory, self._bounce[pending.bounce : pending.bounce + pending.memory.nbytes])
+            self._let_go(pending)
+            pending.result = event.result
+
+    def _let_go(self, pending: Pending) -> None:
+        if pending.bounce is not None:
+            self._room.give_back(pending.bounce, pending.memory.nbytes)
+
+
+def open_queue() -> KernelQueue | None:
+    """A new queue, None where the system has none to give."""
+    calls = _NUMBERS.get(platform.machine()) if platform.system() == "Linux" else None
+    try:
+        return None if calls is None else KernelQueue(calls)
+    except OSError:
+        return None
+
+
+def _destroy(call: object, number: int, context: ctypes.c_ulong, owner: int, *held: object) -> None:
+    """Returns when nothing is under way; ``held`` is memory that must live until then."""
+    if os.getpid() == owner:  # a forked child has no such context
+        assert callable(call)
+        call(number, context)

@@ -1,0 +1,101 @@
+"""Folders of a run's own, locked while it lives, so that what is left of one that was killed can be told and removed.
+
+The lock is ``flock`` on a file in the folder, which the system gives up with the process, however it ends. Once locked
+it is given the process's number: a folder whose lock says nothing was just made, or its run was killed at that moment.
+Both may be removed: who makes a folder looks again once it holds the lock, and makes another if that is gone.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+LOCK = "lock"
+"""The file in a run's folder that is locked while it lives, and then names its process."""
+
+
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new private folder in ``parent``, and the open file that keeps it locked until closed. Raises OSError."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # somebody took it for what a killed run has left
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                os.write(file, json.dumps({"pid": os.getpid()}).encode())
+                return path, file
+        except OSError:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def dead_folders(parent: Path, prefix: str) -> list[Path]:
+    """Folders in ``parent`` that `locked_folder` made for runs that are gone."""
+    return sorted(path for path in parent.glob(f"{prefix}*") if _dead(path, remove=False))
+
+
+def remove_dead(path: Path) -> bool:
+    """Remove the folder of a run that is gone; False, and nothing happens, if it is not gone. Raises OSError."""
+    return _dead(path, remove=True)
+
+
+def remove_locked(path: Path) -> None:
+    """Remove a folder, its lock last: killed meanwhile, what is left still tells that it is. Raises OSError."""
+    for found in path.iterdir():
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        elif found.name != LOCK:
+            found.unlink()
+    (path / LOCK).unlink(missing_ok=True)
+    path.rmdir()
+
+
+def _dead(path: Path, *, remove: bool) -> bool:
+    if path.is_symlink():
+        return False
+    try:
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return _empty(path, remove=remove)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        dead = _made_here(path, file)
+        if dead and remove:  # with the lock held until all is gone
+            remove_locked(path)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return dead
+
+
+def _made_here(path: Path, file: int) -> bool:
+    """Whether the lock says what ours do, or nothing yet: then nothing else can be there. Others lock files too."""
+    if not os.fstat(file).st_nlink:  # somebody else has just removed it
+        return False
+    text = os.pread(file, 100, 0)
+    if not text:
+        return [found.name for found in path.iterdir()] == [LOCK]
+    try:
+        return isinstance(json.loads(text)["pid"], int)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _empty(path: Path, *, remove: bool) -> bool:
+    """A folder without even a lock, which its run had no time to make. A full one is none of ours."""
+    with suppress(OSError):
+        if remove:
+            path.rmdir()
+            return True
+        return not any(path.iterdir())
+    return False
