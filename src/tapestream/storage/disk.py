@@ -157,14 +157,14 @@ class Extent:
     def start(
         self, verb: Literal["read", "write"], tensor: torch.Tensor, nbytes: int, queue: KernelQueue
     ) -> Pending | None:
-        """Have the kernel move the first ``nbytes`` bytes to or from uint8 memory, which stays as it is until then.
+        """Have the kernel move the first ``nbytes`` bytes to or from uint8 CPU memory, which stays as it is until then.
         None where it can't be begun like that: `read_into` and `write_from` always can."""
         slab, granule = self._slab, self._folder.granule
-        if slab is None or slab.closed or self._unflushed or not granule or not tensor.is_cpu:
+        if slab is None or slab.closed or self._unflushed or not granule:
             return None
         if not 0 < nbytes <= min(self.nbytes, tensor.nbytes) or (nbytes % ALIGNMENT and nbytes < self.nbytes):
             return None
-        return queue.start(slab.file, bytes_of(tensor)[:nbytes], self._start, write=verb == "write", granule=granule)
+        return queue.start(slab.file, tensor, nbytes, self._start, write=verb == "write", granule=granule)
 
     def map(self) -> torch.Tensor:
         """The extent's bytes as a uint8 tensor that shares them: what is written to either is seen by both."""

@@ -13,10 +13,9 @@ import threading
 import weakref
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 
 from tapestream.storage.slabs import Room
-from tapestream.storage.transfer import Bytes
 
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """Of io_setup, io_destroy, io_getevents and io_submit, for which the C library has no names."""
@@ -46,10 +45,11 @@ class _Event(ctypes.Structure):
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A transfer under way; ``result``: bytes moved, or an error number below 0, when it is over. ``bounce``: where its
-    bytes lie in the queue's own memory, None where the kernel takes the caller's."""
+    """A transfer under way; ``result``: bytes moved, or an error number below 0, when it is over. ``memory`` is held
+    until then. ``bounce``: where its bytes lie in the queue's own memory, None where the kernel takes the caller's."""
 
-    memory: Bytes
+    memory: torch.Tensor
+    nbytes: int
     bounce: int | None
     write: bool
     result: int | None = None
@@ -71,36 +71,39 @@ class KernelQueue:
         self._last = 0
         if self._call(setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
             raise OSError(ctypes.get_errno(), "io_setup")
-        self._room = Room(_BOUNCE_NBYTES)
-        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_NBYTES), dtype=np.uint8)
+        self._room, bounce = Room(_BOUNCE_NBYTES), mmap.mmap(-1, _BOUNCE_NBYTES)
+        self._bounce = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+        self._order, self._events = _Order(), (_Event * _MOST)()
+        self._orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(self._order))
+        self._one, self._most = ctypes.c_long(1), ctypes.c_long(_MOST)
         self.close = weakref.finalize(
-            self, _destroy, self._call, destroy, self._context, self._owner, self._pending, self._bounce
+            self, _destroy, self._call, destroy, self._context, self._owner, self._pending, bounce
         )
 
-    def start(self, file: int, memory: Bytes, offset: int, *, write: bool, granule: int) -> Pending | None:
-        """Begin to fill ``memory`` from byte ``offset`` of ``file``, or to write it there; None where the queue can't
-        take it now. ``granule``: what addresses and lengths must be multiples of, or go through the bounce memory."""
-        nbytes = memory.nbytes
-        straight = memory.ctypes.data % granule == 0 and nbytes % granule == 0
+    def start(
+        self, file: int, memory: torch.Tensor, nbytes: int, offset: int, *, write: bool, granule: int
+    ) -> Pending | None:
+        """Begin to fill the first ``nbytes`` bytes of contiguous CPU memory from byte ``offset`` of ``file``, or to
+        write them there; None where the queue can't take it now. ``granule``: what addresses and lengths must be
+        multiples of, or go through the queue's own memory."""
+        address, length = memory.data_ptr(), nbytes
+        straight = address % granule == 0 and nbytes % granule == 0
         with self._lock:
             if not self.close.alive or os.getpid() != self._owner or len(self._pending) == _MOST:
                 return None
             bounce = None if straight or nbytes > _LARGEST_BOUNCE else self._room.take(nbytes)
             if not straight and bounce is None:
                 return None
-            address, length = memory.ctypes.data, nbytes
             if bounce is not None:
-                address, length = self._bounce.ctypes.data + bounce, -(-nbytes // granule) * granule
                 if write:
-                    np.copyto(self._bounce[bounce : bounce + nbytes], memory)
-            pending = Pending(memory, bounce, write)
+                    ctypes.memmove(self._bounce + bounce, address, nbytes)
+                address, length = self._bounce + bounce, -(-nbytes // granule) * granule
+            pending = Pending(memory, nbytes, bounce, write)
             self._last += 1
-            order = _Order(
-                data=self._last, opcode=_WRITE if write else _READ, file=file, address=address, nbytes=length,
-                offset=offset,
-            )  # fmt: skip
-            orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(order))
-            if self._call(self._submit_number, self._context, ctypes.c_long(1), orders) != 1:
+            order = self._order
+            order.data, order.opcode, order.file = self._last, _WRITE if write else _READ, file
+            order.address, order.nbytes, order.offset = address, length, offset
+            if self._call(self._submit_number, self._context, self._one, self._orders) != 1:
                 self._let_go(pending)
                 return None
             self._pending[self._last] = pending
@@ -112,21 +115,21 @@ class KernelQueue:
             with self._lock:
                 if pending.result is None:
                     self._collect()
-        return min(pending.result, pending.memory.nbytes)
+        return min(pending.result, pending.nbytes)
 
     def _collect(self) -> None:
-        events = (_Event * _MOST)()
-        one, most = ctypes.c_long(1), ctypes.c_long(_MOST)
-        for event in events[: max(0, self._call(self._collect_number, self._context, one, most, events, None))]:
+        events = self._events
+        count = self._call(self._collect_number, self._context, self._one, self._most, events, None)
+        for event in events[: max(0, count)]:  # below 0: a signal came
             pending = self._pending.pop(event.data)
             if pending.bounce is not None and not pending.write:
-                np.copyto(pending.memory, self._bounce[pending.bounce : pending.bounce + pending.memory.nbytes])
+                ctypes.memmove(pending.memory.data_ptr(), self._bounce + pending.bounce, pending.nbytes)
             self._let_go(pending)
             pending.result = event.result
 
     def _let_go(self, pending: Pending) -> None:
         if pending.bounce is not None:
-            self._room.give_back(pending.bounce, pending.memory.nbytes)
+            self._room.give_back(pending.bounce, pending.nbytes)
 
 
 def open_queue() -> KernelQueue | None:

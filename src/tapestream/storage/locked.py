@@ -36,6 +36,33 @@ def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
         os.close(file)
 
 
+def locked_again(path: Path) -> int:
+    """Lock a folder that `locked_folder` has made, whose lock was given up. Raises OSError where somebody has it."""
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def unlock(file: int) -> None:
+    """Give a lock up, also where a forked process has a copy of the open file."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def wait_for(path: Path) -> None:
+    """Return when nobody holds the lock of this folder, or it is gone."""
+    with suppress(OSError):
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        finally:
+            os.close(file)
+
+
 def dead_folders(parent: Path, prefix: str) -> list[Path]:
     """Folders in ``parent`` that `locked_folder` made for runs that are gone."""
     return sorted(path for path in parent.glob(f"{prefix}*") if _dead(path, remove=False))

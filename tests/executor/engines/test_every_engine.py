@@ -235,8 +235,8 @@ def test_what_the_kernel_did_in_part_is_done_again(pool, monkeypatch):
 def spoiled(start):
     """Of every transfer only the first 4096 bytes."""
 
-    def part(queue, file, memory, offset, **how):
-        return start(queue, file, memory[:4096], offset, **how)
+    def part(queue, file, memory, nbytes, offset, **how):
+        return start(queue, file, memory, 4096, offset, **how)
 
     return part
 

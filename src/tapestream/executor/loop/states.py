@@ -13,10 +13,12 @@ from tapestream.ir.actions import Kind, Tier, Value
 
 
 class ParcelStates:
-    """See `driver.States`. Generator states and buffers travel with the state's tensors."""
+    """See `driver.States`. Buffers travel with the state's tensors, and so do states of generators that have changed
+    since the first: of a program that draws nothing, all are one."""
 
     def __init__(self, parcels: Parcels, form: Form) -> None:
         self._parcels, self._form = parcels, form
+        self._unchanged: torch.Tensor | None = None
         self._rest: dict[int, Kept] = {}
 
     def start(self, kept: dict[int, Any], stage: int, source: Tier, target: Tier) -> None:
@@ -25,8 +27,12 @@ class ParcelStates:
         if source is Tier.DEVICE:
             item: Kept = _aligned(kept[stage], self._form)
             kept[stage] = item
-            self._parcels.pack(value, _tensors(item, self._form))
-            self._rest[stage] = _without(item, self._form)
+            generators = item.torch_generators
+            if self._unchanged is None and generators is not None:
+                self._unchanged = generators.cpu
+            drawn = generators is not None and generators.cpu is not self._unchanged
+            self._parcels.pack(value, _tensors(item, self._form, drawn))
+            self._rest[stage] = _without(item, self._form, drawn)
         self._parcels.start(value, source, target)
 
     def wait(self, kept: dict[int, Any], stage: int, tier: Tier) -> None:
@@ -61,24 +67,24 @@ def _aligned(kept: Kept, form: Form) -> Kept:
     return replace(kept, state=state)
 
 
-def _tensors(kept: Kept, form: Form) -> list[torch.Tensor]:
-    """All that moves, each tensor once and in a fixed order: those of the state, generator states, buffers."""
+def _tensors(kept: Kept, form: Form, drawn: bool) -> list[torch.Tensor]:
+    """All that moves, each tensor once and in a fixed order: of the state, generators (if ``drawn``), buffers."""
     leaves = form.leaves(kept.state)
     moved = {id(leaves[i]): leaves[i] for i in form.tensors}.values()
-    generators = () if kept.torch_generators is None else (kept.torch_generators.cpu,)
+    generators = (kept.torch_generators.cpu,) if drawn and kept.torch_generators is not None else ()
     buffers = () if kept.buffers is None else kept.buffers.copies
     tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf) for leaf in moved]
     return [*tensors, *generators, *buffers]
 
 
-def _without(kept: Kept, form: Form) -> Kept:
-    """The same with numbers in place of the state's tensors, one that appears twice having one number."""
+def _without(kept: Kept, form: Form, drawn: bool) -> Kept:
+    """The same without what moves, and numbers in place of the state's tensors: one that appears twice has one."""
     leaves = list(form.leaves(kept.state))
     number = {key: i for i, key in enumerate(dict.fromkeys(id(leaves[i]) for i in form.tensors))}
     for i in form.tensors:
         leaves[i] = number[id(leaves[i])]
     generators, buffers = kept.torch_generators, kept.buffers
-    if generators is not None:
+    if drawn and generators is not None:
         generators = replace(generators, cpu=torch.empty(0))
     if buffers is not None:
         buffers = replace(buffers, copies=())
@@ -93,7 +99,7 @@ def _with(rest: Kept, form: Form, tensors: list[torch.Tensor]) -> Kept:
         leaves[i] = found if form.parts[i].kind is torch.Tensor else found.numpy()
     beside = tensors[count:]
     generators, buffers = rest.torch_generators, rest.buffers
-    if generators is not None:
+    if generators is not None and not generators.cpu.numel():
         generators = replace(generators, cpu=beside.pop(0))
     if buffers is not None:
         buffers = replace(buffers, copies=tuple(beside))
