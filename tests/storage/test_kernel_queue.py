@@ -10,6 +10,7 @@ import torch
 
 from tapestream.storage import DiskFolder
 from tapestream.storage.kernel_queue import KernelQueue, open_queue
+from tapestream.storage.slabs import Room
 from tapestream.storage.transfer import aligned_empty
 
 PAGE = 4096
@@ -138,3 +139,18 @@ def test_a_system_without_it(monkeypatch):
     assert open_queue() is None
     with pytest.raises(OSError, match="io_setup"):
         KernelQueue((10**6, 0, 0, 0))
+
+
+def test_one_may_be_waited_for_while_another_is_begun(queue, folder, monkeypatch):
+    """On one thread: garbage collection closes calls at any moment."""
+    extents, take = [folder.allocate(5000) for _ in range(2)], Room.take
+    memories = [some(5000, n, 64) for n in range(2)]
+    first = extents[0].start("write", memories[0], 5000, queue)
+    monkeypatch.setattr(Room, "take", lambda room, nbytes: (queue.finish(first), take(room, nbytes))[1])
+    second = extents[1].start("write", memories[1], 5000, queue)
+    assert first.result >= 5000
+    assert queue.finish(second) == 5000
+    for extent, memory in zip(extents, memories, strict=True):
+        back = torch.empty_like(memory)
+        extent.read_into(back)
+        assert torch.equal(back, memory)

@@ -160,7 +160,7 @@ class Extent:
         """Have the kernel move the first ``nbytes`` bytes to or from uint8 CPU memory, which stays as it is until then.
         None where it can't be begun like that: `read_into` and `write_from` always can."""
         slab, granule = self._slab, self._folder.granule
-        if slab is None or slab.closed or self._unflushed or not granule:
+        if slab is None or slab.closed or self._unflushed or not granule or not tensor.is_cpu:
             return None
         if not 0 < nbytes <= min(self.nbytes, tensor.nbytes) or (nbytes % ALIGNMENT and nbytes < self.nbytes):
             return None

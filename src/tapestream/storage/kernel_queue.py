@@ -67,13 +67,13 @@ class KernelQueue:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._context, self._owner = ctypes.c_ulong(0), os.getpid()
         self._pending: dict[int, Pending] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection may come in between, and wait for a transfer
         self._last = 0
         if self._call(setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
             raise OSError(ctypes.get_errno(), "io_setup")
         self._room, bounce = Room(_BOUNCE_NBYTES), mmap.mmap(-1, _BOUNCE_NBYTES)
         self._bounce = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
-        self._order, self._events = _Order(), (_Event * _MOST)()
+        self._order = _Order()
         self._orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(self._order))
         self._one, self._most = ctypes.c_long(1), ctypes.c_long(_MOST)
         self.close = weakref.finalize(
@@ -118,7 +118,7 @@ class KernelQueue:
         return min(pending.result, pending.nbytes)
 
     def _collect(self) -> None:
-        events = self._events
+        events = (_Event * _MOST)()
         count = self._call(self._collect_number, self._context, self._one, self._most, events, None)
         for event in events[: max(0, count)]:  # below 0: a signal came
             pending = self._pending.pop(event.data)

@@ -28,7 +28,7 @@ class Ticket:
 
     @property
     def lane(self) -> Lane:
-        """(source tier, target tier): copies of one lane happen in order of issue."""
+        """(source tier, target tier): copies of one lane begin in order of issue, and small ones may overlap."""
         return self.source.tier, self.target.tier
 
 
