@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
@@ -175,6 +176,7 @@ class BlockCopies:
                     )
                 view.copy_(parameter.data)
                 parameter.data = view
+                increment_version(parameter)  # a call whose backward is still to come must not recompute with it
 
     def device_regions(self, block: int, *, part: int | None = None) -> list[Region]:
         """What a stage that uses the block touches, or the update of one part of its state."""

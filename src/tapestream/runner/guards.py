@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -67,12 +67,24 @@ def escaped(name: str) -> GradientError:
     )
 
 
-def check_versions(name: str, seen: tuple[int, ...], now: tuple[int, ...], what: str = "a state kept for") -> None:
+Mark: TypeAlias = tuple[int, int]
+"""What tells that a tensor was written into, or given other bytes by ``tensor.data = ..``."""
+
+
+def mark(tensor: torch.Tensor) -> Mark:
+    """The version counter, and the address (0 for tensors that have none)."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return tensor._version, tensor.data_ptr() if plain else 0
+
+
+def check_versions(
+    name: str, seen: Sequence[int | Mark], now: Sequence[int | Mark], what: str = "a state kept for"
+) -> None:
     """Raise GradientError when a kept tensor was changed in place since."""
-    if seen != now:
+    if tuple(seen) != tuple(now):
         raise GradientError(
-            f"{what} {name} was modified by an in-place operation after it was kept, so recomputing would use the new "
-            "values; clone() the tensor before changing it"
+            f"{what} {name} was modified by an in-place operation after it was kept, or its .data was replaced, so "
+            "recomputing would use the new values; clone() the tensor before changing it"
         )
 
 

@@ -15,7 +15,7 @@ from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators,
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.graph import next_sequence_number, reached_leaves, user_of
-from tapestream.runner.guards import Guard, Watch, check_versions, escaped
+from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, mark
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.unneeded import LeftOut, end_left_out
@@ -51,14 +51,14 @@ class _Seen:
     torch_generators: TorchGenerators | None
     host_generators: HostGenerators | None
     buffers: BufferSnapshot | None
-    versions: tuple[int, ...]
+    versions: tuple[int | Mark, ...]
 
 
 class Runner:
     """Runs the stages of one live call; a recompute sees what the first run saw.
 
-    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once`` names stages
-    that the schedule runs a single time: what a recompute would need of their run is not looked at.
+    ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once``: stages that
+    run a single time, so that nothing is noted for recomputes. ``resident``: parameters keep their addresses.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Runner:
         device: torch.device,
         hooks: Callable[[int], tuple[Pack, Unpack] | None] | None = None,
         once: Container[int] = (),
+        resident: bool = True,
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
-        self._once = once
-        self.autocast = Autocast.capture(device)
+        self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
@@ -296,8 +296,8 @@ class Runner:
             stack.callback(HostGenerators.capture().restore)
             seen.host_generators.restore()
 
-    def _versions(self, k: int) -> tuple[int, ...]:
-        return tuple(leaf._version for leaf in self.traits[k].leaves)
+    def _versions(self, k: int) -> tuple[int | Mark, ...]:
+        return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)
 
     def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
         name = self.stages[k].name

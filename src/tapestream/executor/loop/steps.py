@@ -17,6 +17,7 @@ from tapestream.executor.loop.stand_ins import StandIns
 from tapestream.executor.loop.sweep import NAME, Sweeps, paired
 from tapestream.executor.loop.traits import Body
 from tapestream.runner.graph import next_sequence_number, reached_leaves
+from tapestream.runner.guards import mark
 from tapestream.runner.state import replica
 
 Cotangent = list[torch.Tensor | None]
@@ -50,7 +51,7 @@ class TensorSteps(Sweeps):
         self._targets = self.stands.targets(body.traits.leaves)
         self._sizes: set[int] = set()
         self._records = 0
-        self._versions = [leaf._version for leaf in body.traits.leaves]
+        self._marks = [mark(leaf) for leaf in body.traits.leaves]
 
     def forward(self, state: Any, start: int, stop: int) -> Any:
         """Stages start .. stop-1, keeping nothing."""
@@ -134,10 +135,11 @@ class TensorSteps(Sweeps):
     def begin_backward(self) -> None:
         """From here on steps are recomputed. Raises GradientError when what they use has changed since."""
         self.first_run = False
-        if self._versions != [leaf._version for leaf in self.traits.leaves]:
+        if self._marks != [mark(leaf) for leaf in self.traits.leaves]:
             raise GradientError(
-                "Loop: a parameter or captured tensor was modified by an in-place operation after the loop had run, so "
-                "recomputing would use the new values; run backward before the optimizer's step, or clone() the tensor"
+                "Loop: a parameter or captured tensor was modified by an in-place operation after the loop had run, or "
+                "its .data replaced, so recomputing would use the new values; run backward before the optimizer's "
+                "step, or clone() the tensor"
             )
         self.keeper.end_forward()
 

@@ -134,8 +134,9 @@ class StreamCall:
         store = self.store  # not self: a call that holds itself would outlive its result
         once = self.prepared.once[segment]
         runner = Runner(
-            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name), once
-        )
+            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name), once,
+            resident=False,
+        )  # fmt: skip
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
