@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.train import keep_steps, writing
-from tapestream.models import ImageBatches, Shapes
+from tapestream.models import GPTConfig, ImageBatches, Shapes
 
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu", "--budget", "8MiB"]
 
@@ -27,6 +29,14 @@ def train(tmp_path: Path, *options: str) -> Any:
     return CliRunner().invoke(make_app(), ["train", *options, *files])
 
 
+def wrong_mask(folder: Path) -> None:
+    """An image and its mask, of label 9."""
+    image = pytest.importorskip("PIL.Image")
+    for name, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), 9))):
+        (folder / name).mkdir()
+        image.fromarray(pixels.astype(numpy.uint8)).save(folder / name / "x.png")
+
+
 def test_a_new_run_does_not_push_out_the_saves_of_another(tmp_path: Path) -> None:
     saves = ("--saves", str(tmp_path / "saves"))
     assert train(tmp_path, *SMALL, "--steps", "2", *saves).exit_code == 0
@@ -34,7 +44,10 @@ def test_a_new_run_does_not_push_out_the_saves_of_another(tmp_path: Path) -> Non
     before, homes = sorted((tmp_path / "saves").rglob("*")), set((tmp_path / "home").iterdir())
     for options, said in (
         ((), "holds saves of an earlier run, the last of them 000001"),
-        (("--width", "128", "--resume"), "holds a run with another config"),
+        (
+            ("--width", "128", "--resume"),
+            "holds a run with another config: width (64 there, 128 here); give the same options",
+        ),
         (("--steps", "2", "--resume"), "holds a run of 2 steps already"),
     ):
         found = train(tmp_path, *SMALL, *saves, *options)
@@ -46,10 +59,7 @@ def test_a_new_run_does_not_push_out_the_saves_of_another(tmp_path: Path) -> Non
 
 
 def test_what_fails_before_the_first_step_leaves_earlier_metrics(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for folder, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), 9))):
-        (tmp_path / folder).mkdir()
-        image.fromarray(pixels.astype(numpy.uint8)).save(tmp_path / folder / "x.png")
+    wrong_mask(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     size = ("--layers", "35", "--width", "4", "--size", "16", "--batch", "1", "--device", "cpu", "--steps", "1")
     wrong = train(tmp_path, "dranet", *size, "--data", str(tmp_path), "--classes", "6")
@@ -60,6 +70,23 @@ def test_what_fails_before_the_first_step_leaves_earlier_metrics(tmp_path: Path)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
+def test_where_no_save_can_be_made_is_told_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be made, and a disk with room for the parameters, not for what the optimizer keeps."""
+    (tmp_path / "file").write_text("")
+    found = train(tmp_path, *SMALL, "--steps", "9", "--saves", str(tmp_path / "file" / "saves"))
+    assert found.exit_code == 2
+    assert "could not save in" in found.stderr
+    assert "training" not in found.stderr
+    parameters = 4 * GPTConfig(2, 64, 1, vocabulary=256, context=32).parameters
+    for room, steps in ((parameters - 1, 0), (parameters + 100_000, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: namedtuple("Usage", "free")(room))
+        found = train(tmp_path, *SMALL, "--steps", "9", "--saves", str(tmp_path / "saves"))
+        assert found.exit_code == 2
+        assert f"{room} bytes are free on this disk" in found.stderr
+        assert found.stderr.count("training") == steps
+    assert list((tmp_path / "saves").iterdir()) == []
+
+
 def test_metrics_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"st')
@@ -67,6 +94,20 @@ def test_metrics_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
         with writing(path, append=True) as lines:
             keep_steps(lines, first)
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(left))
+
+
+def test_what_a_worker_finds_wrong_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """A process of its own: with the exception on its way, its end must not wait for workers that hear no signals."""
+    wrong_mask(tmp_path)
+    command = [
+        sys.executable, "-m", "tapestream.cli.app", "train", "dranet", "--layers", "35", "--width", "4", "--size", "16",
+        "--steps", "1", "--device", "cpu", "--workers", "1", "--data", str(tmp_path), "--classes", "6", "--metrics",
+        str(tmp_path / "metrics.jsonl"),
+    ]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert found.returncode == 2
+    assert "x.png holds the label 9, but there are 6 classes" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_batches_from_workers_are_the_same_batches() -> None:

@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     (weights,) = (tmp_path / "saves").glob("*/model/model.safetensors")
     whole_file = weights.read_bytes()
     weights.write_bytes(whole_file[:-1] + bytes([whole_file[-1] ^ 4]))
-    damaged = CliRunner().invoke(make_app(), ["train", *SMALL, *home, *saves, "--resume"])
+    damaged = CliRunner().invoke(make_app(), ["train", *SMALL, *home, *saves, "--resume", "--metrics", str(metrics)])
     assert damaged.exit_code == 2
     assert "have changed; this save cannot be used" in damaged.stderr
     weights.write_bytes(whole_file)

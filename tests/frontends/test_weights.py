@@ -163,7 +163,11 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (parts / "part-1.safetensors").unlink()
     strange = save_parts(CASE.model(), tmp_path / "strange")
     (strange / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    damaged = [save_parts(CASE.model(), tmp_path / f"damaged-{number}") for number in range(4)]
+    for folder, text in zip(damaged, ('{"weight_map": {"a', "[]", '{"weight_map": []}', "\x00"), strict=True):
+        (folder / "model.safetensors.index.json").write_text(text)
     for source, error, text in (
+        *((folder, InputError, "index.json is not an index of safetensors files .*; save") for folder in damaged),
         (tmp_path / "nowhere", InputError, "there is no such file or folder"),
         (tmp_path / "empty", InputError, "0 .safetensors files and 0 indices; save with save_pretrained"),
         (pickled, InputError, "is not a .safetensors file; no other kind is read"),

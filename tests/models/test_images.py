@@ -65,11 +65,14 @@ def bad_folders(root: Path) -> dict[str, Any]:
     write(root / "colour" / "masks" / "x.png", white)
     write(root / "labels" / "images" / "x.png", white)
     write(root / "labels" / "masks" / "x.png", numpy.full((4, 4), 7))
+    write(root / "one" / "a" / "x.png", white)
+    write(root / "broken" / "b" / "x.png", white)
     write(root / "broken" / "a" / "x.png", white)
     (root / "broken" / "a" / "x.png").write_bytes(b"\x89PNG and no more")
     return {
         "no folder": lambda: ClassFolders(root / "nowhere", 4),
         "no subfolders with images": lambda: ClassFolders(root / "empty", 4),
+        "one class only, 'a'": lambda: ClassFolders(root / "one", 4),
         "holds no images": lambda: MaskFolders(root / "empty", 4, 2),
         "1 of 1 images have no mask": lambda: MaskFolders(root / "lacking", 4, 2),
         r"5 x 4 pixels and its image .* 4 x 4": lambda: MaskFolders(root / "sizes", 4, 2),

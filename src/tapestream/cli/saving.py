@@ -12,6 +12,7 @@ import tapestream as ts
 from tapestream.cli.loop import Job, Report
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
+from tapestream.frontends.saving.save import save_nbytes
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,7 +24,7 @@ class Saver:
         self._folder, self._every, self._job = folder, every, job
         self._parts: dict[str, Any] = {}
         self._progress: Report | None = None
-        self._asked = False
+        self._asked = self._stepped = False
         self.stopped_by: signal.Signals | None = None
 
     def begin(self, *, resume: bool) -> tuple[Job, int]:
@@ -43,10 +44,10 @@ class Saver:
         mine = self._identity()
         other = [name for name in mine if name != "warmup" and saved.get(name) != mine[name]]
         if other:
-            name = other[0]
+            what = _difference(other[0], saved.get(other[0]), mine[other[0]])
             raise InputError(
-                f"{self._folder} holds a run with another {name} ({saved.get(name)!r} there, {mine[name]!r} here); "
-                "give the same options as then, or save in another folder"
+                f"{self._folder} holds a run with another {what}; give the same options as then, or save in another "
+                "folder"
             )
         if done >= self._job.steps:
             raise InputError(f"{self._folder} holds a run of {done} steps already; ask for more with --steps")
@@ -54,18 +55,31 @@ class Saver:
         return self._job, done
 
     def holds(self, parts: dict[str, Any], progress: Report, *, load: bool) -> None:
-        """``parts`` are saved, and with ``load`` brought to where the last save was made."""
+        """``parts`` are saved, and with ``load`` brought to where the last save was made.
+
+        Raises StorageError where no save can be made: now, and after the first step, not at the end of the training.
+        """
         self._parts, self._progress = parts, progress
-        if load and self._folder is not None:
+        if self._folder is None:
+            return
+        self._check_room()
+        if load:
             ts.load(self._folder, progress=progress, **parts)
 
     def after(self, step: int, *, last: bool) -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""
         due = last or self._asked or (self._every > 0 and step % self._every == 0)
+        if self._folder is not None and not self._stepped and not due:
+            self._check_room()  # also for what the optimizer keeps from now on
+        self._stepped = True
         if self._folder is not None and due:
             self._asked = False
             ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=self._progress)
         return self.stopped_by is None
+
+    def _check_room(self) -> None:
+        assert self._folder is not None
+        Saves(self._folder).check_room(save_nbytes(**self._parts))
 
     def _refuse_earlier(self) -> None:
         found = Saves(self._folder).complete() if self._folder is not None else []
@@ -100,3 +114,12 @@ class Saver:
         """What must be the same for a run to be gone on with; budgets, homes and the device may change."""
         found = self._job.to_json()
         return {name: found[name] for name in ("config", "data", "batch", "sequence", "optimizer", "warmup", "rate")}
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    """What of it differs first."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in here:
+            if there.get(key) != here[key]:
+                return _difference(f"{name}: {key}" if name == "config" else key, there.get(key), here[key])
+    return f"{name} ({there!r} there, {here!r} here)"

@@ -111,7 +111,7 @@ def writing(path: Path, *, append: bool = False) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+" if append else "w", encoding="utf-8")
     except OSError as error:
-        raise StorageError(error.errno, f"cannot write {path}: {error.strerror}; give another place") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; give another place") from error
 
 
 def tell(lines: TextIO, record: Record, first: int) -> None:

@@ -166,8 +166,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.seed = config, seed
         with _made_once(self):
-            self.token = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
-            self.position = nn.Embedding(config.context, config.width, dtype=config.dtype)
+            self.token, self.position = (
+                nn.Embedding(rows, config.width, _weight=torch.empty(rows, config.width, dtype=config.dtype))
+                for rows in (config.vocabulary, config.context)  # given none it draws on meta: seconds of imports
+            )
             self.dropout = nn.Dropout(config.dropout)
             parts = [("attention",), ("mlp",)] if config.halves else [("attention", "mlp")]
             self.blocks = nn.ModuleList(

@@ -45,7 +45,7 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
             raise InputError(f"ImageBatches: batch must be at least 1 and workers 0, not {batch} and {workers}")
         self._samples, self._batch, self._seed, self._workers = samples, batch, seed, workers
         self._drawn = 0
-        self._ahead: list[Iterator[tuple[Tensor, Tensor]]] = []  # one, once it is needed
+        self._ahead: list[Any] = []  # one iterator, once it is needed
 
     def __iter__(self) -> Self:
         return self
@@ -54,10 +54,13 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         if self._workers and not self._ahead:
             numbers = itertools.count(self._drawn)
             self._ahead.append(iter(DataLoader(
-                self, batch_size=None, sampler=numbers, num_workers=self._workers, worker_init_fn=_hear_no_signals
+                _Telling(self), batch_size=None, sampler=numbers, num_workers=self._workers,
+                worker_init_fn=_hear_no_signals,
             )))  # fmt: skip
             atexit.register(_stop, weakref.ref(self))  # before Python sends workers SIGTERM and waits for their end
         found = next(self._ahead[0]) if self._ahead else self[self._drawn]
+        if isinstance(found, InputError):
+            raise found
         self._drawn += 1
         return found
 
@@ -87,6 +90,19 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
 
     def _identity(self) -> dict[str, int]:
         return {"samples": len(self._samples), "batch": self._batch, "seed": self._seed}
+
+
+class _Telling(Dataset[Any]):
+    """Batches, or what is wrong with them, for another process to raise: workers make their traceback the text."""
+
+    def __init__(self, batches: ImageBatches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor] | InputError:
+        try:
+            return self._batches[number]
+        except InputError as error:
+            return InputError(str(error))
 
 
 class Digits:
@@ -131,6 +147,10 @@ class ClassFolders:
             raise InputError(
                 f"{folder} has no subfolders with images ({', '.join(sorted(_ENDINGS))}); put the images of each class "
                 "into a subfolder of their own"
+            )
+        if len(names) == 1:
+            raise InputError(
+                f"{folder} has one class only, {names[0]!r}; name the folder whose subfolders are the classes"
             )
         self.classes, self._found, self._size = len(names), found, size
 
@@ -240,8 +260,8 @@ class Shapes:
 
 def _stop(batches: "weakref.ref[ImageBatches]") -> None:
     found = batches()
-    if found is not None:
-        found._ahead.clear()
+    while found is not None and found._ahead:
+        found._ahead.pop()._shutdown_workers()  # forgetting it is not enough where an exception's frames remember
 
 
 def _hear_no_signals(_: int) -> None:

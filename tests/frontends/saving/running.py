@@ -1,10 +1,14 @@
-"""A small training run that saves as it goes, also as a process of its own: ``python running.py JSON``."""
+"""A small training run that saves as it goes, also as a process of its own: ``python running.py JSON``; without JSON
+a process that forks one for each line of JSON it is given, which saves their imports."""
 
 import hashlib
 import json
+import os
 import random
 import resource
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +91,31 @@ class Run:
         return found.hexdigest()
 
 
+class Operations:
+    """File operations of the main thread while ``counting``: the process is killed just before number ``last``, as by
+    ``kill -9``."""
+
+    def __init__(self, last: int) -> None:
+        self.counting, self.seen, self._last = False, 0, last
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, _: Any) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        if self.counting and main and event.startswith(("open", "os.", "shutil.")):
+            if self.seen == self._last:
+                self.counting = False  # the next line is one too
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seen += 1
+
+
+def say(line: str) -> None:
+    """All of it or, when killed, nothing."""
+    os.write(1, f"{line}\n".encode())
+
+
 def main(job: dict[str, Any]) -> None:
-    """Go on from the last save, if there is one, saving after every step."""
+    """Go on from the last save, if there is one, saving after every step. ``most``: steps to take, then to wait for the
+    end; ``killed_at``: the number of the file operation within saves that it does not live to see."""
     torch.set_num_threads(1)
     home, saves = Path(job["home"]), Path(job["saves"])
     if job.get("allowed"):
@@ -96,15 +123,31 @@ def main(job: dict[str, Any]) -> None:
         lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         data = next(int(words[1]) * 1024 for words in lines if words[0] == "VmData:")
         resource.setrlimit(resource.RLIMIT_DATA, (data + job["allowed"],) * 2)
+    operations = Operations(job.get("killed_at", -1))
+    say(f"ready {os.getpid()}")
     run = Run(home, **job.get("options", {}))
     if saves.exists() and any(saves.glob("0*/manifest.json")):
         run.load(saves)
-    print("ready", flush=True)
-    while run.step < job["steps"]:
+    for _ in range(min(job["steps"] - run.step, job.get("most", job["steps"]))):
         run.train(1)
+        operations.counting = True
         run.save(saves)
-    print(json.dumps({"digest": run.digest()}), flush=True)
+        operations.counting = False
+        say(f"saved {operations.seen}")
+    if run.step < job["steps"]:
+        signal.pause()
+    say(json.dumps({"digest": run.digest()}))
+
+
+def nursery() -> None:
+    """One child at a time; says afterwards how it ended."""
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            main(json.loads(line))
+            return
+        say(f"ended {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1])) if sys.argv[1:] else nursery()

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy
@@ -14,7 +15,9 @@ from running import Run
 from torch import nn
 
 import tapestream as ts
+from tapestream.frontends.saving import folder as saving_folder
 from tapestream.frontends.saving import shards
+from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.tree import pack, unpack
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -74,6 +77,10 @@ def test_files_are_those_of_hugging_face(tmp_path: Path, monkeypatch: pytest.Mon
     for name, tensor in model.state_dict().items():
         assert torch.equal(read.state_dict()[name], tensor), name
         assert torch.equal(streamed.state_dict()[name], tensor), name
+    back = ts.save(tmp_path / "back", model=streamed) / "model"
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in back.iterdir()) == names
+    assert all((back / name).read_bytes() == (folder / name).read_bytes() for name in names)
     ts.unstream(streamed)
 
 
@@ -93,10 +100,39 @@ def test_only_the_last_saves_are_kept(tmp_path: Path) -> None:
     (tmp_path / "000000.txt").write_text("mine")
     folders = [ts.save(tmp_path, keep=2, step=i) for i in range(4)]
     assert [f.exists() for f in folders] == [False, False, True, True]
+    Saves(tmp_path).settle()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["000000.txt", "000003", "000004", "notes"]
     assert ts.load(tmp_path)["step"] == 3
     assert ts.load(folders[2])["step"] == 2
     assert all(p.stat().st_mode & 0o077 == 0 for p in folders[3].rglob("*"))
+
+
+def test_removal_goes_on_behind_and_the_next_save_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that room is counted when it is there."""
+    begun, go, remove = Event(), Event(), saving_folder.remove_locked
+
+    def slowly(path: Path) -> None:
+        begun.set()
+        go.wait()
+        remove(path)
+
+    monkeypatch.setattr(saving_folder, "remove_locked", slowly)
+    first = ts.save(tmp_path, keep=1, step=1)
+    second = ts.save(tmp_path, keep=1, step=2)
+    assert begun.wait(60)
+    assert not first.exists()
+    left = [path for path in tmp_path.iterdir() if path != second]
+    assert len(left) == 1
+    assert Saves(tmp_path).unfinished() == []  # somebody is at work on it
+    saving = Thread(target=ts.save, args=(tmp_path,), kwargs={"keep": 1, "step": 3})
+    saving.start()
+    saving.join(0.2)
+    assert saving.is_alive()
+    assert second.exists()
+    go.set()
+    saving.join()
+    Saves(tmp_path).settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["000003"]
 
 
 def test_a_save_whose_removal_was_cut_short_goes_with_the_next(tmp_path: Path) -> None:

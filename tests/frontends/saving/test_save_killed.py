@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-STEPS = 12
+MOST = 3  # steps that a child takes before it waits to be killed, so that every kill hits one
 # Freed memory goes back to the system, so that the limit is one of what is used.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -29,21 +29,72 @@ def finished(job: dict[str, Any]) -> str:
     return str(json.loads(out.splitlines()[-1])["digest"])
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.full)])
+class Nursery:
+    """Forks children that say when they are ready, and after each save how many file operations all have taken."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("running.py")
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, str(script)], **pipes, env={**os.environ, **ENVIRONMENT})
+        self._child = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def start(self, job: dict[str, Any]) -> None:
+        """Returns when it has its imports."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        self._child = int(self.line().removeprefix("ready "))
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip()
+
+    def lines(self) -> list[str]:
+        """All to the end of the child, and how it ended."""
+        found: list[str] = []
+        while not found or not found[-1].startswith("ended "):
+            found.append(self.line())
+            assert found[-1], "the nursery has ended"
+        return found
+
+    def kill(self) -> None:
+        os.kill(self._child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path) -> None:
-    """Resumed each time, the end is that of the run that was let alone."""
-    expected = finished({"home": str(tmp_path / "home"), "saves": str(tmp_path / "alone"), "steps": STEPS})
-    job = {"home": str(tmp_path / "home"), "saves": str(tmp_path / "saves"), "steps": STEPS}
-    moments = random.Random(0)
-    for _ in range(kills):
-        with child(job) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(moments.uniform(0, 0.15))
-            process.send_signal(signal.SIGKILL)
-    assert finished(job) == expected
+    """Resumed each time, the end is that of the run that was let alone. Every other one is killed from outside at some
+    moment of its start or its first steps, the others just before some file operation of their saves."""
+    steps, moments, halves = MOST * (kills + 1), random.Random(0), 0
+    job = {"home": str(tmp_path / "home"), "saves": str(tmp_path / "alone"), "steps": steps}
+    with Nursery() as nursery:
+        nursery.start(job)
+        begin = time.monotonic()
+        operations = [int(nursery.line().removeprefix("saved ")) for _ in range(MOST)][-1]
+        seconds = time.monotonic() - begin
+        expected = nursery.lines()[-2]
+        job["saves"] = str(tmp_path / "saves")
+        for number in range(kills):
+            if number % 2:
+                nursery.start({**job, "most": MOST, "killed_at": moments.randrange(operations)})
+            else:
+                nursery.start({**job, "most": MOST})
+                time.sleep(moments.uniform(0, seconds))
+                nursery.kill()
+            assert nursery.lines()[-1] == f"ended {-signal.SIGKILL}"
+            halves += len(list((tmp_path / "saves").glob(".saving-*")))
+        nursery.start(job)
+        assert nursery.lines()[-2:] == [expected, "ended 0"]
+    assert halves >= kills // 4, "too few were killed within a save"
     left = [p.name for p in (tmp_path / "saves").iterdir()]
-    assert sorted(left) == [f"{STEPS - 1:06d}", f"{STEPS:06d}"]
+    assert sorted(left) == [f"{steps - 1:06d}", f"{steps:06d}"]
 
 
 @pytest.mark.full

@@ -3,17 +3,27 @@
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage.locked import dead_folders, locked_folder, remove_dead, remove_locked
+from tapestream.storage.locked import (
+    dead_folders,
+    locked_again,
+    locked_folder,
+    remove_dead,
+    remove_locked,
+    unlock,
+    wait_for,
+)
 from tapestream.units import format_nbytes
 
 MANIFEST = "manifest.json"
 _NUMBER = re.compile(r"\d{6,}")
 _UNFINISHED = ".saving-"
+_PUSHED_OUT = re.compile(r"\.saving-\d{6,}-\d+")
 
 
 class Saves:
@@ -44,6 +54,12 @@ class Saves:
         """What runs that were killed while saving have left; the next save removes it."""
         return dead_folders(self.path, _UNFINISHED)
 
+    def settle(self) -> None:
+        """Return when all is removed that saves of this or another process have pushed out."""
+        for path in self.path.glob(f"{_UNFINISHED}*"):
+            if _PUSHED_OUT.fullmatch(path.name):
+                wait_for(path)
+
     def check_room(self, nbytes: int) -> None:
         """Raise StorageError unless the folder is there, or can be made, and a save of ``nbytes`` fits on its disk."""
         try:
@@ -61,9 +77,12 @@ class Saves:
     def new(self, nbytes: int, *, keep: int) -> Iterator[Path]:
         """A folder to write the next save in, which becomes one when the block ends without an exception.
 
-        Then all but the last ``keep`` saves are removed. Raises StorageError when ``nbytes`` do not fit on the disk.
+        Then all but the last ``keep`` saves are removed, on a thread: freeing bytes takes a disk up to a third of the
+        time of writing them, and nothing waits for it but the next save and the end of the process. Raises
+        StorageError when ``nbytes`` do not fit on the disk.
         """
         try:
+            self.settle()
             for left in self.unfinished():
                 with suppress(OSError):
                     remove_dead(left)
@@ -79,9 +98,9 @@ class Saves:
                 remove_locked(work)
             raise
         finally:
-            os.close(lock)
+            unlock(lock)
         for old in self.complete()[:-keep]:
-            self._remove(old)
+            self._push_out(old)
 
     def _finish(self, work: Path) -> Path:
         try:
@@ -103,12 +122,22 @@ class Saves:
         numbers = [int(p.name) for p in self.path.iterdir() if _NUMBER.fullmatch(p.name)]
         return max(numbers, default=0) + 1
 
-    def _remove(self, old: Path) -> None:
-        """Out of sight first, so that what is half removed is no save; its lock, which nobody holds, tells that."""
+    def _push_out(self, old: Path) -> None:
+        """Out of sight first, so that what is half removed is no save; killed meanwhile, nobody holds its lock."""
         gone = self.path / f"{_UNFINISHED}{old.name}-{os.getpid()}"
         with suppress(OSError):
-            old.rename(gone)
-            remove_locked(gone)
+            lock = locked_again(old)
+            try:
+                old.rename(gone)
+                threading.Thread(target=_remove, args=(gone, lock), name="tapestream-remove").start()
+            except (OSError, RuntimeError):  # another process was first; or this one ends, and takes no new threads
+                unlock(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    with suppress(OSError):
+        remove_locked(folder)
+    unlock(lock)
 
 
 def _to_disk(folder: Path) -> None:

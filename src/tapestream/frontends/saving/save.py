@@ -50,12 +50,8 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
         raise InputError(f"keep={keep} was asked for; at least one save must be kept: keep=1 or more")
     if not parts or _GENERATORS in parts:
         raise InputError(f"save() needs parts by name (model=model, optimizer=optimizer), none of them {_GENERATORS!r}")
-    trees: dict[str, Any] = {}
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, part in {**parts, _GENERATORS: _generators()}.items():
-        _check_name(name)
-        trees[name], tensors[name] = pack(state_of(part), name)
-    total, done = sum(t.nbytes for found in tensors.values() for t in found.values()), 0
+    trees, tensors = _packed({**parts, _GENERATORS: _generators()})
+    total, done = _nbytes(tensors), 0
 
     def written(nbytes: int) -> None:
         nonlocal done
@@ -76,6 +72,11 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
         manifest = _manifest(parts, trees, places)
         write_text(folder / MANIFEST, json.dumps({"crc32": _sum_of(manifest), "save": manifest}))
     return saves.made
+
+
+def save_nbytes(**parts: Any) -> int:
+    """Bytes of the tensors that `save` would write now. Raises InputError for what cannot be saved."""
+    return _nbytes(_packed({**parts, _GENERATORS: _generators()})[1])
 
 
 def load(
@@ -106,6 +107,20 @@ def load(
         part.load_state_dict(trees[name] if copies else _own(trees[name]))
     _set_generators(trees.pop(_GENERATORS))
     return {name: _own(tree) for name, tree in trees.items() if name not in parts}
+
+
+def _packed(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """By part, the JSON for its state and the tensors in it."""
+    trees: dict[str, Any] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for name, part in parts.items():
+        _check_name(name)
+        trees[name], tensors[name] = pack(state_of(part), name)
+    return trees, tensors
+
+
+def _nbytes(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> int:
+    return sum(t.nbytes for found in tensors.values() for t in found.values())
 
 
 def _manifest(
