@@ -17,6 +17,7 @@ from tapestream.frontends.module.home import Home
 from tapestream.frontends.module.optimizer import optimizer
 from tapestream.frontends.module.stream import stream, unstream
 from tapestream.frontends.plan import plan, report, verify
+from tapestream.frontends.program.program import Program
 from tapestream.frontends.saving.save import load, save
 from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
@@ -40,6 +41,7 @@ __all__ = [
     "Machine",
     "Plan",
     "Profile",
+    "Program",
     "Schedule",
     "ScheduleError",
     "Simulation",

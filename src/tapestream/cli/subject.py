@@ -118,7 +118,7 @@ def _hugging_face(target: str, wish: Wish, config: Any, cls: type[nn.Module], ma
 
 def _made(target: str, wish: Wish) -> Subject:
     """``module:factory``. The factory is called here once on meta, to see what it returns."""
-    factory = _imported(target)
+    factory = imported(target)
 
     def make() -> nn.Module:
         return _called(target, factory)[0]
@@ -156,7 +156,8 @@ def _made(target: str, wish: Wish) -> Subject:
     )
 
 
-def _imported(target: str) -> Callable[[], Any]:
+def imported(target: str) -> Callable[[], Any]:
+    """The function that ``module:function`` names. Raises InputError where there is none."""
     name, _, attribute = target.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` would; an installed command does not look there

@@ -26,3 +26,16 @@ def unseen_seed() -> GradientError:
         "Program: torch's random generator was set inside the program in a way that cannot be seen; use "
         "torch.manual_seed() or torch.set_rng_state()"
     )
+
+
+def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:
+    """``tensor`` was made inside by the node ``maker``, or (None) shows memory of one that was; no call showed how."""
+    if maker is None:
+        return GradientError(
+            f"Program: a tensor of shape {tuple(tensor.shape)} shows memory of a tensor made inside the program, and "
+            "no torch call showed how; clone() it"
+        )
+    return GradientError(
+        f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {maker}, which no torch call "
+        "showed (a C++ extension, say); wrap that call in a torch.autograd.Function"
+    )

@@ -71,13 +71,14 @@ class Keeper:
         self._held: set[int] = set()  # storages that some restart checkpoint holds without a copy of its own
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def found(self, k: int, storage: int) -> None:
-        """External tensor ``k`` was met for the first time; others over its memory may have been written into."""
-
     def keep(self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]]) -> None:
         """A restart checkpoint before ``operation``."""
         entries = {n: Entry.of(t, storage, private=False) for n, (t, storage) in alive.items()}
         entries.update({n: Entry.of(t, storage, private=False) for n, (t, storage) in self._written.items()})
+        # Memory that is not torch's own (an array's) may be written into by others, and no version would tell.
+        foreign = {e.storage for e in entries.values() if _foreign(e.tensor)}
+        for storage in foreign:
+            entries.update(copied({n: e for n, e in entries.items() if e.storage == storage}))
         self._held.update(e.storage for e in entries.values())
         self.kept[operation] = Kept(operation, entries, self.generators())
 
@@ -125,6 +126,10 @@ class Keeper:
     def nbytes(self, record: Record) -> int:
         """Bytes that restart checkpoints hold beside the caller's own, each storage once."""
         return sum(held_nbytes(self.kept.values(), record).values())
+
+
+def _foreign(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
 
 def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:

@@ -50,11 +50,14 @@ class _Held:
 
 @dataclass(slots=True)
 class Kinds:
-    """Numbers of kinds, the same for all calls of a program. ``transient_nbytes``: by kind and shapes of tensors, what
-    a call takes while it runs beside what it leaves."""
+    """Numbers of kinds, the same for all calls of a program. By kind and tensors' shapes, dtypes and need of gradients,
+    ``transient_nbytes``: what a call takes while it runs beside what it leaves, ``reverse_nbytes``: what its backward
+    takes beside the gradients that it gives, ``taken_nbytes``: what the last such call took and left."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
     transient_nbytes: dict[Any, int] = field(default_factory=dict)
+    reverse_nbytes: dict[Any, int] = field(default_factory=dict)
+    taken_nbytes: dict[Any, int] = field(default_factory=dict)
 
     def number(self, key: Any) -> int:
         """That of ``key``, a new one if it was never seen."""

@@ -2,11 +2,14 @@
 
 from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 
+from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
+from tapestream.executor.program.values import Ref, address_of
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
@@ -25,26 +28,34 @@ class Ambient(NamedTuple):
 
 @dataclass(slots=True)
 class External:
-    """A tensor that the program did not make. ``version``: when the program had ended."""
+    """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at``, and when the
+    program had ended. ``held``: the same without its graph, over the memory that it had at first."""
 
     tensor: torch.Tensor
     storage: int
     leaf: bool
-    version: int = 0
+    held: torch.Tensor
+    version: int
+    at: int
     last_use: int = -1
+
+    @property
+    def moved(self) -> bool:
+        """Whether it shows other memory now (its ``.data`` was set)."""
+        return self.tensor.layout is torch.strided and address_of(self.tensor) != address_of(self.held)
 
 
 @dataclass(slots=True)
 class Record:
     """Operations by number: pattern, ambient, arguments, results, seconds; of what autograd saved, the storages, how
     often it saved (``packs``), and the bytes that no value shows (``inner_nbytes``: made inside the operation);
-    ``transient_nbytes`` that it takes while it runs.
+    ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it.
 
-    Values (tensors made by operations) by number: the operation that made it, the last one that uses it (``len(self)``
-    for results of the program), the one before which the program let go of it (`ALIVE`: it has not), its storage, the
-    bytes of its cotangent. An argument is a value's number, or ``~k`` for external tensor k. ``writes``: by storage,
-    the operations that write into it. ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
-    0 where the program draws nothing.
+    Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
+    before which the program let go of it (`ALIVE`: it has not), its storage, the bytes of its cotangent. An argument
+    is a value's number, or ``~k`` for external tensor k. ``writes``: by storage, the operations that write into it.
+    ``draws_nbytes``: what a restart checkpoint takes for the states of generators, 0 where the program draws nothing.
+    ``hidden``: of each opaque operation. ``spoilt``: why nothing may be run again.
     """
 
     kinds: Kinds
@@ -54,14 +65,15 @@ class Record:
     ambient: "array[int]" = field(default_factory=lambda: array("H"))
     seconds: "array[float]" = field(default_factory=lambda: array("f"))
     saves: "array[int]" = field(default_factory=lambda: array("i"))
-    save_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    save_ends: "array[int]" = field(default_factory=lambda: array("I"))
     packs: "array[int]" = field(default_factory=lambda: array("H"))
     inner_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     transient_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
+    reverse_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     arguments: "array[int]" = field(default_factory=lambda: array("i"))
-    argument_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    argument_ends: "array[int]" = field(default_factory=lambda: array("I"))
     results: "array[int]" = field(default_factory=lambda: array("i"))
-    result_ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    result_ends: "array[int]" = field(default_factory=lambda: array("I"))
     birth: "array[int]" = field(default_factory=lambda: array("i"))
     last_use: "array[int]" = field(default_factory=lambda: array("i"))
     death: "array[int]" = field(default_factory=lambda: array("i"))
@@ -72,6 +84,8 @@ class Record:
     writes: "dict[int, array[int]]" = field(default_factory=dict)
     externals: list[External] = field(default_factory=list)
     draws_nbytes: int = 0
+    hidden: dict[int, Hidden] = field(default_factory=dict)
+    spoilt: str | None = None
 
     def __post_init__(self) -> None:
         self.patterns = Patterns(self.kinds)
@@ -91,6 +105,17 @@ class Record:
         """The call of operation ``k``."""
         return self.patterns.all[self.calls[k]]
 
+    def see(self, one: "Ref | External", tensor: torch.Tensor) -> None:
+        """``tensor`` is used: something that no torch call showed may have written into it since it was last seen."""
+        if tensor._version == one.version:
+            return
+        if not self.written_since(one.storage, one.at):
+            self.spoilt = (
+                f"a tensor of shape {tuple(tensor.shape)} was written into inside the program by something that no "
+                "torch call showed (another thread, a C++ extension, an autograd.Function that captured it)"
+            )
+        one.version, one.at = tensor._version, len(self)
+
     def written_since(self, storage: int, operation: int) -> bool:
         """Whether ``operation`` or a later one writes into ``storage``."""
         found = self.writes.get(storage)
@@ -98,17 +123,20 @@ class Record:
 
     def shape(self) -> tuple[Any, ...]:
         """Equal for records that one plan serves: the same kinds of calls on the same values."""
-        kinds = array("I", [self.patterns.all[call].kind for call in self.calls])
-        values = (self.ambient, self.arguments, self.argument_ends, self.results, self.storage, self.storage_nbytes,
-                  self.saves, self.save_ends, self.packs, self.inner_nbytes, self.cotangent_nbytes)  # fmt: skip
+        found = blake2b(array("I", [self.patterns.all[call].kind for call in self.calls]))
+        for values in (self.ambient, self.arguments, self.argument_ends, self.results, self.storage,
+                       self.storage_nbytes, self.saves, self.save_ends, self.packs, self.inner_nbytes,
+                       self.cotangent_nbytes):  # fmt: skip
+            found.update(len(values).to_bytes(8, "little"))
+            found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
         leaves = tuple((e.tensor.requires_grad, e.leaf) for e in self.externals)
-        return kinds.tobytes(), tuple(a.tobytes() for a in values), tuple(self.ambients), written, leaves
+        return found.digest(), tuple(self.ambients), written, leaves
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""
         arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.inner_nbytes,
-                  self.transient_nbytes, self.arguments, self.argument_ends, self.results, self.result_ends,
-                  self.birth, self.last_use, self.death, self.cotangent_nbytes, self.storage, self.storage_nbytes,
-                  self.storage_external)  # fmt: skip
+                  self.transient_nbytes, self.reverse_nbytes, self.arguments, self.argument_ends, self.results,
+                  self.result_ends, self.birth, self.last_use, self.death, self.cotangent_nbytes, self.storage,
+                  self.storage_nbytes, self.storage_external)  # fmt: skip
         return sum(a.itemsize * len(a) for a in arrays)

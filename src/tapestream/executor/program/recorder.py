@@ -6,6 +6,7 @@ own, and errors are PyTorch's. Tensors live as long as the program itself, the t
 """
 
 import contextlib
+import functools
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,16 +17,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.ambients import ambient_now, unseen_seed
+from tapestream.executor.program.ambients import ambient_now, unseen_seed, unshown
+from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.record import ALIVE, Ambient, External, Record
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
-from tapestream.executor.program.values import Ref, address_of
-from tapestream.executor.program.writes import check_allowed, written
+from tapestream.executor.program.trials import Trials
+from tapestream.executor.program.values import Ref, address_of, nbytes_of
+from tapestream.executor.program.writes import check_allowed, check_changed, written
 from tapestream.runner.graph import next_sequence_number
-from tapestream.storage.meter import profiling, track_memory
 
 Operation = Callable[[int, int], None]
 
@@ -34,23 +36,28 @@ class Recorder(TorchFunctionMode):
     """One sweep. ``between`` is called before each operation, with its number and the bytes saved for backward so far:
     the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on (``taking``).
 
-    ``alive_nbytes``: of what the program has made and still holds. ``largest_nbytes``: the most that one operation has
-    made or saved.
+    ``alive_nbytes``: of what the program has made and still holds. ``next_nbytes``: what the next operation is to
+    take, with what it makes and saves, as far as that can be known. ``spare`` says whether so many bytes may be used
+    for a moment.
     """
+
+    spare: Callable[[int], bool] = staticmethod(lambda nbytes: True)
 
     def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
         super().__init__()
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
         self.taking = True
-        self.saved_nbytes = self.alive_nbytes = self.largest_nbytes = 0
+        self.saved_nbytes = self.alive_nbytes = self.next_nbytes = self._largest_nbytes = 0
         self._values: dict[int, Ref] = {}
         self._external: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
-        self._counted: set[int] = set()
+        self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
         self._ambients: dict[Ambient, int] = {}
         self._epoch = 0
         self._inside = False
+        self._hidden: Hidden | None = None
+        self._trials = Trials(record.kinds, keeper.device)
         self._since = next_sequence_number()
         self._seed = torch.initial_seed()
         self._kinds = ("cpu", keeper.device.type) if keeper.device.type != "cpu" else ("cpu",)
@@ -74,6 +81,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside:
+            if self._hidden is not None:
+                self._hidden.see(args, kwargs)
             return func(*args, **kwargs)
         return self._call(func, args, kwargs)
 
@@ -81,9 +90,18 @@ class Recorder(TorchFunctionMode):
         """See `Listener`: a call of an autograd.Function."""
         if self._inside:
             return function(*args)
-        return self._call(function, args, {})
+        self._hidden, k = Hidden(), len(self.record)
+        try:
+            out = self._call(function, args, {})
+            self._inside = True
+            if len(self.record) > k:
+                self._hidden.end(tensors_of((args, out), []))
+                self.record.hidden[k] = self._hidden
+            return out
+        finally:
+            self._hidden, self._inside = None, False
 
-    def seeding(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `Listener`."""
         if self._inside:
             return function(*args)
@@ -98,6 +116,10 @@ class Recorder(TorchFunctionMode):
     def alive(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Values that somebody holds, by number, with their storage's number."""
         return {r.value: (t, r.storage) for r in list(self._values.values()) if (t := r()) is not None}
+
+    def forget(self) -> None:
+        """Watch no values any more: what is alive would keep all this, and the tape, until cycles are collected."""
+        self._values.clear()
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """A value's number, ``~k`` for an external tensor, None for one never seen."""
@@ -119,9 +141,11 @@ class Recorder(TorchFunctionMode):
 
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], always: bool) -> Any:
         record, k = self.record, len(self.record)
-        self.between(k, self.saved_nbytes)
         tensors: list[torch.Tensor] = []
         pattern = record.patterns.number(func, args, kwargs, tensors)
+        kind = record.patterns.all[pattern].kind, *[(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        self.next_nbytes = self._trials.expected(kind, tensors, self._largest_nbytes)
+        self.between(k, self.saved_nbytes)
         ambient = self._ambient()
         numbers = [self._number(t) for t in tensors]
         announced = {self._storage_of(t) for t in written(func, args, kwargs) if self.number_of(t) is not None}
@@ -130,19 +154,23 @@ class Recorder(TorchFunctionMode):
         versions = [t._version for t in tensors]
         wanted = [t.requires_grad for t in tensors]
         self._begin(k)
-        kind = record.patterns.all[pattern].kind, *[t.shape for t in tensors]
-        transient = record.kinds.transient_nbytes.get(kind)
         start = time.perf_counter()
-        result = func(*args, **kwargs) if transient is not None else self._metered(kind, func, args, kwargs)
+        result = self._trials.run(kind, functools.partial(func, *args, **kwargs))
         seconds = time.perf_counter() - start
-        changed = {self._storage_of(t) for t, v in zip(tensors, versions, strict=True) if t._version != v}
+        # Running statistics are written into without a new version.
+        changed = announced.union(
+            self._storage_of(t) for t, v in zip(tensors, versions, strict=True) if t._version != v
+        )
         made = tensors_of(result, [])
         fresh = [t for t in made if self.number_of(t) is None]
         flags = any(t.requires_grad != w for t, w in zip(tensors, wanted, strict=True))
         if not (fresh or changed or flags or always):
             self._begin(k)
             return result
-        self._check_changed(func, tensors, versions, wanted, announced)
+        for storage in check_changed(
+            func, tensors, versions, wanted, self._storage_of, record.storage_external, announced
+        ):
+            self.keeper.spoilt(storage)
         if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
@@ -155,7 +183,6 @@ class Recorder(TorchFunctionMode):
         record.calls.append(pattern)
         record.ambient.append(ambient)
         record.seconds.append(seconds)
-        record.transient_nbytes.append(record.kinds.transient_nbytes.get(kind, 0))
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
         for number in numbers:
@@ -163,15 +190,10 @@ class Recorder(TorchFunctionMode):
         record.results.extend([self._made(t, k) for t in made])
         record.result_ends.append(len(record.results))
         self._saved()
-        return result
-
-    def _metered(self, kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """The first call of a kind: what it takes beside what it leaves is measured, where nobody else measures."""
-        if profiling():
-            return func(*args, **kwargs)
-        with track_memory(self.keeper.device) as meter:
-            result = func(*args, **kwargs)
-        self.record.kinds.transient_nbytes[kind] = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
+        into = {id(t) for t in tensors if announced and self._storage_of(t) in announced}
+        shown = any(t.requires_grad for t in (*fresh, *tensors))
+        taken = self._trials.note(record, kind, tensors, wanted, into, self._made_nbytes, self.spare if shown else None)
+        self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
 
     def _begin(self, k: int) -> None:
@@ -196,7 +218,7 @@ class Recorder(TorchFunctionMode):
             return known
         value, storage = len(self.record.birth), self._storage_of(tensor)
         ref = Ref(tensor, self._died)
-        ref.id, ref.value, ref.storage = id(tensor), value, storage
+        ref.id, ref.value, ref.storage, ref.version, ref.at = id(tensor), value, storage, tensor._version, k
         self._values[id(tensor)] = ref
         entry = self._storages[address_of(tensor)]
         if not entry[1]:
@@ -206,7 +228,7 @@ class Recorder(TorchFunctionMode):
         self.record.birth.append(k)
         self.record.last_use.append(k)
         self.record.death.append(ALIVE)
-        self.record.cotangent_nbytes.append(tensor.nbytes if tensor.requires_grad else 0)
+        self.record.cotangent_nbytes.append(nbytes_of(tensor) if tensor.requires_grad else 0)
         self.record.storage.append(storage)
         return value
 
@@ -227,26 +249,21 @@ class Recorder(TorchFunctionMode):
         """The number of an argument; one never seen is external."""
         known = self.number_of(tensor)
         if known is not None:
+            self.record.see(self._values[id(tensor)] if known >= 0 else self.record.externals[~known], tensor)
             return known
         node = tensor.grad_fn
         if node is not None and node._sequence_nr() >= self._since:
-            raise GradientError(
-                f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {node.name()}, which "
-                "no torch call showed (a C++ extension, say); wrap that call in a torch.autograd.Function"
-            )
+            raise unshown(tensor, node.name())
         address = address_of(tensor)
         inside = address in self._storages and not self.record.storage_external[self._storages[address][0]]
         if inside:
-            raise GradientError(
-                f"Program: a tensor of shape {tuple(tensor.shape)} shows memory of a tensor made inside the program, "
-                "and no torch call showed how; clone() it"
-            )
+            raise unshown(tensor, None)
         storage = self._storage_of(tensor)
         self.record.storage_external[storage] = 1
         self._storages[address][1] += 1
         self._external[id(tensor)] = k = len(self.record.externals)
-        self.record.externals.append(External(tensor, storage, tensor.is_leaf))
-        self.keeper.found(k, storage)
+        at = len(self.record)
+        self.record.externals.append(External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at))
         return ~k
 
     # -- storages -------------------------------------------------------------------------------------------------
@@ -266,6 +283,7 @@ class Recorder(TorchFunctionMode):
         self._addresses[number] = address
         self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
         self.record.storage_external.append(0)
+        self._counted.append(0)
         return number
 
     def _externals_of(self, storage: int) -> list[tuple[int, torch.Tensor]]:
@@ -274,30 +292,6 @@ class Recorder(TorchFunctionMode):
         return [(~k, e.tensor) for k, e in enumerate(self.record.externals) if e.storage == storage]
 
     # -- what a call did ------------------------------------------------------------------------------------------
-
-    def _check_changed(
-        self, func: Any, tensors: list[torch.Tensor], versions: list[int], wanted: list[bool], announced: set[int]
-    ) -> None:
-        """Refuse writes into tensors of others that a replay could not honour; forget restart checkpoints that an
-        unannounced write has spoilt."""
-        name = getattr(func, "__name__", str(func))
-        for tensor, version, before in zip(tensors, versions, wanted, strict=True):
-            written, flag = tensor._version != version, tensor.requires_grad != before
-            if not (written or flag):
-                continue
-            number, storage = self.number_of(tensor), self._storage_of(tensor)
-            if self.record.storage_external[storage] and (before or tensor.requires_grad or flag):
-                raise GradientError(
-                    f"Program: {name} changed in place a tensor of shape {tuple(tensor.shape)} that the program did "
-                    "not make and that requires a gradient; clone() it inside the program first"
-                )
-            if written and storage not in announced:
-                if self.record.storage_external[storage]:
-                    raise GradientError(
-                        f"Program: {name} wrote into a tensor of shape {tuple(tensor.shape)} that the program did not "
-                        f"make, without saying so; clone() it inside the program (number {number})"
-                    )
-                self.keeper.spoilt(storage)
 
     def _ambient(self) -> int:
         if torch.initial_seed() != self._seed:
@@ -329,8 +323,8 @@ class Recorder(TorchFunctionMode):
         if self.record.storage_external[storage]:
             return
         self.record.saves.append(storage)
-        if storage not in self._counted:
-            self._counted.add(storage)
+        if not self._counted[storage]:
+            self._counted[storage] = 1
             self.saved_nbytes += self.record.storage_nbytes[storage]
 
     def _saved(self) -> None:
@@ -347,4 +341,3 @@ class Recorder(TorchFunctionMode):
         record.packs.append(self._packs)
         record.inner_nbytes.append(inner)
         self.saved_nbytes += inner
-        self.largest_nbytes = max(self.largest_nbytes, self._made_nbytes + inner)

@@ -17,8 +17,8 @@ class Listener(Protocol):
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Make the call ``function(*args)`` and take note of it as one operation."""
 
-    def seeding(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The same for a call that sets a random generator."""
+    def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The same for any other function: one that sets a random generator, say."""
 
     def casts_cleared(self) -> None:
         """The cache of casts was cleared."""
@@ -33,6 +33,11 @@ class Apply:
     """``cls.apply`` without the wrapper."""
 
     cls: Any
+
+    @property
+    def __name__(self) -> str:
+        """That of the Function."""
+        return str(self.cls.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Function."""
@@ -77,18 +82,28 @@ class _Seams:
                 heard.listener.casts_cleared()
 
         def seed(number: Any) -> Any:
-            return seeded(number) if heard.listener is None else heard.listener.seeding(seeded, (number,))
+            return seeded(number) if heard.listener is None else heard.listener.plain(seeded, (number,))
 
         def restore(new_state: torch.Tensor) -> None:
             if heard.listener is None:
                 restored(new_state)
             else:
-                heard.listener.seeding(restored, (new_state,))
+                heard.listener.plain(restored, (new_state,))
+
+        def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if heard.listener is None or kwargs:
+                    return function(*args, **kwargs)
+                return heard.listener.plain(function, args)
+
+            return call
 
         cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
         self._before = []
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
+        self._replace(torch, "from_numpy", calling(torch.from_numpy))
+        self._replace(torch.Tensor, "set_", calling(torch.Tensor.set_))
         for place in (torch, torch.random):
             self._replace(place, "manual_seed", seed)
             self._replace(place, "set_rng_state", restore)
@@ -115,3 +130,8 @@ _SEAMS = _Seams()
 def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
     """Inside, ``listener`` hears of calls that this thread makes."""
     return _SEAMS.heard_by(listener)
+
+
+def listener_now() -> Listener | None:
+    """Who hears of this thread's calls."""
+    return _SEAMS.heard.listener

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.errors import GradientError
+from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.keeper import Entry, Kept
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.record import Ambient, Record
@@ -31,27 +31,27 @@ class ProgramSteps:
     def __init__(self, record: Record, cuts: Sequence[int], device: torch.device, saved: dict[int, Saved]) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
+        self._live: Kept | None = None
         self._root = torch.empty(0, requires_grad=True)
         self._first: TorchGenerators | None = None
 
-    def forward(self, state: Kept, start: int, stop: int) -> Kept:
-        """The state before stretch ``stop``, keeping nothing."""
+    def forward(self, start: int, stop: int) -> None:
+        """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
         for stage in range(start, stop):
-            state = self._run(state, stage, None)
-        return state
+            self._run(stage, None)
 
-    def record(self, state: Kept, stage: int) -> Kept:
-        """The state after a stretch; what it saves is kept."""
-        return self._run(state, stage, [])
+    def record(self, stage: int) -> None:
+        """Run a stretch; what it saves is kept."""
+        self._run(stage, [])
 
     def forget(self, stage: int) -> None:
         """Drop what is left of what a stretch has saved."""
         for operation in range(self.cuts[stage], self.cuts[stage + 1]):
             self.saved.pop(operation, None)
 
-    def keep(self, state: Kept) -> Kept:
-        """A restart checkpoint."""
-        kept = state.unshared(self.program)
+    def keep(self, stage: int) -> Kept:
+        """The live state as a restart checkpoint."""
+        kept = self._live_at(stage).unshared(self.program)
         return Kept(kept.operation, kept.entries, self._generators())
 
     def _generators(self) -> TorchGenerators:
@@ -59,20 +59,32 @@ class ProgramSteps:
             self._first = TorchGenerators.capture(self.device)
         return self._first
 
-    def restore(self, kept: Kept) -> Kept:
-        """The live state of a restart checkpoint."""
+    def restore(self, kept: Kept) -> None:
+        """Make a restart checkpoint live."""
+        self._live = None
         kept.check()
         assert kept.generators is not None
         kept.generators.restore(self.device)
-        return kept.unshared(self.program)  # the last time too: several restart checkpoints may share one copy
+        # Unshared even the last time, since several restart checkpoints may show one copy.
+        self._live = kept.unshared(self.program)
+
+    def leave(self, stage: int) -> None:
+        """The state before a stretch is not needed any more."""
+        if self._live is not None and self._live.operation == self.cuts[stage]:
+            self._live = None
+
+    def _live_at(self, stage: int) -> Kept:
+        if self._live is None or self._live.operation != self.cuts[stage]:
+            raise ScheduleError(f"the state before stage {stage} is not live")
+        return self._live
 
     # -- one stretch ----------------------------------------------------------------------------------------------
 
-    def _run(self, state: Kept, stage: int, into: Saved | None) -> Kept:
+    def _run(self, stage: int, into: Saved | None) -> None:
         first, end = self.cuts[stage], self.cuts[stage + 1]
         with torch.enable_grad():
-            values = self._entered(state)
-        del state
+            values = self._entered(self._live_at(stage))
+        self._live = None  # what is used up on the way goes on the way
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
@@ -86,7 +98,7 @@ class ProgramSteps:
             storage = record.storage[number] if number >= 0 else record.externals[~number].storage
             after[number] = Entry.of(tensor, storage, private=True)
         self.stages += 1
-        return Kept(end, after)
+        self._live = Kept(end, after)
 
     def _entered(self, state: Kept) -> dict[int, torch.Tensor]:
         """The values, each as a tensor of its own that an operation may write into."""
@@ -105,14 +117,20 @@ class ProgramSteps:
                 before = record.ambient[k]
             numbers = record.arguments_of(k)
             given = [values[n] if n in values else externals[~n].tensor for n in numbers]
+            hidden = record.hidden.get(k)
+            if hidden is not None:
+                hidden.check(name_of(record, k))
             made = tensors_of(record.pattern(k).call(iter(given)), [])
             del given
+            if hidden is not None:
+                hidden.check(name_of(record, k))
             results = record.results_of(k)
             if len(made) != len(results):
                 raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
             for number, tensor in zip(results, made, strict=True):
                 if number >= 0 and number not in values and last_use[number] > k:
                     values[number] = tensor
+                del tensor
             del made
             for n in numbers:
                 if (last_use[n] if n >= 0 else externals[~n].last_use) == k:
@@ -164,11 +182,16 @@ class ProgramSteps:
 
 def changed(record: Record, k: int, how: str) -> GradientError:
     """A replay gave something else than the first run."""
-    name = getattr(record.pattern(k).function, "__name__", record.pattern(k).function)
     return GradientError(
-        f"Program: operation {k} ({name}) gave {how} when it was run again; what it gives must depend on nothing but "
+        f"Program: {name_of(record, k)} gave {how} when it was run again; what it gives must depend on nothing but "
         "its arguments and torch's global random generator"
     )
+
+
+def name_of(record: Record, k: int) -> str:
+    """What to call operation ``k`` in messages."""
+    function = record.pattern(k).function
+    return f"operation {k} ({getattr(function, '__name__', function)})"
 
 
 def _refuse(nothing: None) -> torch.Tensor:

@@ -26,7 +26,6 @@ class Tape:
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
         self.bring: Callable[[int], None] | None = None
-        self._at = -1
         self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -35,9 +34,8 @@ class Tape:
             return handle
         operation, place = divmod(handle, _PLACES)
         with self._lock:
-            if operation != self._at:
-                self.saved.pop(self._at, None)
-                self._at = operation
+            while self.saved and next(reversed(self.saved)) > operation:
+                self.saved.popitem()  # some of it nobody has asked for, or ever will
             if operation not in self.saved:
                 if self.bring is None:
                     raise inside()

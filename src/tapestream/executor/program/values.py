@@ -4,18 +4,34 @@ import weakref
 
 import torch
 
+from tapestream.errors import InputError
+
 
 class Ref(weakref.ref[torch.Tensor]):
     """A value that is alive."""
 
-    __slots__ = ("id", "storage", "value")
+    __slots__ = ("at", "id", "storage", "value", "version")
     id: int
     value: int
     storage: int
+    version: int
+    """When it was last seen, at operation ``at``."""
+    at: int
 
 
 def address_of(tensor: torch.Tensor) -> int:
     """What tells storages that are alive at the same time apart; a negative number where there is none."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        raise InputError(
+            f"Program: a tensor of shape {tuple(tensor.shape)} has no memory of its own (inside torch.func.vmap, jvp "
+            "and the like); wrap that call in a torch.autograd.Function, or write it without the transform"
+        ) from None
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes that count: none of tensors without a storage."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0

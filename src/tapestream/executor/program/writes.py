@@ -1,13 +1,14 @@
 """What a call is about to write into, and calls that a program may not make."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tapestream.errors import GradientError, InputError
+from tapestream.executor.program.whole import Whole, announced
 
 _STATISTICS = {
     functional.batch_norm: (1, 2, "running_mean", "running_var"),
@@ -27,7 +28,9 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
     A call may write into others unannounced (only their versions tell), and need not write into these.
     """
-    name = getattr(function, "__name__", "")
+    if isinstance(function, Whole):
+        return announced(args)
+    name = getattr(function, "__name__", "").partition(".")[0]  # of torch.ops, the packet's
     found: list[Any] = []
     if name == "__set__" or name == "__setitem__" or name.startswith("__i") or _in_place(name):
         found.append(args[0] if args else None)
@@ -60,6 +63,39 @@ def _place_of_inplace(function: Callable[..., Any]) -> int | None:
 
 def _in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "retain_grad_")
+
+
+def check_changed(
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    versions: Sequence[int],
+    wanted: Sequence[bool],
+    storage_of: Callable[[torch.Tensor], int],
+    external: Sequence[int],
+    announced: Set[int],
+) -> set[int]:
+    """Refuse writes into tensors of others that a replay could not honour; gives storages written unannounced, which
+    spoils the restart checkpoints that hold them. ``versions``, ``wanted``: before the call; ``external``: by storage.
+    """
+    name = getattr(function, "__name__", str(function))
+    spoilt = set()
+    for tensor, version, before in zip(tensors, versions, wanted, strict=True):
+        written, flag, storage = tensor._version != version, tensor.requires_grad != before, storage_of(tensor)
+        if not (written or flag):
+            continue
+        if external[storage] and (before or tensor.requires_grad or flag):
+            raise GradientError(
+                f"Program: {name} changed in place a tensor of shape {tuple(tensor.shape)} that the program did not "
+                "make and that requires a gradient; clone() it inside the program first"
+            )
+        if written and storage not in announced:
+            if external[storage]:
+                raise GradientError(
+                    f"Program: {name} wrote into a tensor of shape {tuple(tensor.shape)} that the program did not "
+                    "make, without saying so; clone() it inside the program"
+                )
+            spoilt.add(storage)
+    return spoilt
 
 
 def check_allowed(function: Callable[..., Any], args: Sequence[Any]) -> None:

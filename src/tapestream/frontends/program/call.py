@@ -16,7 +16,7 @@ from tapestream.frontends.program.results import found_in
 from tapestream.ir import Action, Backward, Forward, Free, Keep, Kind, Restore, Value
 from tapestream.ir import Record as RecordStage
 from tapestream.planning.profile import unchanged_generators
-from tapestream.runner.ambient import TorchGenerators, as_recompute
+from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -39,8 +39,7 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
         result = function()
     found = found_in(result)
     numbers = [n for t in found if (n := recorder.number_of(t)) is not None and n >= 0]
-    for number in numbers:
-        record.last_use[number] = len(record)
+    recorder.forget()
     for external in record.externals:
         external.version = external.tensor._version
     keeper.settle(record)
@@ -72,6 +71,8 @@ class Replays:
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
             stack.enter_context(unchanged_generators(self.steps.device))
+            if self.record.hidden:
+                stack.enter_context(_nothing_drawn())
             if self._generators is not None:
                 self._generators.restore(self.steps.device)
             if not self._reached(stage, operation):
@@ -84,16 +85,28 @@ class Replays:
 
     def _reached(self, stage: int, operation: int) -> bool:
         """Go on until ``stage`` is to be reversed; False where that has been already."""
-        for reversing in self._running:
+        while self._last is None or self._last > stage or operation not in self.steps.saved:
             if self._last is not None:
                 self.steps.forget(self._last)
-            self._last = reversing
-            if reversing <= stage:
-                break
-        return self._last == stage and operation in self.steps.saved
+            following = next(self._running, None)
+            if following is None or following < stage:
+                return False
+            self._last = following
+        return True
 
     def _check_unchanged(self) -> None:
+        if self.record.spoilt is not None:
+            raise GradientError(
+                f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "
+                "that keeps all"
+            )
         for external in self.record.externals:
+            if external.moved:
+                raise GradientError(
+                    f"Program: the memory of a tensor of shape {tuple(external.tensor.shape)} that the program used "
+                    "was replaced (its .data was set, or its module moved or cast) since it was first used, so replays "
+                    "would use other values; run backward before that"
+                )
             if external.tensor._version != external.version:
                 raise GradientError(
                     f"Program: a tensor of shape {tuple(external.tensor.shape)} that the program used was modified in "
@@ -102,33 +115,37 @@ class Replays:
                 )
 
 
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Raise GradientError where what runs inside draws numbers that are not torch's: Python is run again in opaque
+    operations alone, and these would draw others than before."""
+    before = HostGenerators.capture()
+    yield
+    if not HostGenerators.capture().equals(before):
+        raise GradientError(
+            "Program: an autograd.Function draws from Python's or NumPy's generator in its forward, so running it "
+            "again gave other numbers; draw outside and hand the numbers in as arguments"
+        )
+
+
 def _obeyed(actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept]) -> Iterator[int]:
     """Obey the actions; gives each stage that is to be reversed, when what it has saved is there."""
-    live: Kept | None = None
     for action in actions:
         match action:
             case Forward(start, stop):
-                live = steps.forward(_at(live), start, stop)
+                steps.forward(start, stop)
             case RecordStage(stage):
-                live = steps.record(_at(live), stage)
+                steps.record(stage)
             case Backward(stage):
-                if live is not None and live.operation == steps.cuts[stage + 1]:
-                    live = None
+                steps.leave(stage + 1)
                 yield stage
             case Keep(stage):
-                kept[stage] = steps.keep(_at(live))
+                kept[stage] = steps.keep(stage)
             case Restore(stage):
-                live = None
-                live = steps.restore(kept[stage])
+                steps.restore(kept[stage])
             case Free(Value(Kind.STATE, stage)):
                 kept.pop(stage, None)
             case Free():
                 pass  # saved tensors go when backward has used them
             case _:
                 raise ScheduleError(f"the backward of a program met {action}")
-
-
-def _at(live: Kept | None) -> Kept:
-    if live is None:
-        raise ScheduleError("no state is live")
-    return live

@@ -66,10 +66,14 @@ def of_plan(schedule: Schedule) -> Reversal:
     return Reversal(frozenset(kept), frozenset(recorded), schedule)
 
 
-def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, plan: Plan) -> Reversal:
+def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, plan: Plan, *, waiting: bool) -> Reversal:
     """Backward after a first sweep that has kept restart checkpoints before the stages ``starts`` (0 and others before
     ``taped``) and recorded all stages from ``taped`` on: gap by gap, each by a plan of its own within what the restart
-    checkpoints before it leave of ``budget``. Raises BudgetError where a gap has no plan."""
+    checkpoints before it leave of ``budget``. Raises BudgetError where a gap has no plan.
+
+    While the last stages of a gap are run again, the cotangent of its end is there already, which plans for the gap do
+    not know. With ``waiting`` they leave room for it, and go on doing so when it has been used.
+    """
     n = len(profile)
     sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
     back: list[Node] = [Phase(PhaseKind.BACKWARD), *map(Backward, reversed(range(taped, n)))]
@@ -79,10 +83,11 @@ def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, pl
     held = profile.outside_nbytes + sum(profile.state_nbytes(start) for start, _ in gaps[:-1])
     for place, (start, end) in reversed(list(enumerate(gaps))):
         part = Profile(profile.stages[start:end], profile.state_nbytes(start))
+        outside = held + (profile.cotangent_nbytes(end) if waiting else 0)
         try:
-            inside = plan(part, Budget(max(1, budget - held)))
+            inside = plan(part, Budget(max(1, budget - outside)))
         except BudgetError as error:
-            raise BudgetError(str(error), least_nbytes=(error.least_nbytes or 0) + held) from None
+            raise BudgetError(str(error), least_nbytes=(error.least_nbytes or 0) + outside) from None
         actions = tuple(a for a in inside if not isinstance(a, Phase))
         back += (Restore(start), Free(Value(Kind.STATE, start), Tier.DEVICE), Shift(Series(actions), start))
         held -= profile.state_nbytes(gaps[place - 1][0]) if place else 0

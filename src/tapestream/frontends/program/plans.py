@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from tapestream.costs import Budget, Profile
@@ -87,7 +88,7 @@ def after_sweep(
     """Backward after a first sweep whose restart checkpoints, and the tape from operation ``taped`` on, were kept as it
     went on; less of both, where that does not fit. Raises BudgetError with the least that would do."""
     n, kept, most = len(found.record), found.keeper.kept, FEW
-    start = n if taped is None else taped
+    start, least = n if taped is None else taped, inf
     for operation in [k for k, one in kept.items() if not (borders.allowed[k] and _complete(one, borders))]:
         del kept[operation]
     while True:
@@ -97,10 +98,11 @@ def after_sweep(
         profile = borders.profile(cuts)
         starts = [cuts.index(operation) for operation in sorted(kept) if operation < start]
         try:
-            reversal = of_gaps(profile, starts, cuts.index(start), budget, _planned_by(planner))
-            simulate(reversal.schedule, profile, None, Budget(budget))
+            reversal = _reversal(profile, starts, cuts.index(start), budget, planner)
             break
         except BudgetError as error:
+            if start == n and len(kept) == 1:
+                least = min(least, error.least_nbytes or inf)
             if start < n:
                 start = min((k for k in kept if k > start), default=n)
             elif len(kept) > 1:
@@ -109,9 +111,21 @@ def after_sweep(
             elif most < _FINEST and most < n:
                 most *= 8
             else:
-                raise _too_small(error, budget) from None
+                raise _too_small(0 if least == inf else int(least), budget) from None
     _drop_unneeded(kept, tape, start)
     return cuts, reversal, binomial_slots(profile, budget)
+
+
+def _reversal(profile: Profile, starts: Sequence[int], taped: int, budget: int, planner: str) -> Reversal:
+    """Gap by gap, with room for what waits at their ends where it does not fit without. Raises BudgetError."""
+    plan = _planned_by(planner)
+    try:
+        found = of_gaps(profile, starts, taped, budget, plan, waiting=False)
+        simulate(found.schedule, profile, None, Budget(budget))
+    except BudgetError:
+        found = of_gaps(profile, starts, taped, budget, plan, waiting=True)
+        simulate(found.schedule, profile, None, Budget(budget))
+    return found
 
 
 def _complete(kept: Kept, borders: Borders) -> bool:
@@ -144,8 +158,7 @@ def _planned_by(planner: str) -> Any:
     return plan
 
 
-def _too_small(error: BudgetError, budget: int) -> BudgetError:
-    least = error.least_nbytes or 0
+def _too_small(least: int, budget: int) -> BudgetError:
     return BudgetError(
         f"Program: a budget of {format_nbytes(budget)} ({budget} bytes) was asked for, but the least found to work is "
         f"{format_nbytes(least)} ({least} bytes), with the stretches as short as they may be; allow that much, or make "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget
@@ -15,10 +16,13 @@ from tapestream.executor.program.keeper import Keeper, held_nbytes
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.taken import TakingWhole
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.explain import explained
+from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.plans import Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.watch import Online, Planned
@@ -48,7 +52,8 @@ class Program:
 
     ``budget``: bytes that backward may hold beyond arguments, parameters with gradients, and results (``"512MiB"``,
     int, Budget; None: what is free now less 5%). ``planner``: a name in `tapestream.planners` or ``"auto"``.
-    ``device``: of the generators to watch (None: that of the first tensor given).
+    ``device``: of the generators to watch (None: that of the first tensor given). ``opaque``: modules, or classes of
+    modules, whose call is one operation: it is replayed as a whole, and may be compiled.
 
     The first call keeps all that is saved while it fits, and restart checkpoints as it goes; later calls that make the
     same operations follow a plan for them. A call that turns out otherwise is never wrong, only less well placed.
@@ -65,10 +70,11 @@ class Program:
         budget: Budget | str | int | None = None,
         planner: str = "auto",
         device: torch.device | str | None = None,
+        opaque: Sequence[type[nn.Module] | nn.Module] = (),
     ) -> None:
         if not callable(function):
             raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
-        self.function, self.planner = function, planner
+        self.function, self.planner = TakingWhole(function, opaque) if opaque else function, planner
         self.budget = Budget.of(budget)
         self._device = None if device is None else torch.device(device)
         if planner != "auto":
@@ -100,6 +106,7 @@ class Program:
             assert prepared is not None
             watch = Planned(prepared.turns, prepared.saved, prepared.operations, online)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
+        recorder.spare = watch.spare
         try:
             found = sweep(functools.partial(self.function, *args, **kwargs), record, keeper, recorder)
         finally:
@@ -108,6 +115,28 @@ class Program:
         if any(record.packs):
             self._finish(found, tape, watch, budget, key)
         return found.result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is read from a file, begins anew: without plans and without calls that wait for backward."""
+        return vars(type(self)(self.function, budget=self.budget, planner=self.planner, device=self._device))
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What a call with these arguments would save for backward, from which lines of code, and what the plan does
+        with it.
+
+        Runs the function once, keeping nothing: generators, buffers, gradients and plans are afterwards as before (what
+        the function's own Python does happens). Raises InputError where nothing needs a gradient or no tensor is
+        returned, BudgetError where no plan fits, and what the function itself raises.
+        """
+        if not torch.is_grad_enabled():
+            raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")
+        device = self._device or _device_of((args, kwargs))
+        function = functools.partial(self.function, *args, **kwargs)
+        known = self._prepared.get(_kind_of((args, kwargs)))
+        limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
+        return explained(
+            function, device, free_nbytes(device) if limit is None else limit, self.planner, self._kinds, known
+        )
 
     def _finish(self, found: Sweep, tape: Tape, watch: Online | Planned, budget: int, key: Any) -> None:
         """Make the call ready for its backward, and the plan for the next one."""

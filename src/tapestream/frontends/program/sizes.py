@@ -8,13 +8,15 @@ import numpy
 from numpy.typing import NDArray
 
 from tapestream.executor.program.record import ALIVE, Record
+from tapestream.frontends.program.parts import parts
 
 Numbers = NDArray[Any]
 
 
 class Sizes:
-    """Storages of arguments, captured tensors and results are others' and count nothing, except that what the program
-    writes into of captured ones is part of every state from the beginning to its last use.
+    """Storages of arguments and captured tensors are others' and count nothing, except that what the program writes
+    into of captured ones is part of every state from the beginning to its last use. Those of results are the caller's
+    once no operation uses them any more; but what replays make and save of them is made anew.
 
     ``alive``: at border k (before operation k, border n last) what later operations need, each storage once.
     ``held``: the same, with what the program itself still holds.
@@ -26,14 +28,12 @@ class Sizes:
 
     def __init__(self, record: Record, results: Iterable[int]) -> None:
         self.record, n = record, len(record)
-        self.birth = numpy.array(record.birth, dtype=numpy.int64)
-        self.last = numpy.array(record.last_use, dtype=numpy.int64)
-        self.storage = numpy.array(record.storage, dtype=numpy.int64)
-        death = numpy.array(record.death, dtype=numpy.int64)
-        self.nbytes, self.written = self._counted(results)
+        self.birth, self.last = numpy.asarray(record.birth), numpy.asarray(record.last_use)
+        self.storage, death = numpy.asarray(record.storage), numpy.asarray(record.death)
+        self.results = numpy.array(list(results), dtype=numpy.int64)
+        self.nbytes, self.written = self._counted()
         storages = len(self.nbytes)
-        self.start, self.stop = numpy.full(storages, n + 1), numpy.full(storages, -1)
-        held = numpy.full(storages, -1)
+        self.start, self.stop, held = (numpy.full(storages, k, dtype=numpy.int32) for k in (n + 1, -1, -1))
         numpy.minimum.at(self.start, self.storage, self.birth + 1)
         numpy.maximum.at(self.stop, self.storage, self.last)
         numpy.maximum.at(held, self.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
@@ -42,27 +42,29 @@ class Sizes:
                 self.start[external.storage] = 0
                 self.stop[external.storage] = max(self.stop[external.storage], external.last_use)
         self.alive = self.spans(self.start, self.stop, self.nbytes)
+        self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
+        packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n), -1)
+        self._packed = numpy.maximum.accumulate(packs)  # by operation, the last one up to it that saves anything
+        self._by_stop = numpy.argsort(self.stop).astype(numpy.int32)
         made = numpy.zeros(n + 1, dtype=numpy.int64)
         own = (self.start > 0) & (self.start <= n)
         numpy.add.at(made, self.start[own] - 1, self.nbytes[own])
-        inner = numpy.array(record.inner_nbytes, dtype=numpy.int64)
-        inner += numpy.array(record.transient_nbytes, dtype=numpy.int64)  # a backward takes about as much
+        inner = numpy.asarray(record.inner_nbytes) + numpy.asarray(record.transient_nbytes)
+        held[self.storage[self.results]] = -1
         self.held = by_program = self.spans(self.start, numpy.maximum(held, self.stop), self.nbytes)
         self.made = made[:n] + inner
         self.running = numpy.maximum(self.alive, by_program)[:n] + self.made
-        self._cotangents(inner)
+        self._cotangents()
 
-    def _counted(self, results: Iterable[int]) -> tuple[Numbers, Numbers]:
+    def _counted(self) -> tuple[Numbers, Numbers]:
         record = self.record
         others = numpy.array(record.storage_external, dtype=bool)
-        for number in results:
-            others[record.storage[number]] = True
-        written = numpy.full(len(others), -1)
+        written = numpy.full(len(others), -1, dtype=numpy.int32)
         for storage, operations in record.writes.items():
             written[storage] = operations[-1]
             if record.storage_external[storage]:
                 others[storage] = False
-        return numpy.where(others, 0, numpy.array(record.storage_nbytes, dtype=numpy.int64)), written
+        return numpy.where(others, 0, numpy.asarray(record.storage_nbytes)), written
 
     def spans(self, start: Numbers, stop: Numbers, nbytes: Numbers) -> Numbers:
         """At every border, the bytes of what is there from border ``start`` to border ``stop``, both included."""
@@ -73,13 +75,21 @@ class Sizes:
         numpy.add.at(change, stop[there] + 1, -nbytes[there])
         return numpy.cumsum(change)[: n + 1]
 
-    def _cotangents(self, inner: Numbers) -> None:
+    def _cotangents(self) -> None:
         record, n = self.record, len(self.record)
-        nbytes = numpy.array(record.cotangent_nbytes, dtype=numpy.int64)
-        self.cotangent = self.spans(self.birth + 1, self.last, nbytes)
-        arguments = numpy.array(record.arguments, dtype=numpy.int64)
-        counts: Numbers = numpy.diff(numpy.array(record.argument_ends, dtype=numpy.int64), prepend=0)
-        user = numpy.repeat(numpy.arange(n), counts)
+        nbytes = numpy.asarray(record.cotangent_nbytes)
+        last = self.last.copy()
+        last[self.results] = n  # backward begins with the cotangents of all results
+        arguments = numpy.asarray(record.arguments)
+        counts: Numbers = numpy.diff(numpy.asarray(record.argument_ends).astype(numpy.int64), prepend=0)
+        user = numpy.repeat(numpy.arange(n, dtype=numpy.int32), counts)
+        until, since = self.birth + 1, last.copy()
+        whole, parted = parts(record, self.birth, arguments, user)
+        for value, border in whole.items():
+            until[value] = min(border, until[value])
+        for value, border in parted.items():
+            since[value] = min(border, since[value])
+        self.cotangent = self.spans(until, since, nbytes)
         outside = numpy.array([e.tensor.nbytes if e.tensor.requires_grad else 0 for e in record.externals] or [0])
         own = arguments >= 0
         number = numpy.where(own, arguments, 0)
@@ -91,8 +101,9 @@ class Sizes:
         # A gradient that joins what later users of a value gave: their sum may be new, beside both.
         joined = numpy.zeros(n, dtype=numpy.int64)
         if some:
-            numpy.maximum.at(joined, user, numpy.where(own & (self.last[number] > user), given, 0))
-        self.reversing = self.cotangent[1:] + gradients + joined + inner
+            numpy.maximum.at(joined, user, numpy.where(own & (last[number] > user), given, 0))
+        reverse = numpy.asarray(record.reverse_nbytes)
+        self.reversing = self.cotangent[1:] + gradients + joined + reverse
 
     def _without_grad(self) -> int:
         found = [k for k, ambient in enumerate(self.record.ambients) if not ambient.grad]
@@ -105,17 +116,22 @@ class Sizes:
     def waiting(self, k: int) -> int:
         """The most bytes of cotangents while what lies before border ``k`` has to be recorded again: that happens when
         backward asks for the last thing saved before it, and what is later than that is reversed by then."""
-        before = numpy.flatnonzero(numpy.array(self.record.packs[:k]))
-        return int(self.cotangent[(int(before[-1]) + 1 if before.size else 0) : k + 1].max())
+        before = int(self._packed[k - 1]) if k else -1
+        return int(self.cotangent[before + 1 : k + 1].max())
 
     def copied(self, k: int) -> int:
         """Bytes of the state before operation ``k`` that it or later ones write into: these are copied."""
-        there = (self.start <= k) & (self.stop >= k) & (self.written >= k)
-        return int(self.nbytes[there].sum())
+        return int(self._copied[k])
+
+    def ending(self, a: int, b: int) -> Numbers:
+        """Storages alive at border ``a`` of which the last use is one of the operations a .. b-1."""
+        first, end = numpy.searchsorted(self.stop, (a, b), sorter=self._by_stop)
+        found = self._by_stop[first:end]
+        return found[self.start[found] <= a]
 
     def seconds(self) -> Numbers:
         """Of each operation."""
-        return numpy.array(self.record.seconds, dtype=float)
+        return numpy.asarray(self.record.seconds)
 
     def saved(self) -> Numbers:
         """Bytes that each operation is the first to save."""
@@ -135,8 +151,9 @@ class Sizes:
 
     def saves(self) -> tuple[Numbers, Numbers]:
         """Storages that operations save, and these, in order."""
-        counts: Numbers = numpy.diff(numpy.array(self.record.save_ends, dtype=numpy.int64), prepend=0)
-        return numpy.array(self.record.saves, dtype=numpy.int64), numpy.repeat(numpy.arange(len(counts)), counts)
+        counts: Numbers = numpy.diff(numpy.asarray(self.record.save_ends).astype(numpy.int64), prepend=0)
+        operations = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
+        return numpy.asarray(self.record.saves), operations
 
 
 def stages_of(sizes: Sizes, cuts: list[int]) -> list["StageBytes"]:
@@ -168,12 +185,15 @@ class StageBytes:
         inner = numpy.array(sizes.record.inner_nbytes[a:b], dtype=numpy.int64)
         self.saved = int(nbytes[counted].sum() + inner.sum())
         self.copied = sizes.copied(a)
-        self.forward = int(sizes.running[a:b].max()) + self.copied
+        # The state before the stage counts as long as the stage runs: it may be a restart checkpoint.
+        entering = sizes.ending(a, b - 1)
+        gone = self._since(sizes.stop[entering] - a + 1, sizes.nbytes[entering], b - a)
+        self.forward = int((sizes.running[a:b] + gone).max()) + self.copied
         # Saved and not alive any more: a storage counts once while it is both.
-        dead = numpy.zeros(b - a + 1, dtype=numpy.int64)
-        numpy.add.at(dead, numpy.clip(numpy.maximum(at + 1, stop - a + 1), 0, b - a), nbytes)
-        dead = numpy.cumsum(dead)[: b - a] + numpy.cumsum(inner) - inner
-        self.record = int((sizes.running[a:b] + dead).max()) + self.copied
+        entering = numpy.setdiff1d(entering, storages, assume_unique=True)
+        gone = self._since(sizes.stop[entering] - a + 1, sizes.nbytes[entering], b - a)
+        gone += self._since(numpy.maximum(at + 1, stop - a + 1), nbytes, b - a) + numpy.cumsum(inner) - inner
+        self.record = int((sizes.running[a:b] + gone).max()) + self.copied
         left = numpy.zeros(b - a, dtype=numpy.int64)
         numpy.add.at(left, at[counted], nbytes[counted])
         left = numpy.cumsum(left + inner)
@@ -184,3 +204,10 @@ class StageBytes:
         places = numpy.where(savers, numpy.arange(b - a), b - a - 1)
         after_it = numpy.minimum.accumulate(places[::-1])[::-1]
         self.backward = int((left[after_it] + sizes.reversing[a:b]).max())
+
+    @staticmethod
+    def _since(places: Numbers, nbytes: Numbers, length: int) -> Numbers:
+        """At each of so many places, the bytes of what counts from a place on."""
+        found = numpy.zeros(length + 1, dtype=numpy.int64)
+        numpy.add.at(found, numpy.clip(places, 0, length), nbytes)
+        return numpy.cumsum(found)[:length]

@@ -18,6 +18,8 @@ class Watch(Protocol):
     @property
     def taped(self) -> int | None: ...
 
+    def spare(self, nbytes: int) -> bool: ...
+
     def __call__(self, k: int, saved_nbytes: int) -> None: ...
 
 
@@ -59,9 +61,18 @@ class Online:
                 self.keeper.keep(k, recorder.alive())
                 self._at[k] = self._ticks
                 self._thin(self.budget // 2)
-        own = recorder.alive_nbytes + recorder.largest_nbytes
+        own = recorder.alive_nbytes + recorder.next_nbytes
         if own + self._kept_nbytes + saved_nbytes - self._before > self.budget:
             self._make_room(k, saved_nbytes, own)
+
+    def spare(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be used for a moment; of the tape, as much goes as need be."""
+        recorder = self.recorder
+        assert recorder is not None
+        k, own = len(self.record), recorder.alive_nbytes + nbytes
+        if own + self._kept_nbytes + recorder.saved_nbytes - self._before > self.budget:
+            self._make_room(k, recorder.saved_nbytes, own)
+        return own + self._kept_nbytes + recorder.saved_nbytes - self._before <= self.budget
 
     def _make_room(self, k: int, saved_nbytes: int, own: int) -> None:
         while self.taped is not None and self.taped < k:
@@ -109,6 +120,10 @@ class Planned:
         self._turns, self._saved, self._operations, self.otherwise = turns, saved, operations, otherwise
         self._off = False
         self._taped: int | None = None
+
+    def spare(self, nbytes: int) -> bool:
+        """Nothing beside what is planned for."""
+        return self._off and self.otherwise.spare(nbytes)
 
     @property
     def followed(self) -> bool:

@@ -1,0 +1,97 @@
+"""``tapestream explain``: what does this function save for backward, where, and what would the plan do with it?"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tapestream.cli import show
+from tapestream.cli.options import Budget, Json, reported
+from tapestream.cli.subject import imported
+from tapestream.errors import InputError, TapestreamError
+from tapestream.frontends.program.explanation import COLUMNS, Explanation, SavedTensor
+from tapestream.frontends.program.program import Program
+
+
+@reported
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="module:function, a Python function that is called without arguments: the program itself, or one that "
+            "returns (program, arguments), the program being an nn.Module or any function."
+        ),
+    ],
+    budget: Budget = None,
+    planner: Annotated[str, typer.Option(help="A planner's name, or auto.")] = "auto",
+    rows: Annotated[int, typer.Option(min=1, help="Saved tensors shown, heaviest first.")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw live bytes over the operations here (.png, .pdf, .svg).")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Show the heaviest saved tensors of a program, the lines that make them, and what the plan does with each."""
+    torch.manual_seed(0)
+    found = _explained(target, budget, planner)
+    if plot is not None:
+        found.plot(plot)
+    if json_:
+        show.as_json(_document(target, found, rows))
+        return
+    show.table(target, [row.cells() for row in found.rows[:rows]], COLUMNS)
+    if len(found.rows) > rows:
+        show.line(f"and {len(found.rows) - rows} lighter ones")
+    show.line(found.summary())
+
+
+def _explained(target: str, budget: str | None, planner: str) -> Explanation:
+    if target.count(":") != 1:
+        raise InputError(f"{target} was asked for; name module:function, a Python function without arguments")
+    program, args, kwargs = _program(target)
+    try:
+        return Program(program, budget=budget, planner=planner).explain(*args, **kwargs)
+    except TapestreamError:
+        raise
+    except Exception as error:
+        raise _raised(target, error) from error
+
+
+def _program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    function = imported(target)
+    try:
+        with torch.no_grad():  # of a program itself, nothing is to be saved here
+            found = function()
+    except Exception as error:
+        raise _raised(target, error) from error
+    if isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and not isinstance(found[0], torch.Tensor):
+        program, given = found
+        if isinstance(given, dict):
+            return program, (), given
+        return program, given if isinstance(given, tuple) else (given,), {}
+    if callable(found) and not isinstance(found, torch.Tensor):
+        name = type(found).__name__
+        raise InputError(f"{target} returned {name} without arguments to call it with; return ({name}, arguments)")
+    return function, (), {}
+
+
+def _raised(target: str, error: Exception) -> InputError:
+    return InputError(f"{target} raised {type(error).__name__}: {error}")
+
+
+def _document(target: str, found: Explanation, rows: int) -> dict[str, Any]:
+    return {
+        "program": target, "operations": found.operations, "stretches": len(found.cuts) - 1,
+        "restart_checkpoints": list(found.restarts), "budget_nbytes": found.budget_nbytes,
+        "peak_nbytes": found.peak_nbytes, "stored_peak_nbytes": max(found.stored_nbytes),
+        "sums": {fate: {"tensors": n, "nbytes": nbytes} for fate, (n, nbytes) in found.sums().items()},
+        "saved": [_row(row) for row in found.rows[:rows]],
+    }  # fmt: skip
+
+
+def _row(row: SavedTensor) -> dict[str, Any]:
+    return {
+        "file": row.file, "line": row.line, "operation": row.operation, "shape": list(row.shape), "dtype": row.dtype,
+        "nbytes": row.nbytes, "seconds": row.seconds, "fate": row.fate, "times": row.times,
+    }  # fmt: skip

@@ -1,0 +1,279 @@
+"""`Taken`: which modules a program takes as one operation each, and what of them is refused because a replay could not
+reproduce it."""
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack as _modes
+
+from tapestream.errors import GradientError, InputError
+from tapestream.executor.program.patterns import tensors_of
+from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.seams import listener_now
+from tapestream.executor.program.whole import PLAIN, Attributes, Slot, State, Whole
+from tapestream.runner.ambient import GENERATORS, HostGenerators
+from tapestream.runner.graph import next_sequence_number
+
+
+class _Witness(TorchFunctionMode):
+    """Watches a module's call in the first sweep, and refuses what a replay could not reproduce."""
+
+    def __init__(
+        self, recorder: Recorder, name: str, state: State, given: list[torch.Tensor], own: Iterable[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.recorder, self.name, self.state, self.given = recorder, name, state, given
+        self._known = {id(t) for t in (*given, *own)}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the call. Raises GradientError for writes into arguments and parameters."""
+        versions = [t._version for t in self.given]
+        with _without(self.recorder):
+            if self.state.compiled:  # a mode would be compiled too
+                yield
+            else:
+                with self:
+                    yield
+        for tensor, version in zip(self.given, versions, strict=True):
+            if tensor._version != version:
+                raise _refused(
+                    self.name, f"writes into an argument of shape {tuple(tensor.shape)}", "clone() it before the call"
+                )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        for tensor in tensors_of((args, kwargs), []):
+            if id(tensor) not in self._known:
+                self._captured(tensor)
+        result = func(*args, **kwargs)
+        for tensor in tensors_of(result, []):
+            self._made[id(tensor)] = weakref.ref(tensor)
+        return result
+
+    def _captured(self, tensor: torch.Tensor) -> None:
+        made = self._made.get(id(tensor))
+        if made is not None and made() is tensor:
+            return
+        number = self.recorder.number_of(tensor)
+        if number is not None and number >= 0:
+            raise captured(self.name, tensor)
+        if id(tensor) not in self.state.captured:
+            self.state.captured[id(tensor)] = weakref.ref(tensor), tensor._version
+
+
+def captured(name: str, tensor: torch.Tensor) -> GradientError:
+    """A module has used a tensor of the program that it was not given."""
+    return _refused(
+        name, f"uses a tensor of shape {tuple(tensor.shape)} of the program that it is not given", "pass it as argument"
+    )
+
+
+def _refused(name: str, what: str, instead: str) -> GradientError:
+    return GradientError(
+        f"Program: {name}, taken as one operation, {what}, which could not be run again; {instead}, or leave its class "
+        "out of opaque"
+    )
+
+
+@contextlib.contextmanager
+def _without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Inside, function modes are as without ``mode``."""
+    modes: list[Any] = _modes()  # type: ignore[no-untyped-call]
+    if mode not in modes:
+        yield
+        return
+    others = [one for one in modes if one is not mode]
+    try:
+        _exchange(modes, others)
+        yield
+    finally:
+        _exchange(others, modes)
+
+
+def _exchange(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for one in new:
+        _push_mode(one)  # type: ignore[no-untyped-call]
+
+
+class Taken:
+    """Modules of ``classes``, and the modules ``ones``, are one operation each in this call of a program."""
+
+    def __init__(self, classes: tuple[type, ...], ones: frozenset[int]) -> None:
+        self.classes, self.ones = classes, ones
+        self._states: dict[int, State] = {}
+        self._busy = False
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether it is one of them, or a compiled one, and is not called by another of them."""
+        if self._busy:
+            return False
+        if isinstance(module, self.classes) or id(module) in self.ones:
+            return True
+        original = module._modules.get("_orig_mod")
+        return original is not None and self.takes(original)
+
+    def call(self, recorder: Recorder, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make the call as one operation. Raises InputError and GradientError for what a replay could not reproduce."""
+        state, new, name = self._states.get(id(module)), State(module), type(module).__name__
+        _check_arguments(name, (*args, *kwargs.values()))
+        if state is None or state.training != new.training:
+            state = self._states[id(module)] = new
+        elif (changed := new.attributes.difference(state.attributes)) is not None:
+            raise _refused(name, f"is called twice with its attribute {changed!r} changed in between", "pass it")
+        state.check_captured(name)
+        given = tensors_of((list(args), kwargs), [])
+        parameters, buffers = _in(new.parameters), _in(new.buffers)
+        state.watch = _Witness(recorder, name, state, given, (*parameters, *buffers)).watching
+        host = HostGenerators.capture(_generators(state)) if state is new else None
+        since, reached = next_sequence_number(), {t.grad_fn for t in given}
+        self._busy = True
+        try:
+            result = recorder.plain(Whole(module, plain), (state, args, kwargs, parameters, buffers))
+        finally:
+            state.watch, self._busy = None, False
+        state.captured = {key: found for key, found in state.captured.items() if found[0]() is not None}
+        if host is not None and not host.equals(HostGenerators.capture(_generators(state))):
+            raise _refused(name, "draws from Python's or NumPy's generators, or from its own", "draw from torch's")
+        if (changed := Attributes(module).difference(state.attributes)) is not None:
+            raise _refused(name, f"sets its attribute {changed!r} while it runs", "return it")
+        if any(place.get(key) is not b for (place, key), b in zip(new.buffers, buffers, strict=True)):
+            raise _refused(name, "replaces a buffer", "copy_() into the buffer")
+        _check_graph(name, result, since, reached)
+        return result
+
+
+def _in(slots: Iterable[Slot]) -> list[torch.Tensor]:
+    return [tensor for place, key in slots if (tensor := place[key]) is not None]
+
+
+def _check_arguments(name: str, values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            _check_arguments(name, value)
+        elif type(value) is dict:
+            _check_arguments(name, value.values())
+        elif not isinstance(value, (torch.Tensor, slice, *PLAIN)):
+            raise InputError(
+                f"Program: {name}, taken as one operation, is given an object of type {type(value).__name__}, whose "
+                "content may be another when it is run again; pass tensors, numbers, strings, and tuples, lists and "
+                "dictionaries of these, or leave its class out of opaque"
+            )
+
+
+def _check_graph(name: str, result: Any, since: int, reached: set[Node | None]) -> None:
+    """Raise GradientError where the result's graph leaves the call elsewhere than by its arguments and parameters."""
+    waiting = [t.grad_fn for t in tensors_of(result, []) if t.grad_fn is not None]
+    seen = {*waiting, *reached}  # held, since a node that Python lets go of is another object the next time
+    waiting = [node for node in waiting if node not in reached]
+    while waiting:
+        node = waiting.pop()
+        if node._sequence_nr() < since:  # those of leaves come last
+            raise _refused(name, f"uses a result of {node.name()} of the program that it is not given", "pass it")
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _generators(state: State) -> list[object]:
+    return [value for _, _, value in state.attributes.held if isinstance(value, GENERATORS)]
+
+
+class TakingWhole:
+    """``function`` with modules taken as one operation each while a program runs it: those in ``opaque``, modules or
+    classes of modules. Raises InputError for anything else in it."""
+
+    def __init__(self, function: Callable[..., Any], opaque: Iterable[type[nn.Module] | nn.Module]) -> None:
+        self._function, self._modules, classes = function, list[nn.Module](), list[type[nn.Module]]()
+        for one in opaque:
+            if isinstance(one, type) and issubclass(one, nn.Module):
+                classes.append(one)
+            elif isinstance(one, nn.Module):
+                self._modules.append(one)
+            else:
+                raise InputError(f"Program: opaque holds modules and classes of modules, not {one!r}")
+        self._classes = tuple(classes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        taken = Taken(self._classes, frozenset(map(id, self._modules)))
+        compiled = sys.modules.get("torch._dynamo.eval_frame")
+        looked_at = {*self._classes, *map(type, self._modules)}
+        if compiled is not None:
+            looked_at.add(compiled.OptimizedModule)
+        with _CALLS.seen_by(taken, looked_at):
+            return self._function(*args, **kwargs)
+
+
+class _Here(threading.local):
+    taken: Taken | None = None
+
+
+class _Calls:
+    """Looks at calls of classes of modules, while some program runs that takes any of them as one operation."""
+
+    def __init__(self) -> None:
+        self._here, self._lock = _Here(), threading.Lock()
+        self._users: dict[type, list[Any]] = {}  # how many programs, and the class's own __call__ before
+
+    @contextlib.contextmanager
+    def seen_by(self, taken: Taken, classes: Iterable[type[nn.Module]]) -> Iterator[None]:
+        """Inside, calls that this thread makes of modules of ``classes`` may be taken."""
+        before, self._here.taken = self._here.taken, taken
+        classes = list(classes)
+        with self._lock:
+            for cls in classes:
+                self._put_in(cls)
+        try:
+            yield
+        finally:
+            self._here.taken = before
+            with self._lock:
+                for cls in classes:
+                    self._take_out(cls)
+
+    def _put_in(self, cls: type[nn.Module]) -> None:
+        users = self._users.setdefault(cls, [0, vars(cls).get("__call__")])
+        users[0] += 1
+        if users[0] > 1:
+            return
+        here, plain = self._here, cls.__call__
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
+            taken, recorder = here.taken, listener_now()
+            if taken is None or not isinstance(recorder, Recorder) or not taken.takes(module):
+                return plain(module, *args, **kwargs)
+            return taken.call(recorder, module, plain, args, kwargs)
+
+        cls.__call__ = call  # type: ignore[method-assign]
+
+    def _take_out(self, cls: type[nn.Module]) -> None:
+        users = self._users[cls]
+        users[0] -= 1
+        if not users[0]:
+            if users[1] is None:
+                del cls.__call__
+            else:
+                cls.__call__ = users[1]  # type: ignore[method-assign]
+            del self._users[cls]
+
+
+_CALLS = _Calls()

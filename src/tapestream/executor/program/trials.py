@@ -1,0 +1,101 @@
+"""What the calls of a kind take while they run, and while backward reverses them, beside what they leave: measured."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tapestream.executor.program.patterns import Kinds, Pattern, tensors_of
+from tapestream.executor.program.record import Record
+from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.values import nbytes_of
+from tapestream.executor.program.whole import Whole
+from tapestream.runner.ambient import TorchGenerators
+from tapestream.storage.meter import profiling, track_memory
+
+
+class Trials:
+    """Measures the first call of each kind, where nobody else measures."""
+
+    def __init__(self, kinds: Kinds, device: torch.device) -> None:
+        self.kinds, self.device = kinds, device
+
+    def run(self, kind: Any, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives; measured when it is the first of its kind."""
+        if kind in self.kinds.transient_nbytes or profiling():
+            return call()
+        with track_memory(self.device) as meter:
+            result = call()
+        self.kinds.transient_nbytes[kind] = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
+        return result
+
+    def expected(self, kind: Any, tensors: Sequence[torch.Tensor], largest: int) -> int:
+        """Bytes that a call will take with what it makes and saves: those of the last of its kind; of a new one the
+        largest so far, or twice what it is given."""
+        known = self.kinds.taken_nbytes.get(kind)
+        return max(largest, 2 * sum(map(nbytes_of, tensors))) if known is None else known
+
+    def note(
+        self,
+        record: Record,
+        kind: Any,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        into: set[int],
+        made: int,
+        spare: Callable[[int], bool] | None,
+    ) -> int:
+        """Note in ``record`` what its last call has taken beside the ``made`` bytes, and what its backward will take:
+        tried where ``spare`` says that there is room, else as much as the call itself. Gives what the call took in
+        all. ``wanted``, ``into``: see `reverse`; ``spare``: None where no gradient is concerned.
+
+        What users have written may have effects, and is not run for that.
+        """
+        kinds, pattern, inner = self.kinds, record.patterns.all[record.calls[-1]], record.inner_nbytes[-1]
+        transient = kinds.transient_nbytes.get(kind, 0)
+        if spare is not None and kind not in kinds.reverse_nbytes and not isinstance(pattern.function, (Apply, Whole)):
+            most = 2 * (made + transient + sum(map(nbytes_of, tensors)))
+            if not profiling() and spare(most):
+                self.reverse(kind, pattern, tensors, wanted, into)
+                kinds.reverse_nbytes.setdefault(kind, transient + inner)
+        record.transient_nbytes.append(transient)
+        record.reverse_nbytes.append(kinds.reverse_nbytes.get(kind, transient + inner))
+        taken = kinds.taken_nbytes[kind] = made + inner + transient
+        return taken
+
+    def reverse(
+        self, kind: Any, pattern: Pattern, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], written: set[int]
+    ) -> None:
+        """Make the call again by itself, and its backward. ``wanted``: which of its tensors required a gradient;
+        ``written``: the ids of those that it writes into, of which it gets copies.
+
+        What a write into a view makes of the whole gradient comes on top: the trial's copy is no view. Nothing is found
+        where that fails.
+        """
+        seen = [t for t in tensors if id(t) in written and t._is_view() and t._base is not None]
+        views = sum(t._base.nbytes for t in seen if t._base is not None)
+        generators, cache = TorchGenerators.capture(self.device), torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same), contextlib.suppress(RuntimeError, ValueError):
+                leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+                given = [a.clone() if id(t) in written else a for a, t in zip(leaves, tensors, strict=True)]
+                made = tensors_of(
+                    pattern.call(iter(given)), [a for a, b in zip(given, leaves, strict=True) if a is not b]
+                )
+                results = list({id(t): t for t in made if t.grad_fn is not None}.values())
+                asked = [leaf for leaf in leaves if leaf.requires_grad]
+                cotangents = [torch.ones_like(t) for t in results]
+                with track_memory(self.device) as meter:
+                    torch.autograd.grad(results, asked, cotangents, retain_graph=True, allow_unused=True)
+                given_back = sum(leaf.nbytes for leaf in asked)
+                self.kinds.reverse_nbytes[kind] = views + max(0, meter.peak_nbytes - given_back)
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+            generators.restore(self.device)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

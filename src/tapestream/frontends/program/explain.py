@@ -1,0 +1,263 @@
+"""`Program.explain`: what a program saves for backward, where its code does so, and what the plan does with it."""
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from tapestream.costs import Budget
+from tapestream.errors import InputError
+from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.patterns import Kinds
+from tapestream.executor.program.record import ALIVE, Record
+from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.tape import Tape
+from tapestream.executor.program.values import address_of
+from tapestream.frontends.program.call import Sweep, sweep
+from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.explanation import Explanation, Fate, SavedTensor
+from tapestream.frontends.program.orders import Reversal
+from tapestream.frontends.program.plans import Prepared, after_sweep, prepare
+from tapestream.frontends.program.results import found_in
+from tapestream.frontends.program.sizes import Numbers, Sizes
+from tapestream.ir import Forward, Tier
+from tapestream.ir import Record as RecordStage
+from tapestream.planning.profile import unchanged_generators
+from tapestream.simulate import simulate
+
+_OURS = Path(__file__).parents[2]
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", *(f"{_OURS / name}/" for name in ("executor", "frontends")))
+Shown = tuple[tuple[int, ...], torch.dtype, int]
+"""Shape, dtype, bytes of its storage."""
+
+
+def explained(
+    function: Callable[[], Any], device: torch.device, budget: int, planner: str, kinds: Kinds, known: Prepared | None
+) -> Explanation:
+    """Run ``function`` once, saving nothing, and say what the plan for it does. ``known``: the plan that there is.
+
+    Generators, and tensors of others that the function writes into (buffers), are afterwards as they were. Raises
+    InputError where the function returns no tensor or saves nothing for backward, BudgetError where no plan fits.
+    """
+    known_kinds = {field.name: dict(getattr(kinds, field.name)) for field in dataclasses.fields(kinds)}
+    record, tape = Record(Kinds(**known_kinds)), Tape()
+    keeper, notes = _Untouched(device, record), _Notes(tape)
+    notes.recorder = recorder = Recorder(record, keeper, tape, notes)
+    with unchanged_generators(device), keeper.undone():
+        found = sweep(function, record, keeper, recorder)
+        notes.look()
+        if not found_in(found.result):
+            raise InputError(
+                f"explain: the function returned {type(found.result).__name__}, in which there is no tensor to "
+                "differentiate; return the loss or the output"
+            )
+        found = Sweep(None, record, keeper, found.numbers)
+    if not any(record.packs):
+        raise InputError(
+            "explain: the function saves nothing for backward, since nothing that it computes with requires a "
+            "gradient; give it a tensor or parameters with requires_grad"
+        )
+    borders = Borders(record, found.numbers)
+    return _Planned(record, notes, borders, *_plan(found, borders, tape, budget, planner, known), budget).explanation()
+
+
+def _plan(
+    found: Sweep, borders: Borders, tape: Tape, budget: int, planner: str, known: Prepared | None
+) -> tuple[list[int], Reversal]:
+    shape = found.record.shape()
+    fits = known is not None and known.plan is not None and known.plan.peak_nbytes <= budget
+    prepared = known if fits and known is not None and known.shape == shape else None
+    prepared = prepared or prepare(borders, shape, budget, planner, None)
+    if prepared.reversal is not None:
+        return prepared.cuts, prepared.reversal
+    cuts, reversal, _ = after_sweep(found, borders, None, tape, budget, planner)
+    return cuts, reversal
+
+
+class _Notes:
+    """By operation, the file and line of the innermost frame that is neither torch's nor the recorder's, and what it
+    saves that no value shows; by number, what values look like."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.lines: dict[int, tuple[str, int]] = {}
+        self.values: dict[int, Shown] = {}
+        self.inside: dict[int, list[Shown]] = {}
+        self.recorder: Recorder | None = None
+        self._tape = tape
+        self._addresses: set[int] = set()  # of values that were alive before the last operation
+
+    def __call__(self, k: int, saved_nbytes: int) -> None:
+        """Operation ``k`` is about to run."""
+        self.look()
+        frame: FrameType | None = sys._getframe(1)
+        module = "", 0  # a line of torch.nn, where a program has none of its own
+        while frame is not None and frame.f_code is not sweep.__code__:
+            file = frame.f_code.co_filename
+            if not file.startswith(_NOT_THE_USERS):
+                self.lines[k] = file, frame.f_lineno
+                return
+            if not module[1] and frame.f_code.co_name == "forward":
+                module = file, frame.f_lineno
+            frame = frame.f_back
+        self.lines[k] = module
+
+    def look(self) -> None:
+        """At what the last operation has made and saved; the latter goes."""
+        assert self.recorder is not None
+        alive = self.recorder.alive()
+        for number in alive.keys() - self.values.keys():
+            self.values[number] = _shown(alive[number][0])
+        before, self._addresses = self._addresses, {address_of(tensor) for tensor, _ in alive.values()}
+        others = {address_of(e.tensor) for e in self.recorder.record.externals}
+        known = others | before | self._addresses
+        for operation in list(self._tape.saved):
+            found = {address_of(tensor): tensor for tensor, _ in self._tape.saved.pop(operation)}
+            inner = [_shown(tensor) for address, tensor in found.items() if address not in known]
+            if inner:
+                self.inside[operation] = inner
+
+
+class _Untouched(Keeper):
+    """Puts back what operations write into tensors of others: their bytes and their versions."""
+
+    def __init__(self, device: torch.device, record: Record) -> None:
+        super().__init__(device)
+        self._record, self._versions = record, contextlib.ExitStack()
+
+    def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
+        """See `Keeper`."""
+        for number, tensor in externals:
+            if number not in self.kept[0].entries:
+                self._versions.enter_context(_unsafe_preserve_version_counter(tensor))
+        super().before_write(storage, externals)
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """What is written inside is undone afterwards."""
+        with self._versions:
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for number, entry in self.kept[0].entries.items():
+                        if number < 0:
+                            self._record.externals[~number].tensor.copy_(entry.tensor)
+
+
+class _Planned:
+    """A recorded program and the plan for it."""
+
+    def __init__(
+        self, record: Record, notes: _Notes, borders: Borders, cuts: list[int], reversal: Reversal, budget: int
+    ) -> None:
+        self.record, self.notes, self.borders, self.budget = record, notes, borders, budget
+        self.sizes: Sizes = borders.sizes
+        self.cuts, self.reversal = cuts, reversal
+        self.restarts = sorted(cuts[stage] for stage in reversal.kept if stage)
+        self.runs = [0] * len(cuts)
+        for action in reversal.backward():
+            match action:
+                case Forward(start, stop):
+                    for stage in range(start, stop):
+                        self.runs[stage] += 1
+                case RecordStage(stage):
+                    self.runs[stage] += 1
+                case _:
+                    pass
+        self.storages, self.operations = self.sizes.saves()
+        self.taped = {int(s) for s, k in zip(self.storages, self.operations, strict=True) if self._is_taped(int(k))}
+        self.kept = {self.record.storage[n] for cut in self.restarts for n in self.sizes.needed(cut)}
+
+    def explanation(self) -> Explanation:
+        """All that is to be said."""
+        profile = self.borders.profile(self.cuts)
+        judged = simulate(self.reversal.schedule, profile, None, Budget(self.budget))
+        rows = sorted(self._rows(), key=lambda row: -row.nbytes)
+        everything = {int(s) for s in self.storages}
+        return Explanation(
+            tuple(rows), tuple(self.cuts), tuple(self.restarts), self.budget, judged.peak_nbytes[Tier.DEVICE],
+            tuple(self._live(self.taped, self.kept, self._is_taped)),
+            tuple(self._live(everything, set(), lambda k: True)),
+        )  # fmt: skip
+
+    def _is_taped(self, k: int) -> bool:
+        return self._stage(k) in self.reversal.recorded
+
+    def _stage(self, k: int) -> int:
+        return bisect_right(self.cuts, k) - 1
+
+    def _rows(self) -> Iterator[SavedTensor]:
+        """One for each storage that is saved, and one for each tensor that only its operation knows."""
+        seconds, first = self._seconds(), dict[int, int]()
+        for value, storage in enumerate(self.record.storage):
+            first.setdefault(storage, value)
+        for storage in sorted({int(s) for s in self.storages}):
+            nbytes = int(self.sizes.nbytes[storage])
+            value = first.get(storage, -1)
+            if nbytes and value in self.notes.values:
+                shape, dtype, _ = self.notes.values[value]
+                made = self.record.birth[value]
+                yield self._row(made, shape, dtype, nbytes, seconds, self._fate(storage, made))
+        for k, inner in self.notes.inside.items():
+            for shape, dtype, nbytes in inner:
+                fate: Fate = "kept" if self._is_taped(k) else "recomputed"
+                yield self._row(k, shape, dtype, nbytes, seconds, fate)
+
+    def _row(
+        self, k: int, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, seconds: Mapping[int, float], fate: Fate
+    ) -> SavedTensor:
+        file, line = self.notes.lines[k]
+        function = self.record.pattern(k).function
+        name = getattr(function, "__name__", None) or type(function).__name__
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+        times = self.runs[self._stage(k)] if fate == "recomputed" else 0
+        return SavedTensor(file, line, name, shape, str(dtype).removeprefix("torch."), nbytes, seconds[k], fate, times)
+
+    def _fate(self, storage: int, made: int) -> Fate:
+        if storage in self.taped:
+            return "kept"
+        return "restart checkpoint" if storage in self.kept else "recomputed"
+
+    def _seconds(self) -> dict[int, float]:
+        """Of each operation: the median of those of its kind on tensors of the same shapes."""
+        alike: dict[Any, list[int]] = {}
+        values = self.notes.values
+        for k in range(len(self.record)):
+            shapes = [
+                values[n][0] if n in values else (tuple(self.record.externals[~n].tensor.shape) if n < 0 else None)
+                for n in self.record.arguments_of(k)
+            ]
+            alike.setdefault((self.record.pattern(k).kind, tuple(shapes)), []).append(k)
+        found: dict[int, float] = {}
+        for operations in alike.values():
+            seconds = statistics.median(self.record.seconds[k] for k in operations)
+            found.update(dict.fromkeys(operations, seconds))
+        return found
+
+    def _live(self, taped: set[int], kept: set[int], is_taped: Callable[[int], bool]) -> list[int]:
+        """Bytes while each operation of the first sweep runs."""
+        n, sizes, death = len(self.record), self.sizes, numpy.array(self.record.death, dtype=numpy.int64)
+        stop = sizes.stop.copy()
+        numpy.maximum.at(stop, sizes.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
+        stop[sorted(taped)] = n
+        for cut in self.restarts if kept else ():
+            storages = [self.record.storage[number] for number in sizes.needed(cut)]
+            stop[storages] = n
+        inner: Numbers = numpy.array([self.record.inner_nbytes[k] if is_taped(k) else 0 for k in range(n)])
+        live = sizes.spans(sizes.start, stop, sizes.nbytes)[:n] + sizes.made + numpy.cumsum(inner) - inner
+        return [int(nbytes) for nbytes in live]
+
+
+def _shown(tensor: torch.Tensor) -> Shown:
+    nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+    return tuple(tensor.shape), tensor.dtype, nbytes

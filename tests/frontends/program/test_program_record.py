@@ -1,0 +1,141 @@
+"""What a program's record takes in host memory, and what it keeps and runs again when programs grow."""
+
+import gc
+import subprocess
+import sys
+import tracemalloc
+from math import ceil, log2
+
+import pytest
+import torch
+
+from tapestream.frontends.program.program import Program
+from tapestream.ir import Free, Keep, Kind, Value
+
+W = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
+MOST = 400  # bytes of host memory an operation
+
+
+def program(x: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps // 2):
+        x = torch.tanh(x @ W)
+    return x
+
+
+@pytest.mark.full
+def test_record_and_plan_take_few_bytes_an_operation() -> None:
+    """All that Python allocates: arrays, handles in the graph, plans, and tables while these are made; autograd's own
+    nodes are not Python's. What does not grow with the program is left out."""
+    found = []
+    for operations in (1_500, 1_500, 3_500):  # planners remember tables from the first
+        run = Program(program, budget=20_000, planner="revolve")
+        gc.collect()
+        tracemalloc.start()
+        try:
+            y = run(torch.ones(4, 4), operations)
+            found.append(tracemalloc.get_traced_memory())
+        finally:
+            tracemalloc.stop()
+        assert y.requires_grad
+    (now, most), (later, most_later) = found[1:]
+    assert (later - now) / 2_000 < MOST
+    assert (most_later - most) / 2_000 < MOST
+
+
+def test_the_arrays_of_a_long_record() -> None:
+    operations = 20_000
+    run = Program(program, budget="64MiB")
+    y = run(torch.ones(4, 4), operations)
+    assert y.requires_grad
+    assert run._replays is not None
+    replays = run._replays()
+    assert replays is not None
+    assert len(replays.record) == operations
+    handles = sum(replays.record.packs) * sys.getsizeof(1 << 40)
+    assert (replays.record.host_nbytes() * 9 / 8 + handles) / operations < MOST / 2  # arrays have an eighth to spare
+
+
+_CHILD = """
+import sys, torch
+from tests.frontends.program.test_program_record import W, program
+from tapestream.frontends.program.program import Program
+def resident():
+    return int(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("RssAnon"))) * 1024
+def plain(x, steps):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda n: n):
+        return program(x, steps)
+run = plain if sys.argv[1] == "plain" else Program(program, budget=400_000, planner="revolve")
+run(torch.ones(4, 4), 100)
+before = resident()
+y = run(torch.ones(4, 4), 1_000_000)
+print(resident() - before)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_million_operations_are_recorded_in_400_bytes_each() -> None:
+    """Beside autograd's own nodes: those that plain PyTorch makes with everything saved thrown away."""
+    grown = [
+        int(subprocess.run([sys.executable, "-c", _CHILD, kind], check=True, capture_output=True, text=True).stdout)
+        for kind in ("plain", "program")
+    ]
+    assert grown[1] - grown[0] < MOST * 1_000_000
+
+
+def run_again(planner: str, operations: int) -> tuple[Program, int, int]:
+    """A program's second call, and the stretches and operations that its backward has run again."""
+    run = Program(program, budget=operations * 16, planner=planner)  # a quarter of the states
+    for _ in range(2):
+        y = run(torch.ones(4, 4), operations).sum()
+        assert run._replays is not None
+        replays = run._replays()
+        assert replays is not None
+        y.backward()
+    W.grad = None
+    return run, replays.steps.stages, replays.steps.operations
+
+
+def check_forwards(planner: str, operations: int) -> None:
+    run, stages, again = run_again(planner, operations)
+    assert run.report is not None
+    assert run.report.planned
+    plan = run.plan
+    assert plan is not None
+    n = len(plan.profile)
+    assert n + stages == plan.simulation.forwards
+    assert again <= stages * ceil(1.5 * operations / n)  # stretches are of like length
+
+
+@pytest.mark.parametrize("planner", ["revolve", "binomial", "bisection"])
+def test_as_many_stretches_run_as_the_plan_counts(planner: str) -> None:
+    check_forwards(planner, 2_000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("planner", ["revolve", "binomial", "bisection"])
+def test_as_many_stretches_run_as_the_plan_counts_in_long_programs(planner: str) -> None:
+    check_forwards(planner, 100_000)
+
+
+def most_kept(run: Program) -> int:
+    """The most restart checkpoints that a plan holds at once."""
+    assert run.plan is not None
+    held: set[int] = set()
+    most = 0
+    for action in run.plan.schedule:
+        if isinstance(action, Keep):
+            held.add(action.stage)
+        elif isinstance(action, Free) and isinstance(action.value, Value) and action.value.kind is Kind.STATE:
+            held.discard(action.value.index)
+        most = max(most, len(held))
+    return most
+
+
+def test_ten_times_longer_takes_one_more_restart_checkpoint_per_doubling() -> None:
+    kept = []
+    for operations in (200, 2_000):
+        run, _, _ = run_again("bisection", operations)
+        kept.append(most_kept(run))
+    assert kept[1] - kept[0] <= ceil(log2(10))
