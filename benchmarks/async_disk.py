@@ -58,7 +58,7 @@ class Step(nn.Module):
 def main() -> None:
     """Measure the disk below ``--folder``, then every contender in turn."""
     chosen = settings("cpu", rounds=3, full="states of 1 MiB, 10 GB on the disk, half an hour")
-    sizes = Sizes(60, 16, 1) if chosen.quick else Sizes(1000, 1024, 1) if chosen.full else Sizes(1000, 64, 1)
+    sizes = Sizes(60, 16, 1) if chosen.quick else Sizes(1000, 1024, 1) if chosen.full else Sizes(1000, 256, 1)
     save("async_disk", TITLE, chosen, _rows(sizes, chosen), states_in_ram=_SLOTS + 1, state_MiB=sizes.rows / 1024)
 
 
@@ -69,12 +69,12 @@ def _rows(sizes: Sizes, chosen: Settings) -> list[Row]:
     interval = _interval(sizes, x, machine)
     chains = {
         _ASYNC: _chain(short, sizes, chosen, machine, interval),
+        _long(_ASYNC): _chain(long, sizes, chosen, machine, interval),
         _REVOLVE: _revolve(short, sizes),
+        _long(_REVOLVE): _revolve(long, sizes),
         _OFFLOAD: _offload(short, sizes, chosen, machine),
         **({_HALF: _chain(short, sizes, chosen, machine, interval // 2)} if interval > 1 else {}),
-        _long(_ASYNC): _chain(long, sizes, chosen, machine, interval),
-        _long(_REVOLVE): _revolve(long, sizes),
-    }
+    }  # what is compared runs one after the other
     found: dict[str, Tensor] = {}
     waited: dict[str, list[float]] = {name: [] for name in chains}
     runs = {name: _noting(name, chain, _step(chain, x), waited[name], found) for name, chain in chains.items()}
