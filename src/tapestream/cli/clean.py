@@ -9,11 +9,9 @@ from tapestream.cli import show
 from tapestream.cli.options import Json, reported
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.folder import Saves
+from tapestream.storage.disk import PREFIX
 from tapestream.storage.locked import dead_folders, remove_dead
 from tapestream.units import format_nbytes
-
-HOME = "tapestream-"
-"""How the names of home folders begin."""
 
 Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
 Where = Annotated[
@@ -26,7 +24,7 @@ def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
     """List, or remove, home files and unfinished saves of runs that are gone. Nothing else is touched."""
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is no folder; name one that was given as --folder, or to ts.save()")
-    homes = dead_folders(folder, HOME)
+    homes = dead_folders(folder, PREFIX)
     found = {path: _nbytes(path) for path in (*homes, *Saves(folder).unfinished())}
     if remove:
         for path in found:

@@ -22,12 +22,14 @@ import torch
 
 from tapestream.errors import InputError, StorageError
 from tapestream.storage.kernel_queue import KernelQueue, Pending
-from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead
+from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead, remove_locked, unlock
 from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
 from tapestream.storage.transfer import ALIGNMENT, bytes_of, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
 
-_PREFIX = "tapestream-"
+PREFIX = "tapestream-"
+"""How the names of runs' folders begin."""
+
 _SECTOR = 512  # bytes: what most devices ask for
 
 
@@ -44,10 +46,10 @@ class DiskFolder:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_locked(parent)
-            for left in dead_folders(parent, _PREFIX):
+            for left in dead_folders(parent, PREFIX):
                 with suppress(OSError):
                     remove_dead(left)
-            path, lock = locked_folder(parent, f"{_PREFIX}{os.getpid()}-")
+            path, lock = locked_folder(parent, f"{PREFIX}{os.getpid()}-")
             self.path = path.resolve()
         except StorageError:
             raise
@@ -253,6 +255,8 @@ def _failure(action: str, path: Path, error: OSError) -> StorageError:
             advice = "the file or its folder was removed while in use; run again, and leave the folder alone meanwhile"
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return _no_room(action, path, error.strerror or str(error))
+        case errno.ENOTDIR | errno.EEXIST:
+            advice = "a file is in the way; choose another folder"
         case errno.EACCES | errno.EPERM | errno.EROFS:
             advice = "it may not be written to; choose another folder"
         case _:
@@ -317,5 +321,8 @@ def _remove_folder(path: Path, lock: int, owner: int, slabs: list[Slab]) -> None
     slabs.clear()
     if os.getpid() != owner:  # a forked child has copies of the object and of the lock, but the files are its parent's
         return
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
+    try:
+        remove_locked(path)
+    except OSError:  # as much as can be
+        shutil.rmtree(path, ignore_errors=True)
+    unlock(lock)
