@@ -11,6 +11,7 @@ from torch import nn
 from tapestream.models import ResNet, ResNetConfig
 from tapestream.models.grouped import Group
 from tapestream.models.resnet import Bottleneck
+from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 
 # Width 3: no tensor fills whole registers, so that there is padding everywhere.
 CONFIGS = [
@@ -157,3 +158,20 @@ def test_what_is_carried_is_handed_on_as_it_is() -> None:
         assert handed is other
         x = found
     assert isinstance(model.blocks[0], Bottleneck)
+
+
+def test_statistics_that_training_does_not_read_are_not_copied_for_recomputes() -> None:
+    net = ResNet(CONFIGS[0])
+    groups = [module for module in net.modules() if isinstance(module, Group)]
+    assert groups
+    for group in groups:
+        slots = buffer_slots([group])
+        training, group.training = BufferSnapshot.for_recomputes(slots), False
+        assert not training.slots
+        assert training.unread == slots
+        held = {name: (buffer, buffer.clone()) for name, buffer in group._buffers.items()}
+        with training.substituted():  # and yet what a recompute writes is discarded
+            for buffer in group.buffers():
+                buffer.add_(1)
+        assert all(group._buffers[name] is was and torch.equal(was, value) for name, (was, value) in held.items())
+        assert BufferSnapshot.for_recomputes(slots).slots == slots  # in eval mode they are read

@@ -26,7 +26,8 @@ Key = tuple[int | str, ...]
 
 
 class Layer(nn.Module, ABC):
-    """One layer. ``key``: what its initial values are drawn from, see `keyed_generator`."""
+    """One layer. ``key``: what its initial values are drawn from, see `keyed_generator`. It uses statistics of
+    BatchNorm through that alone."""
 
     key: Key = ()
 
@@ -137,6 +138,12 @@ class Group(Few):
                 self.register_parameter(place, nn.Parameter(tensor))
             else:
                 self.register_buffer(place, tensor)
+
+    def reads_buffers(self) -> bool:
+        """Whether anything but BatchNorm in training, which writes its statistics and reads those of the batch, uses
+        the buffers."""
+        owners = [m for m in self._kind.template.modules() if m._buffers]
+        return not (self.training and all(type(m) is nn.BatchNorm2d for m in owners))
 
     def extra_repr(self) -> str:
         """What ``print(model)`` says."""

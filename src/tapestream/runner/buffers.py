@@ -3,7 +3,8 @@ discarded."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -16,18 +17,34 @@ def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
     return tuple((module, name) for module in modules for name, buffer in module._buffers.items() if buffer is not None)
 
 
+@runtime_checkable
+class WritesBuffers(Protocol):
+    """A module that knows whether it reads what it writes. BatchNorm does not, but whoever calls it may."""
+
+    def reads_buffers(self) -> bool:
+        """False where nothing that it computes depends on its buffers in the mode that it is in."""
+
+
 @dataclass(frozen=True, slots=True)
 class BufferSnapshot:
-    """Copies of the buffers that a stage writes, from before its first run."""
+    """Copies of the buffers that a stage writes, from before its first run. ``unread``: slots whose content does not
+    matter, so that recomputes find copies of what is there by then."""
 
     slots: tuple[Slot, ...]
     copies: tuple[torch.Tensor, ...]
+    unread: tuple[Slot, ...] = ()
 
     @classmethod
     def take(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
         """Copy what the slots hold now."""
         held = [module._buffers[name] for module, name in slots]
         return cls(tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held))
+
+    @classmethod
+    def for_recomputes(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
+        """Copies of those that matter alone: of a million layers with BatchNorm, the others are not little."""
+        unread = tuple(s for s in slots if isinstance(s[0], WritesBuffers) and not s[0].reads_buffers())
+        return replace(cls.take([slot for slot in slots if slot not in unread]), unread=unread)
 
     def changed(self) -> tuple[Slot, ...]:
         """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN).
@@ -53,13 +70,14 @@ class BufferSnapshot:
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:
         """Inside, modules hold fresh copies of the snapshot; afterwards the buffers that they had."""
-        before = [module._buffers[name] for module, name in self.slots]
-        for (module, name), copy in zip(self.slots, self.copies, strict=True):
-            module._buffers[name] = copy.clone()
+        slots = (*self.slots, *self.unread)
+        before = [module._buffers[name] for module, name in slots]
+        for (module, name), copy in zip(slots, (*self.copies, *before[len(self.slots) :]), strict=True):
+            module._buffers[name] = None if copy is None else copy.clone()
         try:
             yield
         finally:
-            for (module, name), buffer in zip(self.slots, before, strict=True):
+            for (module, name), buffer in zip(slots, before, strict=True):
                 module._buffers[name] = buffer
 
 

@@ -274,7 +274,7 @@ class Runner:
             elif seen is None:
                 generators = TorchGenerators.capture(self.device)
                 host = HostGenerators.capture() if traits.draws_host else None
-                buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
+                buffers = BufferSnapshot.for_recomputes(traits.buffers) if traits.buffers else None
                 yield
                 drew = not generators.equals(TorchGenerators.capture(self.device))
                 if host is not None and host.equals(HostGenerators.capture()):
