@@ -36,7 +36,8 @@ def left(tmp_path: Path) -> Path:
     (tmp_path / "tapestream-notes").mkdir()
     (tmp_path / "tapestream-notes" / "mine").write_text("mine")
     (tmp_path / "tapestream-notes" / "lock").write_text("{}")  # others have files of that name
-    (tmp_path / "tapestream-new").mkdir()  # killed before it had a lock
+    (tmp_path / "tapestream-77-ab_d12yz").mkdir()  # killed before it had a lock
+    (tmp_path / "tapestream-results1").mkdir()  # empty, but named by people
     (tmp_path / ".saving-new").mkdir()
     (tmp_path / ".saving-new" / "lock").write_text("")  # before it said whose
     return tmp_path

@@ -141,16 +141,100 @@ def test_a_system_without_it(monkeypatch):
         KernelQueue((10**6, 0, 0, 0))
 
 
-def test_one_may_be_waited_for_while_another_is_begun(queue, folder, monkeypatch):
+@pytest.mark.parametrize("place", ["take", "give_back"])
+def test_one_may_be_waited_for_in_the_midst_of_another(queue, folder, monkeypatch, place):
     """On one thread: garbage collection closes calls at any moment."""
-    extents, take = [folder.allocate(5000) for _ in range(2)], Room.take
-    memories = [some(5000, n, 64) for n in range(2)]
-    first = extents[0].start("write", memories[0], 5000, queue)
-    monkeypatch.setattr(Room, "take", lambda room, nbytes: (queue.finish(first), take(room, nbytes))[1])
-    second = extents[1].start("write", memories[1], 5000, queue)
-    assert first.result >= 5000
-    assert queue.finish(second) == 5000
+    extents, known = [folder.allocate(5000) for _ in range(3)], getattr(Room, place)
+    memories, pending = [some(5000, n, 64) for n in range(3)], []
+
+    def waiting(room, *given):
+        for one in pending:
+            queue.finish(one)
+        return known(room, *given)
+
+    for extent, memory in zip(extents[:2], memories, strict=False):
+        pending.append(extent.start("write", memory, 5000, queue))
+    monkeypatch.setattr(Room, place, waiting)
+    last = extents[2].start("write", memories[2], 5000, queue)
+    assert queue.finish(last) == 5000
+    assert [queue.finish(one) for one in pending] == [5000, 5000]
+    monkeypatch.undo()
     for extent, memory in zip(extents, memories, strict=True):
         back = torch.empty_like(memory)
         extent.read_into(back)
         assert torch.equal(back, memory)
+    assert queue._room.unused
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt is, but of nobody else's making."""
+
+
+@pytest.mark.parametrize("number", ["_submit_number", "_collect_number"])
+def test_an_interrupt_right_after_a_call_of_the_kernel(queue, folder, monkeypatch, number):
+    """The memory stays until the kernel is done with it, and what arrived meanwhile is not lost."""
+    extent, memory, call = folder.allocate(5000), some(5000, 0, 64), queue._call
+
+    def interrupted(asked, *given):
+        found = call(asked, *given)
+        if asked == getattr(queue, number):
+            raise Interrupted
+        return found
+
+    gone = weakref.ref(memory)
+    monkeypatch.setattr(queue, "_call", interrupted)
+    try:
+        queue.finish(extent.start("write", memory, 5000, queue))
+    except Interrupted as error:
+        del error
+    assert queue._pending or queue._arrived
+    monkeypatch.undo()
+    expected = memory.clone()
+    del memory
+    gc.collect()
+    queue.drain()
+    assert not queue._pending
+    assert queue._room.unused
+    gc.collect()
+    assert gone() is None
+    back = torch.empty_like(expected)
+    extent.read_into(back)
+    assert torch.equal(back, expected)
+    assert queue.finish(extent.start("read", back, 5000, queue)) == 5000  # it goes on
+
+
+def test_nobody_waits_for_ever(folder):
+    """After close, and in a forked child, whoever waits is told, and does it again by hand."""
+    for closes in (True, False):
+        queue, extent, memory = open_queue(), folder.allocate(PAGE), some(PAGE, 0)
+        if queue is None:
+            pytest.skip("this system has no asynchronous I/O")
+        pending = extent.start("read", memory, PAGE, queue)
+        if closes:
+            queue.close()
+            assert queue.finish(pending) < 0
+        else:
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if queue.finish(pending) < 0 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert queue.finish(pending) == PAGE
+
+
+def test_writes_are_of_whole_pages(queue, folder, monkeypatch):
+    """Others would wait for each other, and the computing thread for them."""
+    seen, call = [], queue._call
+
+    def noted(asked, *given):
+        if asked == queue._submit_number:
+            seen.append(given[2][0].contents.nbytes)
+        return call(asked, *given)
+
+    monkeypatch.setattr(queue, "_call", noted)
+    for nbytes in (1, 512, 5000, 3 * PAGE):
+        extent, memory = folder.allocate(nbytes), some(nbytes, 0)
+        queue.finish(extent.start("write", memory, nbytes, queue))
+        back = torch.empty_like(memory)
+        extent.read_into(back)
+        assert torch.equal(back, memory)
+    assert seen == [PAGE, PAGE, 2 * PAGE, 3 * PAGE]

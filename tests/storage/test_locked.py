@@ -39,7 +39,7 @@ def test_a_folder_that_is_taken_for_dead_while_it_is_made_is_made_again(
         return file
 
     monkeypatch.setattr("tapestream.storage.locked.os.open", opened)
-    path, lock = locked_folder(tmp_path, "run-")
+    path, lock = locked_folder(tmp_path, "run-12-")
     assert len(taken) == 2
     assert path not in taken
     assert list(tmp_path.iterdir()) == [path]
@@ -74,6 +74,7 @@ def test_others_have_files_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "run-folder").mkdir()
     (tmp_path / "run-folder" / "mine").write_text("x")
     (tmp_path / "run-file").write_text("x")
+    (tmp_path / "run-results1").mkdir()  # empty, but people have named it
     before = sorted(tmp_path.rglob("*"))
     assert dead_folders(tmp_path, "run-") == []
     assert not any(remove_dead(path) for path in tmp_path.iterdir())

@@ -120,10 +120,11 @@ class BlockCopies:
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Until a copy that was started has ended; nothing where another live call has settled meanwhile."""
-        ticket = self.tickets.pop((value, tier), None)
+        ticket = self.tickets.get((value, tier))
         if ticket is None:
             return
         self.engine.wait(ticket)
+        self.tickets.pop((value, tier), None)  # not before: interrupted, it has not arrived
         if tier is Tier.DEVICE and value.kind in SHOWN:
             self.show(value, Tier.DEVICE)
         if tier is self.home_of(value):

@@ -55,13 +55,14 @@ def fastest_below(machine: Machine | None) -> Tier:
 @dataclass(frozen=True, slots=True)
 class Store:
     """A slower tier for states: the tiers on the way (DEVICE first), seconds of one state there and back, waited for,
-    and how many of both compute stands still even where nobody waits. Without a machine copies take no time, as for the
-    judge."""
+    and those of them in which compute stands still even where nobody waits. Without a machine copies take no time, as
+    for the judge."""
 
     route: tuple[Tier, ...]
     write_seconds: float
     read_seconds: float
-    busy_seconds: float = 0.0
+    busy_writing_seconds: float = 0.0
+    busy_reading_seconds: float = 0.0
 
     @classmethod
     def of(cls, name: str, tier: Tier, state_nbytes: int, machine: Machine | None) -> "Store":
@@ -71,9 +72,11 @@ class Store:
         route = machine.route(tier)[::-1]
         write = sum(machine.link(a, b).seconds(state_nbytes) for a, b in pairwise(route))
         read = sum(machine.link(b, a).seconds(state_nbytes) for a, b in pairwise(route))
-        busy = sum(machine.link(a, b).busy_seconds + machine.link(b, a).busy_seconds for a, b in pairwise(route))
         finite(name, f"writing to {tier.name}", write)
-        return cls(route, write, finite(name, f"reading {tier.name}", read), busy)
+        finite(name, f"reading {tier.name}", read)
+        out = sum(machine.link(a, b).busy_seconds for a, b in pairwise(route))
+        back = sum(machine.link(b, a).busy_seconds for a, b in pairwise(route))
+        return cls(route, write, read, out, back)
 
     @property
     def tier(self) -> Tier:

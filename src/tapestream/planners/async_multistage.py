@@ -43,7 +43,7 @@ def plan(
     if interval is not None:
         tried = [positive(NAME, "interval", interval, n)]
     else:
-        tried = list(_by_seconds(n, two.slots, cost.forward_seconds, store, hiding(cost, store)))
+        tried = list(intervals(n, two.slots, cost, store))
     chosen = first_within(NAME, ((length, two.nbytes(remote_states(n, length))) for length in tried), allowed)
     segments = Segments(cost, two.slots)
     root = framed(n, chosen, store.tier, segments.kept(chosen), segments.last)
@@ -53,22 +53,25 @@ def plan(
 def hiding(cost: StageCost, store: Store) -> int:
     """The least interval behind whose forwards a write hides, and a read behind its records and backwards."""
     back = cost.recorded_seconds + cost.backward_seconds
-    return max(1, _quotient(store.write_seconds, cost.forward_seconds), _quotient(store.read_seconds, back))
+    out = _quotient(store.write_seconds - store.busy_writing_seconds, cost.forward_seconds)
+    return max(1, out, _quotient(store.read_seconds - store.busy_reading_seconds, back))
 
 
 def _quotient(copy: float, compute: float) -> int:
-    if copy == 0:
+    if copy <= 0:
         return 1
     return ceil(min(copy / compute, 1e15)) if compute else 10**15
 
 
-def _by_seconds(n: int, slots: int, forward_seconds: float, store: Store, least: int) -> Iterator[int]:
-    """Intervals from ``least`` up to the whole chain, those of fewest seconds first, a short one before a long one."""
+def intervals(n: int, slots: int, cost: StageCost, store: Store) -> Iterator[int]:
+    """Those that hide copies, up to the whole chain: of fewest seconds first, a short one before a long one."""
 
     def key(length: int) -> tuple[float, int, int]:
         runs = forwards(n, length, slots)
-        return runs * forward_seconds + remote_states(n, length) * store.busy_seconds, runs, length
+        return runs * cost.forward_seconds + remote_states(n, length) * busy, runs, length
 
+    busy = store.busy_writing_seconds + store.busy_reading_seconds
+    least = hiding(cost, store)
     lengths = {min(n, least * factor) for factor in counts(max(1, -(-n // least)))}
     yield from sorted(lengths, key=key)
 

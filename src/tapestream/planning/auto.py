@@ -161,7 +161,9 @@ class _Search:
     def _unbeatable(self, found: Found) -> str:
         """Why nothing can be faster; empty where something may be."""
         simulation = found.simulation
-        if simulation.stall_seconds == 0 and simulation.forwards == self.terms.profile.runs:
+        links = self.terms.machine.links if self.terms.machine else {}
+        free = not simulation.bytes_moved or not any(link.busy_seconds for link in links.values())
+        if free and simulation.stall_seconds == 0 and simulation.forwards == self.terms.profile.runs:
             return "nothing is recomputed and nothing waits already"
         if self.bound and found.seconds <= self.bound * (1 + 1e-9):
             return "no schedule is faster at this budget"

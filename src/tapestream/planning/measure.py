@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from tapestream.units import format_nbytes
 _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
-_TRIPS, _STATE_NBYTES = 32, 2**16
+_TRIPS, _TRIPS_SECONDS, _STATE_NBYTES = 32, 0.1, 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,12 @@ def measure_machine(
 ) -> Machine:
     """Rates and latencies of every link below ``device``, and its float32 matrix-multiply FLOP/s, in about two seconds.
 
-    ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB are
-    written there, in files that are gone even if the process is killed. ``quick``: the links alone, in about a tenth
-    of a second, with at most 128 MiB written (12 MiB where 2 MiB take longer than 3 ms). On "cpu" the links join DISK
-    and DEVICE, on CUDA DISK and HOST, HOST and DEVICE. Raises InputError for a missing folder or another kind of
-    device, StorageError where the folder cannot be written or is full.
+    ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB
+    are written there, in files that are gone even if the process is killed (but for 1 MiB that the next run
+    removes). ``quick``: the links alone, in about a tenth of a second, with at most 128 MiB written (12 MiB where 2
+    MiB take longer than 3 ms). On "cpu" the links join DISK and DEVICE, on CUDA DISK and HOST, HOST and DEVICE.
+    Raises InputError for a missing folder or another kind of device, StorageError where the folder cannot be
+    written or is full.
     """
     effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)
@@ -211,25 +212,26 @@ def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
 
 def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
     """The links with the processor time that one state costs the computing thread, on its way out and back."""
-    pool = Pool(torch.device("cpu"), folder=DiskFolder(folder), limits={}, pin=False)
-    engine = make_engine("threads", torch.device("cpu"))
-    parcels, value = Parcels(pool, engine), Value(Kind.STATE, 0)
-    out, back = [], []
-    for _ in range(_TRIPS):
-        state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
-        begin = time.thread_time()
-        parcels.pack(value, (state,))
-        parcels.start(value, Tier.DEVICE, Tier.DISK)
-        parcels.wait(value, Tier.DISK)
-        middle = time.thread_time()
-        parcels.start(value, Tier.DISK, Tier.DEVICE)
-        parcels.wait(value, Tier.DEVICE)
-        parcels.unpack(value)
-        parcels.drop(value)
-        out.append(middle - begin)
-        back.append(time.thread_time() - middle)
-    engine.close()
-    pool.close()
+    out: list[float] = []
+    back: list[float] = []
+    value = Value(Kind.STATE, 0)
+    with closing(DiskFolder(folder)) as disk, ExitStack() as stack:
+        pool = stack.enter_context(closing(Pool(torch.device("cpu"), folder=disk, limits={}, pin=False)))
+        engine = stack.enter_context(closing(make_engine("threads", torch.device("cpu"))))
+        parcels, end = Parcels(pool, engine), time.monotonic() + _TRIPS_SECONDS
+        while len(out) < _TRIPS and (len(out) < _LEAST_SAMPLES or time.monotonic() < end):
+            state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
+            begin = time.thread_time()
+            parcels.pack(value, (state,))
+            parcels.start(value, Tier.DEVICE, Tier.DISK)
+            parcels.wait(value, Tier.DISK)
+            middle = time.thread_time()
+            parcels.start(value, Tier.DISK, Tier.DEVICE)
+            parcels.wait(value, Tier.DEVICE)
+            parcels.unpack(value)
+            parcels.drop(value)
+            out.append(middle - begin)
+            back.append(time.thread_time() - middle)
     return replace(read, busy_seconds=median(back)), replace(write, busy_seconds=median(out))
 
 

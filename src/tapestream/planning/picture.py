@@ -15,8 +15,10 @@ from tapestream.planning.steps import draw_stages
 _SORTS = {
     "Forward": ("forward", "#4c78a8"), "Record": ("forward, recorded", "#1b9e9e"), "Backward": ("backward", "#f58518"),
     "Turn": ("head and loss", "#b279a2"), "Update": ("update", "#54a24b"), "waiting": ("waiting for copies", "#d62728"),
+    "starting": ("starting copies", "#ff9896"),
     "copy in": ("copy towards the device", "#9d755d"), "copy out": ("copy away from it", "#bab0ac"),
 }  # fmt: skip
+_COMPUTING = {"compute", "start", "stall"}  # lanes of the computing thread
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _SECONDS = ((1.0, "seconds"), (1e3, "milliseconds"), (1e6, "microseconds"))
 _MANY = 400  # bars of a lane, or samples of memory, that can be told apart
@@ -72,9 +74,7 @@ def draw(
 ) -> None:
     """Draw into ``path``. ``lying_nbytes``: bytes of blocks that lie in each tier for the whole step."""
     tiers = [tier for tier in Tier if tier is Tier.DEVICE or any(nbytes for _, nbytes in timeline.memory[tier])]
-    lanes = list(
-        dict.fromkeys(["compute", *sorted({span.lane for span in timeline.spans} - {"compute", "stall"}, reverse=True)])
-    )
+    lanes = ["compute", *sorted({span.lane for span in timeline.spans} - _COMPUTING, reverse=True)]
     heights = [3.4, *(2.2 for _ in tiers), 0.9 + 0.45 * len(lanes)]
     figure = figure_of(12, sum(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -143,7 +143,7 @@ def _lanes(
     for span in spans:
         if span.duration_seconds == 0:
             continue
-        row = lanes.index("compute" if span.lane == "stall" else span.lane)
+        row = lanes.index("compute" if span.lane in _COMPUTING else span.lane)
         rows[row].setdefault(_sort(span), []).append((span.start_seconds, span.duration_seconds))
     labelled: set[str] = set()
     for row, sorts in rows.items():
@@ -187,6 +187,8 @@ def _sort(span: Span) -> str:
     """Which colour a span has."""
     if span.lane == "stall":
         return "waiting"
+    if span.lane == "start":
+        return "starting"
     if span.lane == "compute":
         return span.name.split()[0]
     source, target = (Tier[word] for word in span.lane.split(" to "))

@@ -97,10 +97,10 @@ class Clock:
         self.spans: list[tuple[str, str, float, float]] | None = [] if tracing else None
         self.copies: list[tuple[str, str, Job]] = []
 
-    def compute(self, seconds: float, name: str, index: int | None = None) -> None:
+    def compute(self, seconds: float, name: str, index: int) -> None:
         """The compute lane is busy for ``seconds``."""
         if self.spans is not None:
-            self.spans.append(("compute", name if index is None else f"{name} {index}", self.now, seconds))
+            self.spans.append(("compute", f"{name} {index}", self.now, seconds))
         self.now += seconds
         self.compute_seconds += seconds
 
@@ -110,7 +110,10 @@ class Clock:
             return None
         link = self.machine.link(source, target)
         if link.busy_seconds:
-            self.compute(link.busy_seconds, f"start {name}")
+            if self.spans is not None:
+                self.spans.append(("start", f"start {name}", self.now, link.busy_seconds))
+            self.now += link.busy_seconds
+            self.compute_seconds += link.busy_seconds
         pair = self.pairs.setdefault((min(source, target), max(source, target)), LanePair())
         pair.advance(self.now)
         job = Job(link, link.latency_seconds, float(nbytes))

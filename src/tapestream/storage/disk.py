@@ -71,8 +71,9 @@ class DiskFolder:
             path, file = self._reserve(nbytes, nbytes)
             os.close(file)
             return Extent(self, path, nbytes)
-        while self._unmapped:
-            self.give_back(*self._unmapped.pop())
+        with suppress(IndexError):
+            while True:
+                self.give_back(*self._unmapped.pop())
         with self._lock:
             for slab in reversed(self._slabs):
                 start = slab.room.take(nbytes)
@@ -255,6 +256,8 @@ def _failure(action: str, path: Path, error: OSError) -> StorageError:
             advice = "the file or its folder was removed while in use; run again, and leave the folder alone meanwhile"
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return _no_room(action, path, error.strerror or str(error))
+        case errno.EMFILE | errno.ENFILE:
+            advice = "the program may not open more files; raise `ulimit -n`"
         case errno.ENOTDIR | errno.EEXIST:
             advice = "a file is in the way; choose another folder"
         case errno.EACCES | errno.EPERM | errno.EROFS:

@@ -6,16 +6,19 @@ asynchronous I/O, io_submit(2), needs one call of some 10 microseconds to start 
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
 import threading
 import weakref
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from tapestream.storage.slabs import Room
+from tapestream.storage.transfer import ALIGNMENT, round_up
 
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """Of io_setup, io_destroy, io_getevents and io_submit, for which the C library has no names."""
@@ -59,25 +62,24 @@ class KernelQueue:
     """Transfers between memory and files opened with O_DIRECT; at most 64 are under way.
 
     What the file system does not take as it is goes through 4 MiB of the queue's own. What is under way when the
-    queue goes is waited for, as its memory must not become somebody else's before. Thread-safe.
+    queue goes is waited for, as its memory must not become somebody else's before. Threads may share it; a signal, or
+    garbage collection that waits for another transfer, may come at any point of any method.
     """
 
     def __init__(self, calls: tuple[int, int, int, int]) -> None:
-        setup, destroy, self._collect_number, self._submit_number = calls
+        self._setup, self._destroy, self._collect_number, self._submit_number = calls
         self._call = ctypes.CDLL(None, use_errno=True).syscall
-        self._context, self._owner = ctypes.c_ulong(0), os.getpid()
         self._pending: dict[int, Pending] = {}
-        self._lock = threading.RLock()  # garbage collection may come in between, and wait for a transfer
-        self._last = 0
-        if self._call(setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
+        self._arrived: list[ctypes.Array[_Event]] = []
+        self._lock = threading.RLock()
+        self._numbers = count(1)
+        self._context, self._owner = ctypes.c_ulong(0), os.getpid()
+        if self._call(self._setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
             raise OSError(ctypes.get_errno(), "io_setup")
         self._room, bounce = Room(_BOUNCE_NBYTES), mmap.mmap(-1, _BOUNCE_NBYTES)
         self._bounce = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
-        self._order = _Order()
-        self._orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(self._order))
-        self._one, self._most = ctypes.c_long(1), ctypes.c_long(_MOST)
         self.close = weakref.finalize(
-            self, _destroy, self._call, destroy, self._context, self._owner, self._pending, bounce
+            self, _destroy, self._call, self._destroy, self._context, self._owner, self._pending, bounce
         )
 
     def start(
@@ -85,11 +87,12 @@ class KernelQueue:
     ) -> Pending | None:
         """Begin to fill the first ``nbytes`` bytes of contiguous CPU memory from byte ``offset`` of ``file``, or to
         write them there; None where the queue can't take it now. ``granule``: what addresses and lengths must be
-        multiples of, or go through the queue's own memory."""
+        multiples of, or go through the queue's own memory. What is written is rounded up to whole pages, since file
+        systems make others wait for each other; nothing may lie behind it."""
         address, length = memory.data_ptr(), nbytes
-        straight = address % granule == 0 and nbytes % granule == 0
+        straight = address % granule == 0 and nbytes % (ALIGNMENT if write else granule) == 0
         with self._lock:
-            if not self.close.alive or os.getpid() != self._owner or len(self._pending) == _MOST:
+            if not self._usable or len(self._pending) >= _MOST:
                 return None
             bounce = None if straight or nbytes > _LARGEST_BOUNCE else self._room.take(nbytes)
             if not straight and bounce is None:
@@ -97,38 +100,65 @@ class KernelQueue:
             if bounce is not None:
                 if write:
                     ctypes.memmove(self._bounce + bounce, address, nbytes)
-                address, length = self._bounce + bounce, -(-nbytes // granule) * granule
-            pending = Pending(memory, nbytes, bounce, write)
-            self._last += 1
-            order = self._order
-            order.data, order.opcode, order.file = self._last, _WRITE if write else _READ, file
-            order.address, order.nbytes, order.offset = address, length, offset
-            if self._call(self._submit_number, self._context, self._one, self._orders) != 1:
-                self._let_go(pending)
+                address, length = self._bounce + bounce, round_up(nbytes)
+            pending, number = Pending(memory, nbytes, bounce, write), next(self._numbers)
+            order = _Order(
+                data=number, opcode=_WRITE if write else _READ, file=file, address=address, nbytes=length, offset=offset
+            )
+            orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(order))
+            self._pending[number] = pending  # before the kernel has it: a signal may come right after
+            if self._call(self._submit_number, self._context, ctypes.c_long(1), orders) != 1:
+                self._let_go(number)
                 return None
-            self._pending[self._last] = pending
             return pending
 
     def finish(self, pending: Pending) -> int:
         """Block, with the GIL released, until it is over; the bytes moved, or an error number below 0."""
-        while pending.result is None:
-            with self._lock:
-                if pending.result is None:
-                    self._collect()
+        with self._lock:
+            self._take()
+            while pending.result is None:
+                if not self._usable:
+                    return -errno.ECANCELED
+                self._arrived.append(events := (_Event * _MOST)())
+                one, most = ctypes.c_long(1), ctypes.c_long(_MOST)
+                found = self._call(self._collect_number, self._context, one, most, events, None)
+                if found < 0 and ctypes.get_errno() != errno.EINTR:
+                    return -ctypes.get_errno()
+                self._take()
         return min(pending.result, pending.nbytes)
 
-    def _collect(self) -> None:
-        events = (_Event * _MOST)()
-        count = self._call(self._collect_number, self._context, self._one, self._most, events, None)
-        for event in events[: max(0, count)]:  # below 0: a signal came
-            pending = self._pending.pop(event.data)
-            if pending.bounce is not None and not pending.write:
-                ctypes.memmove(pending.memory.data_ptr(), self._bounce + pending.bounce, pending.nbytes)
-            self._let_go(pending)
-            pending.result = event.result
+    def drain(self) -> None:
+        """Block until nothing is under way, whatever became of it."""
+        with self._lock:
+            if self._usable:  # which waits for what was begun, also where nobody was told so
+                self._call(self._destroy, self._context)
+                self._take()
+                self._pending.clear()
+                self._room = Room(_BOUNCE_NBYTES)
+                self._context.value = 0
+                if self._call(self._setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
+                    self.close.detach()
 
-    def _let_go(self, pending: Pending) -> None:
-        if pending.bounce is not None:
+    @property
+    def _usable(self) -> bool:
+        return self.close.alive and os.getpid() == self._owner
+
+    def _take(self) -> None:
+        """Note what has arrived; in any order, and again from the start where something came in between."""
+        while self._arrived:
+            events = self._arrived[-1]
+            for event in events:
+                pending = self._pending.get(event.data)
+                if pending is not None and pending.result is None:
+                    if pending.bounce is not None and not pending.write:
+                        ctypes.memmove(pending.memory.data_ptr(), self._bounce + pending.bounce, pending.nbytes)
+                    pending.result = event.result
+                self._let_go(event.data)
+            self._arrived = [array for array in self._arrived if array is not events]
+
+    def _let_go(self, number: int) -> None:
+        pending = self._pending.pop(number, None)
+        if pending is not None and pending.bounce is not None:
             self._room.give_back(pending.bounce, pending.nbytes)
 
 

@@ -8,6 +8,7 @@ Both may be removed: who makes a folder looks again once it holds the lock, and 
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -119,7 +120,10 @@ def _made_here(path: Path, file: int) -> bool:
 
 
 def _empty(path: Path, *, remove: bool) -> bool:
-    """A folder without even a lock, which its run had no time to make. A full one is none of ours."""
+    """A folder without even a lock, which its run had no time to make. A full one is none of ours, nor one that people
+    may have named: ours begin with a dot or tell the process, and end as mkdtemp ends them."""
+    if not re.fullmatch(r"(\..*-|.*-\d+-)[a-z0-9_]{8}", path.name):
+        return False
     with suppress(OSError):
         if remove:
             path.rmdir()

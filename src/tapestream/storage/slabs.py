@@ -1,20 +1,22 @@
 """`Slab`: one open file with room for many extents: making, opening and removing a file for each would cost more than
 moving the bytes of a small one."""
 
+import mmap
 import os
 import weakref
 from bisect import bisect
 from pathlib import Path
 
-from tapestream.storage.transfer import round_up
+from tapestream.storage.transfer import ALIGNMENT, round_up
 
 SMALL_NBYTES = 4 * 2**20
 """Extents of more than this have files of their own."""
-_LEAST_NBYTES, _MOST_NBYTES = 2**20, 64 * 2**20
+_LEAST_NBYTES, _DOUBLING_NBYTES = 2**20, 64 * 2**20
+_UNIT = max(ALIGNMENT, mmap.PAGESIZE)  # what mappings begin at, and direct transfers
 
 
 class Room:
-    """The numbers below ``nbytes``, handed out as runs that begin at multiples of 4096, first fit."""
+    """The numbers below ``nbytes``, handed out as runs of whole pages, first fit."""
 
     __slots__ = ("_holes", "nbytes")
 
@@ -24,7 +26,7 @@ class Room:
 
     def take(self, nbytes: int) -> int | None:
         """Where ``nbytes`` bytes are from now on the caller's; None where no hole is large enough."""
-        wanted = round_up(nbytes)
+        wanted = round_up(nbytes, _UNIT)
         for number, (start, stop) in enumerate(self._holes):
             if stop - start >= wanted:
                 self._holes[number : number + 1] = [(start + wanted, stop)] if stop - start > wanted else []
@@ -33,7 +35,7 @@ class Room:
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Take back what `take` gave."""
-        stop = start + round_up(nbytes)
+        stop = start + round_up(nbytes, _UNIT)
         at = bisect(self._holes, (start, stop))
         if at < len(self._holes) and self._holes[at][0] == stop:
             stop = self._holes.pop(at)[1]
@@ -64,6 +66,6 @@ class Slab:
 
 def slab_nbytes(nbytes: int, held: int, free: int) -> int:
     """Bytes of a new slab for an extent of ``nbytes``, beside ``held`` in slabs and ``free`` on the disk: as much as
-    there is already, within limits, so that files are few and at most as much again lies idle."""
-    grown = min(max(held, _LEAST_NBYTES), _MOST_NBYTES, free // 4)
-    return round_up(max(nbytes, grown))
+    there is already, and a quarter of it from 256 MiB on: files are few, as each keeps a descriptor."""
+    grown = max(_LEAST_NBYTES, min(held, _DOUBLING_NBYTES), held // 4)
+    return round_up(max(nbytes, min(grown, free // 4)), _UNIT)

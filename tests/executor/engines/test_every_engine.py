@@ -232,6 +232,32 @@ def test_what_the_kernel_did_in_part_is_done_again(pool, monkeypatch):
     engine.close()
 
 
+def test_an_interrupted_wait_leaves_the_copy_in_flight(engine, pool, monkeypatch):
+    """Else its memory would be used again while it is still being filled."""
+    if engine.name == "adversarial":
+        pytest.skip("it copies at the wait")
+    disk, back = pool.allocate(Tier.DISK, 8192), pool.allocate(Tier.HOST, 8192)
+    values = fill(disk, 0)
+    ticket = engine.copy(disk, back)
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupted(*_):
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelQueue, "finish", interrupted)
+        patch.setattr(threads.Future, "exception", interrupted)
+        with pytest.raises(Interrupted):
+            engine.wait(ticket)
+    with pytest.raises(GradientError):
+        engine.release(back)
+    engine.wait(ticket)
+    assert torch.equal(content(back), values)
+    engine.release(back)
+
+
 def spoiled(start):
     """Of every transfer only the first 4096 bytes."""
 

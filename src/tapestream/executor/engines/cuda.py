@@ -53,16 +53,20 @@ class CudaEngine(Generic[StreamT, EventT]):
 
     def wait(self, ticket: Ticket) -> None:
         """Make compute on the current stream wait; for a disk transfer, block until it has ended."""
-        self._flight.end(ticket)
         event = self._events.pop(ticket, None)
         if event is not None:
+            self._flight.end(ticket)
             self._api.wait(self._api.current_stream(), event)
             return
         start = perf_counter()
         try:
             self._disk.finish(ticket)
+        except Exception:  # not an interrupt, which leaves the copy in flight
+            self._flight.end(ticket)
+            raise
         finally:
             self._flight.waited_since(start)
+        self._flight.end(ticket)
 
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`. Compute on HOST regions is taken to run on the CPU."""

@@ -48,11 +48,14 @@ class DiskLanes:
     def __init__(self) -> None:
         self._workers: dict[Lane, Worker] = {}
         self._futures: dict[Ticket, Future[None]] = {}
-        self._queue = open_queue()
+        self._queue: KernelQueue | None = None
+        self._asked = False
         self._pending: dict[Ticket, Pending] = {}
 
     def start(self, ticket: Ticket, before: Callable[[], None] | None = None) -> None:
         """Copy, after calling ``before`` on the lane's thread."""
+        if not self._asked:
+            self._queue, self._asked = open_queue(), True
         pending = _begun(ticket, self._queue) if self._queue is not None and before is None else None
         if pending is not None:
             self._pending[ticket] = pending
@@ -70,22 +73,26 @@ class DiskLanes:
         self._futures[ticket] = worker.submit(job)
 
     def finish(self, ticket: Ticket) -> None:
-        """Block, with the GIL released, until the copy has ended; raises what ended it."""
-        pending = self._pending.pop(ticket, None)
-        if pending is None:
-            self._futures.pop(ticket).result()
-        elif self._queue is None or self._queue.finish(pending) != ticket.nbytes:
-            transfer(ticket.source, ticket.target, ticket.nbytes)  # which says what is wrong, if it still is
+        """Block, with the GIL released, until the copy has ended; raises what ended it. Interrupted, the copy is still
+        known as under way. Nothing for what is not."""
+        pending, future = self._pending.get(ticket), self._futures.get(ticket)
+        if future is not None:
+            future.exception()
+            del self._futures[ticket]
+            future.result()
+        elif pending is not None and self._queue is not None:
+            done = self._queue.finish(pending)
+            del self._pending[ticket]
+            if done != ticket.nbytes:
+                transfer(ticket.source, ticket.target, ticket.nbytes)  # which says what is wrong, if it still is
 
     def abandon(self) -> None:
         """Drop the copies that have not begun and block until those that have are over, whatever their result."""
-        futures, pending = list(self._futures.values()), list(self._pending.values())
-        self._futures.clear()
+        if self._queue is not None:
+            self._queue.drain()
         self._pending.clear()
-        for one in pending:
-            if self._queue is not None:
-                self._queue.finish(one)
-        wait_for_all([future for future in futures if not future.cancel()])
+        wait_for_all([future for future in self._futures.values() if not future.cancel()])
+        self._futures.clear()
 
     def close(self) -> None:
         """Abandon, then end the threads."""
@@ -114,12 +121,15 @@ class ThreadsEngine:
 
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine.wait`."""
-        self._flight.end(ticket)
         start = perf_counter()
         try:
             self._lanes.finish(ticket)
+        except Exception:  # not an interrupt, which leaves the copy in flight
+            self._flight.end(ticket)
+            raise
         finally:
             self._flight.waited_since(start)
+        self._flight.end(ticket)
 
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`."""

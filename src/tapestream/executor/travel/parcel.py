@@ -25,9 +25,9 @@ class _Copy:
 
     def finish(self, engine: CopyEngine) -> None:
         """Wait for it. Raises StorageError when it failed."""
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            engine.wait(ticket)
+        if self.ticket is not None:
+            engine.wait(self.ticket)
+            self.ticket = None
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from tapestream.frontends.loop.plans import MOST_SLOTS, Chosen, choose, few_step
 from tapestream.ir import Tier
 from tapestream.planners import planners
 from tapestream.planners._tiers import Two
-from tapestream.planners.async_multistage import hiding
+from tapestream.planners.async_multistage import intervals
 from tapestream.planning.plan import Plan
 from tapestream.simulate import Simulation, simulate
 from tapestream.units import format_nbytes
@@ -76,7 +76,8 @@ def _away(profile: Profile, budget: Budget, machine: Machine, knobs: dict[str, o
         return Plan.judged(planners[_NAME](profile, budget, machine, **knobs), profile, budget, machine)
     slots, tier, interval = (knobs.get(name) for name in ("slots", "tier", "interval"))
     two = Two.of(_NAME, profile, budget, machine, slots, tier, spare=1)  # type: ignore[arg-type]
-    every = int(interval or min(n // 8, hiding(profile.stages[0], two.direct())))  # type: ignore[call-overload]
+    best = next(intervals(n, two.slots, profile.stages[0], two.direct()))
+    every = int(interval or min(n // 8, best))  # type: ignore[call-overload]
     knobs = {**knobs, "slots": min(two.slots, MOST_SLOTS), "interval": every}
     schedule = planners[_NAME](profile, budget, machine, **knobs)
     short = [(n % every or every) + every * count for count in (3, 4)]
