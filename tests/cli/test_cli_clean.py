@@ -58,7 +58,7 @@ def test_what_killed_runs_have_left_is_listed_then_removed(left: Path) -> None:
     code, text = run(str(left), "--remove")
     assert code == 0
     assert "Removed: 1.0" in text
-    assert sorted(p.name for p in left.iterdir()) == ["tapestream-notes"]
+    assert sorted(p.name for p in left.iterdir()) == ["tapestream-notes", "tapestream-results1"]
     live = DiskFolder(left)
     (left / "tapestream-link").symlink_to(live.path)
     code, text = run(str(left), "--remove")
@@ -72,7 +72,7 @@ def test_what_killed_runs_have_left_is_listed_then_removed(left: Path) -> None:
 
 def test_a_link_to_what_is_left_is_no_folder_of_ours(left: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
-    (target,) = left.glob("tapestream-[0-9]*")
+    (target,) = (lock.parent for lock in left.glob("tapestream-[0-9]*/lock"))
     (other / "tapestream-link").symlink_to(target)
     (other / ".saving-link").symlink_to(target)
     code, text = run(str(other), "--remove")
