@@ -72,9 +72,13 @@ Mark: TypeAlias = tuple[int, int]
 
 
 def mark(tensor: torch.Tensor) -> Mark:
-    """The version counter, and the address (0 for tensors that have none)."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return tensor._version, tensor.data_ptr() if plain else 0
+    """The version counter, and the address (0 for tensors that have none: fake and sparse ones, those of
+    `torch.func`)."""
+    address = 0
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            address = tensor.data_ptr()
+    return tensor._version, address
 
 
 def check_versions(
