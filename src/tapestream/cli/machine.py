@@ -30,7 +30,7 @@ def machine(
         )
         for (source, target), link in found.links.items()
     ]
-    show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency", "keeps compute"))
+    show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency", "starting one"))
     show.line(f"float32 matrix products: {show.flops(found.flops_per_second)}")
 
 
