@@ -305,6 +305,7 @@ class Odd(nn.Module):
     ],
 )
 def test_what_could_not_be_run_again_is_refused_by_name(way: str, words: str) -> None:
+    torch.manual_seed(0)  # not the seed that Odd sets: setting the one that is there already cannot be seen
     odd = Odd(way)
 
     def program(x: torch.Tensor) -> torch.Tensor:

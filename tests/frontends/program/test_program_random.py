@@ -109,12 +109,18 @@ def check(steps: list[int], seed: int) -> None:
     except BudgetError as error:
         budget = error.least_nbytes or 1
     for limit in (budget, 4 * budget):
-        runs = Program(program, budget=limit, planner="revolve")
-        for _ in range(2):
+        runs, done = Program(program, budget=limit, planner="revolve"), 0
+        while done < 2:
             try:
                 found = outcome(runs, [w, x], make, seed)
             except GradientError as error:
                 raise AssertionError(f"refused: {error}") from error
+            except BudgetError as error:  # what runs are cut by is measured, so the least varies a little
+                least = error.least_nbytes or 0
+                assert limit < least <= 2 * limit + 4096
+                runs, limit = Program(program, budget=least, planner="revolve"), least
+                continue
+            done += 1
             assert found[1] == expected[1]
             assert all(map(same, found[0], expected[0]))
             assert all(map(same, found[2], expected[2]))

@@ -1,31 +1,161 @@
-"""What surrounds an operation of a program while it runs."""
+"""What surrounds an operation of a program: noted while it runs, and the same again in replays."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.overrides import _pop_mode, _push_mode
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record import Ambient
 
+_C: Any = torch._C
 
-def ambient_now(kinds: Sequence[str], epoch: int) -> Ambient:
-    """What holds now, for devices of ``kinds``. Raises InputError in inference mode."""
-    if torch.is_inference_mode_enabled():
-        raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
-    casts = tuple(
-        (kind, on, torch.get_autocast_dtype(kind) if on else None)
-        for kind in kinds
-        for on in (torch.is_autocast_enabled(kind),)
+
+def _set_deterministic(on: bool) -> None:
+    _C._set_deterministic_algorithms(on, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
+
+
+def _refused(wanted: str) -> None:
+    # PyTorch has two ways to set it, and some questions raise where both are used.
+    raise GradientError(
+        f"Program: an operation had the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
+        "allow_tf32) and is to run again with another; leave it as it is until after backward"
     )
-    return Ambient(torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), epoch)
 
 
-def unseen_seed() -> GradientError:
-    """The generator was set by a call that nobody could see."""
-    return GradientError(
-        "Program: torch's random generator was set inside the program in a way that cannot be seen; use "
-        "torch.manual_seed() or torch.set_rng_state()"
-    )
+Choice: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _choices(names: Sequence[str]) -> list[Choice]:
+    """Of the switches ``names``, of kernels for attention and of others, those that this PyTorch has."""
+    found: list[Choice] = []
+    for name in names:
+        if hasattr(_C, f"_set_sdp_use_{name}"):
+            found.append((getattr(_C, f"_get_{name}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{name}")))
+        elif hasattr(_C, f"_set_{name}"):
+            found.append((getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")))
+    return found
+
+
+def _precision(backend: str) -> Choice:
+    ask = getattr(_C, "_get_fp32_precision_getter", None)
+    return (torch.get_float32_matmul_precision if ask is None else functools.partial(ask, backend, "matmul")), _refused
+
+
+_ON_CPU: list[Choice] = [
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    *_choices(("flash", "math", "sdp_priority_order", "mkldnn_enabled")),
+    _precision("mkldnn"),
+]
+_KERNELS: list[Choice] = [
+    *_ON_CPU,
+    *_choices(("mem_efficient", "cudnn", "overrideable", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    _precision("cuda"),
+]
+"""What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
+
+
+class Ambients:
+    """Numbers of ambients in ``found``, for devices of ``kinds``."""
+
+    def __init__(self, found: list[Ambient], kinds: Sequence[str]) -> None:
+        self._found, self._kinds = found, kinds
+        self._getters = [get for get, _ in (_ON_CPU if tuple(kinds) == ("cpu",) else _KERNELS)]
+        self._numbers: dict[Ambient, int] = {}
+        self._last: Any = None
+        self._number = 0
+
+    def now(self, epoch: int) -> int:
+        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode."""
+        seen = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(), epoch,
+            [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in self._kinds],
+            [get() for get in self._getters], others() if _C._len_torch_function_stack() else (),
+        )  # fmt: skip
+        if seen != self._last:  # comparing is cheaper than a hash
+            self._last, self._number = seen, self._number_of(*seen)
+        return self._number
+
+    def _number_of(
+        self, grad: bool, inference: bool, cache: bool, dtype: torch.dtype, epoch: int, casts: list[torch.dtype | None],
+        kernels: list[Any], modes: tuple[Any, ...],
+    ) -> int:  # fmt: skip
+        if inference:
+            raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
+        by_kind = tuple(zip(self._kinds, casts, strict=True))
+        chosen = tuple(tuple(one) if isinstance(one, list) else one for one in kernels)
+        ambient = Ambient(grad, by_kind, cache, dtype, epoch, chosen, modes)
+        number = self._numbers.setdefault(ambient, len(self._found))
+        if number == len(self._found):
+            self._found.append(ambient)
+        return number
+
+
+def others() -> tuple[Any, ...]:
+    """The function modes that are entered here, without those that only watch a program."""
+    return tuple(mode for mode in _modes() if not getattr(mode, "only_watches", False))  # type: ignore[no-untyped-call]
+
+
+def exchange(new: Sequence[Any]) -> None:
+    """Have the function modes ``new`` in place of those that are entered."""
+    for _ in range(_C._len_torch_function_stack()):
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for one in new:
+        _push_mode(one)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], None]]:
+    """Gives what sets the surroundings of an operation, one of ``ambients``; afterwards all is as before."""
+    kinds = sorted({kind for ambient in ambients for kind, _ in ambient.casts})
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
+    kernels, modes = [get() for get, _ in _KERNELS], _modes()  # type: ignore[no-untyped-call]
+    epoch = [-1]
+
+    def enter(ambient: Ambient) -> None:
+        if ambient.epoch != epoch[0]:
+            torch.clear_autocast_cache()
+            epoch[0] = ambient.epoch
+        torch.set_grad_enabled(ambient.grad)
+        for kind, precision in ambient.casts:
+            torch.set_autocast_enabled(kind, precision is not None)
+            if precision is not None:
+                torch.set_autocast_dtype(kind, precision)
+        torch.set_autocast_cache_enabled(ambient.cache)
+        torch.set_default_dtype(ambient.dtype)
+        _choose(ambient.kernels)
+        exchange(ambient.modes)
+
+    try:
+        yield enter
+    finally:
+        exchange(modes)
+        torch.clear_autocast_cache()
+        torch.set_grad_enabled(grad)
+        for kind, on, precision in casts:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, precision)
+        torch.set_autocast_cache_enabled(cache)
+        torch.set_default_dtype(dtype)
+        _choose(kernels)
+
+
+def _choose(kernels: Sequence[Any]) -> None:
+    for (get, choose), wanted in zip(_KERNELS, kernels, strict=False):
+        wanted = list(wanted) if isinstance(get(), list) else wanted
+        if get() != wanted:
+            choose(wanted)
 
 
 def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:

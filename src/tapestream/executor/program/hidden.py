@@ -1,4 +1,4 @@
-"""What an opaque operation (an autograd.Function) uses beside its arguments: a replay must find it as it was."""
+"""What an opaque operation (an autograd.Function) uses beside its tensors: a replay must find it as it was."""
 
 import weakref
 from collections.abc import Iterable
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.executor.program.foreign import Foreign, shown_of
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.values import address_of
+from tapestream.executor.program.writes import statistics
 
 
 class Hidden:
@@ -21,23 +23,34 @@ class Hidden:
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._statistics: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self._objects: Any = ()
 
-    def see(self, args: Any, kwargs: Any) -> None:
+    def begin(self, given: tuple[Foreign, ...]) -> None:
+        """The operation is about to run, with these objects."""
+        self._objects = shown_of(given)
+
+    def see(self, function: Any, args: Any, kwargs: Any) -> None:
         """A torch call inside is given these."""
+        self._statistics += [(weakref.ref(t), t.detach().clone()) for t in statistics(function, args, kwargs)]
         for tensor in tensors_of((args, kwargs), []):
             known = self._seen.get(id(tensor))
             if known is None or known() is not tensor:
                 self._seen[id(tensor)] = weakref.ref(tensor)
 
-    def end(self, shown: Iterable[torch.Tensor]) -> None:
-        """The operation has ended; ``shown``: its arguments and results, which others watch."""
+    def end(self, shown: Iterable[torch.Tensor]) -> bool:
+        """The operation has ended; ``shown``: its arguments and results, which others watch. Says whether it has
+        written into running statistics of others, which no version tells."""
         addresses = {address_of(tensor) for tensor in shown}
         alive = [tensor for ref in self._seen.values() if (tensor := ref()) is not None]
         self._left = [(weakref.ref(t), t._version) for t in alive if address_of(t) not in addresses]
         self._seen.clear()
+        before, self._statistics = self._statistics, []
+        return any((now := ref()) is not None and not torch.equal(now, then) for ref, then in before)
 
-    def check(self, name: str) -> None:
-        """Raise GradientError where one has changed: before the operation runs again, and after it."""
+    def check(self, name: str, given: tuple[Foreign, ...]) -> None:
+        """Raise GradientError where one, or an object ``given``, has changed: before the operation runs again, and
+        after it."""
         for ref, version in self._left:
             tensor = ref()
             if tensor is not None and tensor._version != version:
@@ -46,3 +59,9 @@ class Hidden:
                     "that it or others have written into, so running it again would count twice or use the new values; "
                     "hand the tensor in as an argument and write into it outside, or allow a budget that keeps all"
                 )
+        if shown_of(given) != self._objects:
+            raise GradientError(
+                f"Program: {name} is given an object that was changed afterwards, so running it again would use what "
+                "the object holds now; hand numbers and tensors in as arguments of their own, or make an object each "
+                "time"
+            )

@@ -1,13 +1,13 @@
 """`Keeper`: restart checkpoints of a program: the values alive at a border between two operations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from tapestream.executor.program.generators import Generators
 from tapestream.executor.program.record import Record
-from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
 
 Key = TypeVar("Key")
@@ -37,7 +37,7 @@ class Kept:
 
     operation: int
     entries: dict[int, Entry]
-    generators: TorchGenerators | None = None
+    generators: Generators | None = None
 
     def check(self) -> None:
         """Raise GradientError when a kept tensor was changed in place since."""
@@ -65,8 +65,8 @@ class Keeper:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.first = self._generators = TorchGenerators.capture(device)
-        self.kept = {0: Kept(0, {}, self.first)}
+        first = self._generators = Generators.capture()
+        self.kept = {0: Kept(0, {}, first)}
         self.addresses: dict[int, int] = {}
         self._held: set[int] = set()  # storages that some restart checkpoint holds without a copy of its own
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
@@ -82,9 +82,9 @@ class Keeper:
         self._held.update(e.storage for e in entries.values())
         self.kept[operation] = Kept(operation, entries, self.generators())
 
-    def generators(self) -> TorchGenerators:
+    def generators(self) -> Generators:
         """The states of torch's generators; equal ones are held once."""
-        now = TorchGenerators.capture(self.device)
+        now = Generators.capture()
         if not now.equals(self._generators):
             self._generators = now
         return self._generators
@@ -115,13 +115,21 @@ class Keeper:
             if any(e.storage == storage and not e.private for e in kept.entries.values()):
                 del self.kept[operation]
 
+    @property
+    def copied(self) -> Set[int]:
+        """External tensors, by ``~k``, that the program wrote into: restart checkpoints have copies, replays use these.
+
+        Only after `settle`."""
+        return self._written.keys()
+
     def settle(self, record: Record) -> None:
         """The program has ended: drop what nothing uses any more."""
-        record.draws_nbytes = 0 if self.generators().equals(self.first) else self.first.cpu.nbytes
         for operation in [k for k in self.kept if k >= max(1, len(record))]:
             del self.kept[operation]
         for operation, kept in self.kept.items():
             kept.entries = {n: e for n, e in kept.entries.items() if last_use(record, n) >= operation}
+        for storage in {storage for _, storage in self._written.values()}:
+            self.before_write(storage, [])  # another call may, and of running statistics no version would tell
 
     def nbytes(self, record: Record) -> int:
         """Bytes that restart checkpoints hold beside the caller's own, each storage once."""
@@ -137,7 +145,7 @@ def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
     found: dict[int, int] = {}
     for one in kept:
         if one.generators is not None and one.operation:
-            found[-id(one.generators)] = one.generators.cpu.nbytes
+            found[-id(one.generators)] = one.generators.nbytes
         for entry in one.entries.values():
             if entry.tensor.layout is torch.strided and (entry.private or not record.storage_external[entry.storage]):
                 storage = entry.tensor.untyped_storage()

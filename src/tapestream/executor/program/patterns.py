@@ -1,7 +1,8 @@
 """What is the same in many calls: the function, the structure of its arguments, and the constants among them."""
 
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy
 import torch
 
 from tapestream.errors import InputError
+from tapestream.executor.program.foreign import Foreign
+from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.whole import Whole
 
 
 class _Place:
@@ -21,15 +25,20 @@ _ATOMS = frozenset(
      torch.memory_format)
 )  # fmt: skip
 
+_MOST = 1 << 16  # kinds that are remembered
+
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One call without its tensors. ``kind`` is equal for calls that differ in constants alone."""
+    """One call without its tensors. ``kind`` is equal for calls that differ in constants alone. ``key``: equal for
+    equal calls; ``foreign``: the objects that it is given."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     kind: int
+    key: Any
+    foreign: tuple[Foreign, ...]
 
     def call(self, tensors: Iterator[torch.Tensor]) -> Any:
         """The very same call, on ``tensors``."""
@@ -59,9 +68,28 @@ class Kinds:
     reverse_nbytes: dict[Any, int] = field(default_factory=dict)
     taken_nbytes: dict[Any, int] = field(default_factory=dict)
 
+    first: int = 0
+
     def number(self, key: Any) -> int:
         """That of ``key``, a new one if it was never seen."""
-        return self.numbers.setdefault(key, len(self.numbers))
+        return self.numbers.setdefault(key, self.first + len(self.numbers))
+
+    def copy(self) -> "Kinds":
+        """The same, to go on by itself."""
+        return Kinds(
+            dict(self.numbers),
+            dict(self.transient_nbytes),
+            dict(self.reverse_nbytes),
+            dict(self.taken_nbytes),
+            self.first,
+        )
+
+    def trim(self) -> None:
+        """Begin anew where there are too many (of shapes that never come again, say); no number comes twice."""
+        if len(self.numbers) + len(self.taken_nbytes) > _MOST:
+            self.first += len(self.numbers)
+            for known in (self.numbers, self.transient_nbytes, self.reverse_nbytes, self.taken_nbytes):
+                known.clear()
 
 
 class Patterns:
@@ -71,18 +99,27 @@ class Patterns:
         self.kinds, self.all = kinds, list[Pattern]()
         self._numbers: dict[Any, int] = {}
 
-    def number(self, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> int:
-        """The pattern's number; the call's tensors are added to ``tensors`` in order.
+    def of(self, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Pattern:
+        """The call's pattern, as it is before the call; its tensors are added to ``tensors`` in order.
 
         Raises InputError for arguments that a replay could not give again.
         """
         key = (function, tuple([_key(a, tensors) for a in args]), _key(kwargs, tensors) if kwargs else None)
         found = self._numbers.get(key)
+        if found is not None:
+            return self.all[found]
+        kind, foreign = self.kinds.number(_without_constants((_kind_of(function), *key[1:]))), list[Foreign]()
+        kept = {name: _template(value, foreign) for name, value in kwargs.items()} if kwargs else None
+        return Pattern(function, tuple(_template(a, foreign) for a in args), kept, kind, key, tuple(foreign))
+
+    def number(self, pattern: Pattern, results: Sequence[torch.Tensor]) -> int:
+        """That of the pattern of a call that is recorded, whose objects live as long as the graph of its results."""
+        for one in pattern.foreign:
+            one.keep_with(results)
+        found = self._numbers.get(pattern.key)
         if found is None:
-            found = self._numbers[key] = len(self.all)
-            kind = self.kinds.number(_without_constants(key))
-            kept = {name: _template(value) for name, value in kwargs.items()} if kwargs else None
-            self.all.append(Pattern(function, tuple(_template(a) for a in args), kept, kind))
+            found = self._numbers[pattern.key] = len(self.all)
+            self.all.append(pattern)
         return found
 
 
@@ -121,27 +158,32 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
         )
     if isinstance(value, numpy.ndarray):
         return _Place, kind, object()  # may be written into later: a copy of its own each time
-    return _Place, kind, id(value)  # held by the pattern, so the id stays its own
+    return _Place, kind, Foreign(value)
 
 
-def _template(value: Any) -> Any:
+def _template(value: Any, foreign: list[Foreign]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return PLACE
     if isinstance(value, (tuple, list)):
-        return _Held(kind, tuple(_template(item) for item in value))
+        return _Held(kind, tuple(_template(item, foreign) for item in value))
     if kind is dict:
-        return _Held(kind, tuple(_template(item) for item in value.values()), tuple(value))
+        return _Held(kind, tuple(_template(item, foreign) for item in value.values()), tuple(value))
     if kind is slice:
-        return _Held(kind, tuple(_template(item) for item in (value.start, value.stop, value.step)))
+        return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
     if isinstance(value, numpy.ndarray):
         return _Held(numpy.ndarray, (numpy.array(value),))
-    return value
+    if kind in _ATOMS or kind is float:
+        return value
+    foreign.append(Foreign(value))
+    return foreign[-1]
 
 
 def _filled(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if template is PLACE:
         return next(tensors)
+    if type(template) is Foreign:
+        return template()
     if type(template) is not _Held:
         return template
     kind = template.kind
@@ -166,5 +208,12 @@ def _without_constants(key: Any) -> Any:
     if len(key) >= 2 and key[0] in (int, float, complex):
         return key[0]
     if len(key) == 3 and key[0] is _Place:
-        return key[1]
+        return key[1].__module__, key[1].__qualname__
     return tuple([_without_constants(item) for item in key])
+
+
+def _kind_of(function: Any) -> Any:
+    """What tells a function from others, without holding a class or module that the program itself has made."""
+    if isinstance(function, Apply):
+        return Apply, function.cls.__module__, function.cls.__qualname__
+    return weakref.ref(function.module) if isinstance(function, Whole) else function

@@ -16,20 +16,33 @@ ALIVE = 2**31 - 1
 
 
 class Ambient(NamedTuple):
-    """What surrounds an operation. ``casts``: per kind of device, whether autocast is on and its dtype;
-    ``epoch``: how often the cache of casts had been cleared."""
+    """What surrounds an operation. ``casts``: per kind of device, the dtype of autocast, None where it is off;
+    ``epoch``: how often the cache of casts had been cleared; ``kernels``: what chooses between them; ``modes``: the
+    function modes of others."""
 
     grad: bool
-    casts: tuple[tuple[str, bool, torch.dtype | None], ...]
+    casts: tuple[tuple[str, torch.dtype | None], ...]
     cache: bool
     dtype: torch.dtype
     epoch: int
+    kernels: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    def alike(self) -> tuple[Any, ...]:
+        """Equal for ambients that plans may be shared by: function modes count by their class."""
+        return *self[:-1], *map(type, self.modes)
+
+
+def look(before: int, tensor: torch.Tensor) -> int:
+    """A number for the shapes and dtypes of saved tensors, ``before`` being that of those before this one."""
+    return hash((before, tensor.shape, tensor.dtype))
 
 
 @dataclass(slots=True)
 class External:
     """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at``, and when the
-    program had ended. ``held``: the same without its graph, over the memory that it had at first."""
+    program had ended; ``first_use``: at which operation it was first seen. ``held``: the same without its graph, over
+    the memory that it had at first."""
 
     tensor: torch.Tensor
     storage: int
@@ -37,7 +50,18 @@ class External:
     held: torch.Tensor
     version: int
     at: int
+    requires: bool = False
     last_use: int = -1
+    first_use: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_use = self.at
+
+    def again(self) -> torch.Tensor:
+        """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be
+        any more."""
+        same = self.tensor.requires_grad == self.requires
+        return self.tensor if same else self.tensor.detach().requires_grad_(self.requires)
 
     @property
     def moved(self) -> bool:
@@ -48,7 +72,8 @@ class External:
 @dataclass(slots=True)
 class Record:
     """Operations by number: pattern, ambient, arguments, results, seconds; of what autograd saved, the storages, how
-    often it saved (``packs``), and the bytes that no value shows (``inner_nbytes``: made inside the operation);
+    often it saved (``packs``), the shapes and dtypes of that (``looks``, see `look`), and the bytes that no value shows
+    (``inner_nbytes``: made inside the operation);
     ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it.
 
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
@@ -62,11 +87,12 @@ class Record:
     patterns: Patterns = field(init=False)
     ambients: list[Ambient] = field(default_factory=list)
     calls: "array[int]" = field(default_factory=lambda: array("I"))
-    ambient: "array[int]" = field(default_factory=lambda: array("H"))
+    ambient: "array[int]" = field(default_factory=lambda: array("I"))
     seconds: "array[float]" = field(default_factory=lambda: array("f"))
     saves: "array[int]" = field(default_factory=lambda: array("i"))
     save_ends: "array[int]" = field(default_factory=lambda: array("I"))
-    packs: "array[int]" = field(default_factory=lambda: array("H"))
+    packs: "array[int]" = field(default_factory=lambda: array("I"))
+    looks: "array[int]" = field(default_factory=lambda: array("q"))
     inner_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     transient_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     reverse_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
@@ -131,12 +157,12 @@ class Record:
             found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
         leaves = tuple((e.tensor.requires_grad, e.leaf) for e in self.externals)
-        return found.digest(), tuple(self.ambients), written, leaves
+        return found.digest(), tuple(a.alike() for a in self.ambients), written, leaves
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""
-        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.inner_nbytes,
-                  self.transient_nbytes, self.reverse_nbytes, self.arguments, self.argument_ends, self.results,
-                  self.result_ends, self.birth, self.last_use, self.death, self.cotangent_nbytes, self.storage,
-                  self.storage_nbytes, self.storage_external)  # fmt: skip
+        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.looks,
+                  self.inner_nbytes, self.transient_nbytes, self.reverse_nbytes, self.arguments, self.argument_ends,
+                  self.results, self.result_ends, self.birth, self.last_use, self.death, self.cotangent_nbytes,
+                  self.storage, self.storage_nbytes, self.storage_external)  # fmt: skip
         return sum(a.itemsize * len(a) for a in arrays)

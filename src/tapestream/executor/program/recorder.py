@@ -17,11 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.ambients import ambient_now, unseen_seed, unshown
+from tapestream.executor.program.ambients import Ambients, unshown
+from tapestream.executor.program.generators import Draws, cuda_in_use
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import tensors_of
-from tapestream.executor.program.record import ALIVE, Ambient, External, Record
+from tapestream.executor.program.record import ALIVE, External, Record, look
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
 from tapestream.executor.program.trials import Trials
@@ -41,6 +42,7 @@ class Recorder(TorchFunctionMode):
     for a moment.
     """
 
+    only_watches = True
     spare: Callable[[int], bool] = staticmethod(lambda nbytes: True)
 
     def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
@@ -53,15 +55,14 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
-        self._ambients: dict[Ambient, int] = {}
         self._epoch = 0
         self._inside = False
         self._hidden: Hidden | None = None
         self._trials = Trials(record.kinds, keeper.device)
         self._since = next_sequence_number()
-        self._seed = torch.initial_seed()
-        self._kinds = ("cpu", keeper.device.type) if keeper.device.type != "cpu" else ("cpu",)
-        self._packs = self._made_nbytes = 0
+        kinds = {"cpu": 0, keeper.device.type: 0, **({"cuda": 0} if cuda_in_use() else {})}
+        self._ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
+        self._packs = self._look = self._made_nbytes = 0
         self._unknown: dict[int, torch.Tensor] = {}
 
     @contextlib.contextmanager
@@ -82,7 +83,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             if self._hidden is not None:
-                self._hidden.see(args, kwargs)
+                self._hidden.see(func, args, kwargs)
             return func(*args, **kwargs)
         return self._call(func, args, kwargs)
 
@@ -95,7 +96,8 @@ class Recorder(TorchFunctionMode):
             out = self._call(function, args, {})
             self._inside = True
             if len(self.record) > k:
-                self._hidden.end(tensors_of((args, out), []))
+                if self._hidden.end(tensors_of((args, out), [])):
+                    self.record.spoilt = f"running statistics were written into by {function.__name__}"
                 self.record.hidden[k] = self._hidden
             return out
         finally:
@@ -105,9 +107,7 @@ class Recorder(TorchFunctionMode):
         """See `Listener`."""
         if self._inside:
             return function(*args)
-        out = self._call(function, args, {}, always=True)
-        self._seed = torch.initial_seed()
-        return out
+        return self._call(function, args, {}, always=True)
 
     def casts_cleared(self) -> None:
         """See `Listener`."""
@@ -118,8 +118,9 @@ class Recorder(TorchFunctionMode):
         return {r.value: (t, r.storage) for r in list(self._values.values()) if (t := r()) is not None}
 
     def forget(self) -> None:
-        """Watch no values any more: what is alive would keep all this, and the tape, until cycles are collected."""
+        """At the end: watch no values any more, since what is alive would keep all this until cycles are collected."""
         self._values.clear()
+        self._begin(len(self.record))  # a last call may have failed
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """A value's number, ``~k`` for an external tensor, None for one never seen."""
@@ -142,11 +143,11 @@ class Recorder(TorchFunctionMode):
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], always: bool) -> Any:
         record, k = self.record, len(self.record)
         tensors: list[torch.Tensor] = []
-        pattern = record.patterns.number(func, args, kwargs, tensors)
-        kind = record.patterns.all[pattern].kind, *[(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        pattern = record.patterns.of(func, args, kwargs, tensors)
+        kind = pattern.kind, *[(t.shape, t.dtype, t.requires_grad) for t in tensors]
         self.next_nbytes = self._trials.expected(kind, tensors, self._largest_nbytes)
         self.between(k, self.saved_nbytes)
-        ambient = self._ambient()
+        ambient = self._ambients.now(self._epoch)
         numbers = [self._number(t) for t in tensors]
         announced = {self._storage_of(t) for t in written(func, args, kwargs) if self.number_of(t) is not None}
         for storage in announced:
@@ -154,6 +155,9 @@ class Recorder(TorchFunctionMode):
         versions = [t._version for t in tensors]
         wanted = [t.requires_grad for t in tensors]
         self._begin(k)
+        if self._hidden is not None:
+            self._hidden.begin(pattern.foreign)
+        before = self._draws.before(pattern, func)
         start = time.perf_counter()
         result = self._trials.run(kind, functools.partial(func, *args, **kwargs))
         seconds = time.perf_counter() - start
@@ -162,25 +166,22 @@ class Recorder(TorchFunctionMode):
             self._storage_of(t) for t, v in zip(tensors, versions, strict=True) if t._version != v
         )
         made = tensors_of(result, [])
-        fresh = [t for t in made if self.number_of(t) is None]
+        gradient = getattr(func, "__self__", None) is torch.Tensor.grad  # not made here: external where it is used
+        fresh = [] if gradient else [t for t in made if self.number_of(t) is None]
         flags = any(t.requires_grad != w for t, w in zip(tensors, wanted, strict=True))
-        if not (fresh or changed or flags or always):
+        noted = bool(fresh or changed or flags or always)
+        like = pattern if noted else None if made else func
+        if not (self._draws.after(before, func, like) or noted):
             self._begin(k)
             return result
         for storage in check_changed(
             func, tensors, versions, wanted, self._storage_of, record.storage_external, announced
         ):
             self.keeper.spoilt(storage)
-        if changed & self._bypassed:
-            raise GradientError(
-                "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
-                "not see; write into it under torch.no_grad(), or into a clone()"
-            )
-        if getattr(func, "__self__", None) is torch.Tensor.data and tensors[0].requires_grad:
-            self._bypassed.add(self._storage_of(tensors[0]))
+        self._check_bypassed(func, tensors, changed)
         for storage in changed:
             record.writes.setdefault(storage, array("i")).append(k)
-        record.calls.append(pattern)
+        record.calls.append(record.patterns.number(pattern, fresh))
         record.ambient.append(ambient)
         record.seconds.append(seconds)
         record.arguments.extend(numbers)
@@ -196,11 +197,20 @@ class Recorder(TorchFunctionMode):
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
 
+    def _check_bypassed(self, func: Any, tensors: list[torch.Tensor], changed: set[int]) -> None:
+        if changed & self._bypassed:
+            raise GradientError(
+                "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
+                "not see; write into it under torch.no_grad(), or into a clone()"
+            )
+        if getattr(func, "__self__", None) is torch.Tensor.data and tensors[0].requires_grad:
+            self._bypassed.add(self._storage_of(tensors[0]))
+
     def _begin(self, k: int) -> None:
         """Nothing has been saved in operation ``k`` so far."""
         record = self.record
         del record.saves[record.save_ends[k - 1] if k else 0 :]
-        self._packs = self._made_nbytes = 0
+        self._packs = self._look = self._made_nbytes = 0
         self._unknown.clear()
         self.tape.saved.pop(k, None)
 
@@ -263,7 +273,9 @@ class Recorder(TorchFunctionMode):
         self._storages[address][1] += 1
         self._external[id(tensor)] = k = len(self.record.externals)
         at = len(self.record)
-        self.record.externals.append(External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at))
+        self.record.externals.append(
+            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
+        )
         return ~k
 
     # -- storages -------------------------------------------------------------------------------------------------
@@ -293,22 +305,15 @@ class Recorder(TorchFunctionMode):
 
     # -- what a call did ------------------------------------------------------------------------------------------
 
-    def _ambient(self) -> int:
-        if torch.initial_seed() != self._seed:
-            raise unseen_seed()
-        now = ambient_now(self._kinds, self._epoch)
-        found = self._ambients.get(now)
-        if found is None:
-            found = self._ambients[now] = len(self.record.ambients)
-            self.record.ambients.append(now)
-        return found
-
     def _pack(self, tensor: torch.Tensor) -> Handle:
         """Keep what is saved or drop it, and count its bytes: a storage's at the operation that saves it first."""
         if not self._inside:
-            return tensor.detach()  # by an operation that no torch call showed: nothing could make it again
+            return (
+                tensor.detach(),
+                tensor._version,
+            )  # by an operation that no torch call showed: nothing could make it again
         operation, place = len(self.record), self._packs
-        self._packs += 1
+        self._packs, self._look = self._packs + 1, look(self._look, tensor)
         if self.taking:
             self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
         entry = self._storages.get(address_of(tensor))
@@ -339,5 +344,6 @@ class Recorder(TorchFunctionMode):
         self._unknown.clear()
         record.save_ends.append(len(record.saves))
         record.packs.append(self._packs)
+        record.looks.append(self._look)
         record.inner_nbytes.append(inner)
         self.saved_nbytes += inner

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils import checkpoint
+
+_CHECKPOINTING = "_checkpoint_without_reentrant_generator"
 
 
 class Listener(Protocol):
@@ -22,6 +25,19 @@ class Listener(Protocol):
 
     def casts_cleared(self) -> None:
         """The cache of casts was cleared."""
+
+
+class Deaf:
+    """Hears of calls and does nothing: for replays, in which a program or a checkpoint inside is as plain as it was."""
+
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Make the call."""
+        return function(*args)
+
+    plain = opaque
+
+    def casts_cleared(self) -> None:
+        """Nothing follows."""
 
 
 class _Heard(threading.local):
@@ -98,8 +114,15 @@ class _Seams:
 
             return call
 
+        def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
+            # Its hooks would hide what is saved inside, and dropping that is what a program does itself.
+            return checkpointed(*args, **kwargs) if heard.listener is None else _nothing()
+
         cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
         self._before = []
+        checkpointed: Any = vars(checkpoint).get(_CHECKPOINTING)
+        if checkpointed is not None:
+            self._replace(checkpoint, _CHECKPOINTING, checkpointing)
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
         self._replace(torch, "from_numpy", calling(torch.from_numpy))
@@ -107,6 +130,10 @@ class _Seams:
         for place in (torch, torch.random):
             self._replace(place, "manual_seed", seed)
             self._replace(place, "set_rng_state", restore)
+        for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
+            setting = calling(getattr(torch.cuda, name))
+            for place in (torch.cuda, torch.cuda.random):
+                self._replace(place, name, setting)
 
     def _replace(self, place: Any, name: str, new: Any) -> None:
         self._before.append((place, name, vars(place).get(name)))
@@ -118,6 +145,10 @@ class _Seams:
                 delattr(place, name)
             else:
                 setattr(place, name, old)
+
+
+def _nothing() -> Iterator[None]:
+    yield
 
 
 def _function_base(cls: Any) -> Callable[..., Any]:

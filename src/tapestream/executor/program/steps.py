@@ -4,19 +4,20 @@ A stretch is recorded by running it as a graph of its own of which nothing but w
 through the graph of the program's own run, and asks for that (see `Tape`).
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import GradientError, ScheduleError
+from tapestream.executor.program.ambients import surroundings
+from tapestream.executor.program.generators import Generators
 from tapestream.executor.program.keeper import Entry, Kept
 from tapestream.executor.program.patterns import tensors_of
-from tapestream.executor.program.record import Ambient, Record
+from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.tape import Saved, inside
-from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import Guard
 
 NAME = "the program"
@@ -33,7 +34,7 @@ class ProgramSteps:
         self.stages = self.operations = 0
         self._live: Kept | None = None
         self._root = torch.empty(0, requires_grad=True)
-        self._first: TorchGenerators | None = None
+        self._first: Generators | None = None
 
     def forward(self, start: int, stop: int) -> None:
         """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
@@ -54,9 +55,9 @@ class ProgramSteps:
         kept = self._live_at(stage).unshared(self.program)
         return Kept(kept.operation, kept.entries, self._generators())
 
-    def _generators(self) -> TorchGenerators:
+    def _generators(self) -> Generators:
         if self._first is None or self.program.draws_nbytes:
-            self._first = TorchGenerators.capture(self.device)
+            self._first = Generators.capture()
         return self._first
 
     def restore(self, kept: Kept) -> None:
@@ -64,7 +65,7 @@ class ProgramSteps:
         self._live = None
         kept.check()
         assert kept.generators is not None
-        kept.generators.restore(self.device)
+        kept.generators.restore()
         # Unshared even the last time, since several restart checkpoints may show one copy.
         self._live = kept.unshared(self.program)
 
@@ -90,7 +91,7 @@ class ProgramSteps:
             if into is not None:
                 into.append((tensor.detach(), tensor._version))
 
-        with self._surroundings() as enter, saved_tensors_hooks(pack, _refuse):
+        with surroundings(self.program.ambients) as enter, saved_tensors_hooks(pack, _refuse):
             self._replay(values, first, end, enter, into)
         record = self.program
         after: dict[int, Entry] = {}
@@ -116,14 +117,14 @@ class ProgramSteps:
                 enter(record.ambients[record.ambient[k]])
                 before = record.ambient[k]
             numbers = record.arguments_of(k)
-            given = [values[n] if n in values else externals[~n].tensor for n in numbers]
+            given = [values[n] if n in values else externals[~n].again() for n in numbers]
             hidden = record.hidden.get(k)
             if hidden is not None:
-                hidden.check(name_of(record, k))
+                hidden.check(name_of(record, k), record.pattern(k).foreign)
             made = tensors_of(record.pattern(k).call(iter(given)), [])
             del given
             if hidden is not None:
-                hidden.check(name_of(record, k))
+                hidden.check(name_of(record, k), record.pattern(k).foreign)
             results = record.results_of(k)
             if len(made) != len(results):
                 raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
@@ -144,40 +145,11 @@ class ProgramSteps:
         packs = self.program.packs[k]
         if packs and len(into) != packs:
             raise changed(self.program, k, f"{len(into)} tensors to be saved instead of {packs}")
+        if packs and functools.reduce(look, (tensor for tensor, _ in into), 0) != self.program.looks[k]:
+            raise changed(self.program, k, "tensors of other shapes or dtypes to be saved")
         if packs:  # 0: somebody else's hooks took them in the first sweep
             self.saved[k] = into[:]
         into.clear()
-
-    @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[Any]:
-        """Gives what sets the surroundings of an operation; afterwards all is as before."""
-        kinds = sorted({kind for ambient in self.program.ambients for kind, _, _ in ambient.casts})
-        casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
-        epoch = [-1]
-
-        def enter(ambient: Ambient) -> None:
-            if ambient.epoch != epoch[0]:
-                torch.clear_autocast_cache()
-                epoch[0] = ambient.epoch
-            torch.set_grad_enabled(ambient.grad)
-            for kind, on, precision in ambient.casts:
-                torch.set_autocast_enabled(kind, on)
-                if precision is not None:
-                    torch.set_autocast_dtype(kind, precision)
-            torch.set_autocast_cache_enabled(ambient.cache)
-            torch.set_default_dtype(ambient.dtype)
-
-        try:
-            yield enter
-        finally:
-            torch.clear_autocast_cache()
-            torch.set_grad_enabled(grad)
-            for kind, on, precision in casts:
-                torch.set_autocast_enabled(kind, on)
-                torch.set_autocast_dtype(kind, precision)
-            torch.set_autocast_cache_enabled(cache)
-            torch.set_default_dtype(dtype)
 
 
 def changed(record: Record, k: int, how: str) -> GradientError:

@@ -12,20 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as _modes
 
 from tapestream.errors import GradientError, InputError
+from tapestream.executor.program.ambients import exchange
+from tapestream.executor.program.foreign import PLAIN
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.seams import listener_now
-from tapestream.executor.program.whole import PLAIN, Attributes, Slot, State, Whole
+from tapestream.executor.program.whole import Attributes, Slot, State, Whole
 from tapestream.runner.ambient import GENERATORS, HostGenerators
 from tapestream.runner.graph import next_sequence_number
 
 
 class _Witness(TorchFunctionMode):
     """Watches a module's call in the first sweep, and refuses what a replay could not reproduce."""
+
+    only_watches = True
 
     def __init__(
         self, recorder: Recorder, name: str, state: State, given: list[torch.Tensor], own: Iterable[torch.Tensor]
@@ -97,17 +101,10 @@ def _without(mode: TorchFunctionMode) -> Iterator[None]:
         return
     others = [one for one in modes if one is not mode]
     try:
-        _exchange(modes, others)
+        exchange(others)
         yield
     finally:
-        _exchange(others, modes)
-
-
-def _exchange(old: list[Any], new: list[Any]) -> None:
-    for _ in old:
-        _pop_mode()  # type: ignore[no-untyped-call]
-    for one in new:
-        _push_mode(one)  # type: ignore[no-untyped-call]
+        exchange(modes)
 
 
 class Taken:

@@ -10,7 +10,8 @@ from tapestream.errors import GradientError
 
 Saved: TypeAlias = list[tuple[torch.Tensor, int]]
 """What autograd saved in one operation, in order, without its graph; and the versions then."""
-Handle: TypeAlias = int | torch.Tensor
+Handle: TypeAlias = int | tuple[torch.Tensor, int]
+"""Where a saved tensor is found; or itself with its version, where nothing could make it again."""
 
 _PLACES = 1 << 20  # most tensors that one operation may save
 
@@ -30,8 +31,8 @@ class Tape:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """A saved tensor, for autograd. Raises GradientError where it would not be what it was."""
-        if isinstance(handle, torch.Tensor):
-            return handle
+        if isinstance(handle, tuple):
+            return _unchanged(*handle)
         operation, place = divmod(handle, _PLACES)
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
@@ -40,13 +41,16 @@ class Tape:
                 if self.bring is None:
                     raise inside()
                 self.bring(operation)
-            tensor, version = self.saved[operation][place]
-        if tensor._version != version:
-            raise GradientError(
-                f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
-                "operation after it had been saved, in the program or after it; clone() it before"
-            )
-        return tensor
+            return _unchanged(*self.saved[operation][place])
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:
+        raise GradientError(
+            f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+            "operation after it had been saved, in the program or after it; clone() it before"
+        )
+    return tensor
 
 
 def handle(operation: int, place: int) -> int:

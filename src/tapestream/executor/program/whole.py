@@ -8,18 +8,15 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import GradientError
+from tapestream.executor.program.foreign import shown
 
-PLAIN = (int, bool, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
-         torch.memory_format, Enum)  # fmt: skip
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 Slot = tuple[dict[str, torch.Tensor | None], str]
 Watch = Callable[[], contextlib.AbstractContextManager[None]]
@@ -35,7 +32,7 @@ class Attributes:
             for name, value in vars(owner).items()
             if name not in _EVERY_MODULES
         ]
-        self.shown = [_shown(value) for _, _, value in self.held]
+        self.shown = [shown(value) for _, _, value in self.held]
         self.names = [(id(owner), name) for owner, name, _ in self.held]
 
     def difference(self, other: "Attributes") -> str | None:
@@ -51,6 +48,11 @@ class Attributes:
 
 class State:
     """One module in one program call. ``watch``: around its call, while that is a part of the program's own run."""
+
+    # Without weak references: a record holds it itself (see `Foreign`).
+    __slots__ = (
+        "attributes", "buffers", "captured", "compiled", "modules", "parameters", "training", "watch", "written"
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = modules = list(module.modules())
@@ -143,18 +145,3 @@ def announced(args: Sequence[Any]) -> list[torch.Tensor]:
     """The buffers that a call of `Whole` may write into: those in training mode that are saved with the model."""
     state, buffers = args[0], args[4]
     return [b for b, written in zip(buffers, state.written, strict=True) if written]
-
-
-def _shown(value: Any) -> Any:
-    """Equal for an attribute that has not been changed."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    if isinstance(value, numpy.ndarray):
-        return id(value), value.tobytes()
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, dict):
-        return type(value), tuple((key if isinstance(key, str) else id(key), _shown(v)) for key, v in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(_shown(item) for item in value)
-    return id(value)

@@ -1,6 +1,7 @@
 """What a call is about to write into, and calls that a program may not make."""
 
 import functools
+import types
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -34,11 +35,7 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     found: list[Any] = []
     if name == "__set__" or name == "__setitem__" or name.startswith("__i") or _in_place(name):
         found.append(args[0] if args else None)
-    statistics = _STATISTICS.get(function)
-    if statistics is not None:
-        first, second, *names = statistics
-        found += [args[place] for place in (first, second) if place < len(args)]
-        found += [kwargs.get(name) for name in names]
+    found += statistics(function, args, kwargs)
     if kwargs:
         found.append(kwargs.get("out"))
     place = _place_of_inplace(function)
@@ -53,11 +50,25 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     return tensors
 
 
-@functools.cache
+def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The running statistics that a call is given, and may write into without a new version."""
+    places = _STATISTICS.get(function)
+    if places is None:
+        return []
+    first, second, *names = places
+    found = [*(args[place] for place in (first, second) if place < len(args)), *(kwargs.get(name) for name in names)]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
 def _place_of_inplace(function: Callable[..., Any]) -> int | None:
     """Which argument of a Python function is ``inplace``."""
     code = getattr(function, "__code__", None)
-    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return None if code is None else _place_in(code)
+
+
+@functools.lru_cache(1024)
+def _place_in(code: types.CodeType) -> int | None:
+    names = code.co_varnames[: code.co_argcount]
     return names.index("inplace") if "inplace" in names else None
 
 

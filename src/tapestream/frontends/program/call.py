@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapestream.errors import GradientError, ScheduleError
+from tapestream.executor.program.generators import Generators, unchanged
 from tapestream.executor.program.keeper import Keeper, Kept
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.seams import Deaf, heard_by
 from tapestream.executor.program.steps import ProgramSteps
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.results import found_in
 from tapestream.ir import Action, Backward, Forward, Free, Keep, Kind, Restore, Value
 from tapestream.ir import Record as RecordStage
-from tapestream.planning.profile import unchanged_generators
-from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
+from tapestream.runner.ambient import HostGenerators, as_recompute
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -60,28 +61,30 @@ class Replays:
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first = kept[0]
+        self._copied = found.keeper.copied
         self._running = _obeyed(actions, self.steps, self._kept)
         self._last: int | None = None
-        self._generators: TorchGenerators | None = None
+        self._generators: Generators | None = None
 
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
-        self._check_unchanged()
         stage = bisect_right(self.steps.cuts, operation) - 1
+        self._check_unchanged(self.steps.cuts[stage + 1])
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
-            stack.enter_context(unchanged_generators(self.steps.device))
+            stack.enter_context(heard_by(Deaf()))
+            stack.enter_context(unchanged())
             if self.record.hidden:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:
-                self._generators.restore(self.steps.device)
+                self._generators.restore()
             if not self._reached(stage, operation):
                 self._kept, self._last = {0: self._first}, None
                 self._running = _obeyed(self._again(stage + 1), self.steps, self._kept)
                 if not self._reached(stage, operation):
                     raise ScheduleError(f"the schedule never records stage {stage}")
             if self.record.draws_nbytes:
-                self._generators = TorchGenerators.capture(self.steps.device)
+                self._generators = Generators.capture()
 
     def _reached(self, stage: int, operation: int) -> bool:
         """Go on until ``stage`` is to be reversed; False where that has been already."""
@@ -94,13 +97,16 @@ class Replays:
             self._last = following
         return True
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, end: int) -> None:
+        """Raise GradientError where what operations before ``end`` use is not what it was."""
         if self.record.spoilt is not None:
             raise GradientError(
                 f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "
                 "that keeps all"
             )
-        for external in self.record.externals:
+        for k, external in enumerate(self.record.externals):
+            if external.first_use >= end or ~k in self._copied:
+                continue
             if external.moved:
                 raise GradientError(
                     f"Program: the memory of a tensor of shape {tuple(external.tensor.shape)} that the program used "
@@ -110,8 +116,8 @@ class Replays:
             if external.tensor._version != external.version:
                 raise GradientError(
                     f"Program: a tensor of shape {tuple(external.tensor.shape)} that the program used was modified in "
-                    "place after the program had run, so replays would use the new values; run backward before the "
-                    "optimizer's step, or clone() the tensor"
+                    "place after the program had run (by an optimizer, or as a gradient that backward adds to), so "
+                    "replays would use the new values; run backward before the optimizer's step, or clone() the tensor"
                 )
 
 

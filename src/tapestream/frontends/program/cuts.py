@@ -48,14 +48,19 @@ class Borders:
                     closed[at] += 1
                     closed[after] -= 1
 
-    def cuts(self, most: int, must: Iterable[int] = ()) -> list[int]:
-        """Borders of at most ``most`` stretches of balanced cost, each where little is alive; and those in ``must``."""
+    def cuts(self, most: int, must: Iterable[int] = (), *, timed: bool = True) -> list[int]:
+        """Borders of at most ``most`` stretches of balanced cost, each where little is alive; and those in ``must``.
+
+        ``timed`` False: the cost is bytes alone, without measured seconds, so that every call finds the same.
+        """
         n, sizes = len(self.record), self.sizes
         found = {0, n, *(k for k in must if self.allowed[k])}
         if n <= most:
             return sorted({*found, *numpy.flatnonzero(self.allowed).tolist()})
         saved, seconds = sizes.saved().astype(float), sizes.seconds()
-        weight = saved / max(1.0, saved.sum()) + seconds / max(1e-9, seconds.sum()) + 1 / n
+        weight = saved / max(1.0, saved.sum()) + 1 / n
+        if timed:
+            weight += seconds / max(1e-9, seconds.sum())
         reached = numpy.concatenate(([0.0], numpy.cumsum(weight)))
         edges = [0, *numpy.searchsorted(reached, numpy.linspace(0, reached[-1], min(n, most) + 1)[1:-1]).tolist(), n]
         for a, b in pairwise(edges[1:]):

@@ -1,7 +1,6 @@
 """`Program.explain`: what a program saves for backward, where its code does so, and what the plan does with it."""
 
 import contextlib
-import dataclasses
 import statistics
 import sys
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tapestream.costs import Budget
 from tapestream.errors import InputError
+from tapestream.executor.program.generators import unchanged
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import ALIVE, Record
@@ -31,7 +31,6 @@ from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Numbers, Sizes
 from tapestream.ir import Forward, Tier
 from tapestream.ir import Record as RecordStage
-from tapestream.planning.profile import unchanged_generators
 from tapestream.simulate import simulate
 
 _OURS = Path(__file__).parents[2]
@@ -48,11 +47,10 @@ def explained(
     Generators, and tensors of others that the function writes into (buffers), are afterwards as they were. Raises
     InputError where the function returns no tensor or saves nothing for backward, BudgetError where no plan fits.
     """
-    known_kinds = {field.name: dict(getattr(kinds, field.name)) for field in dataclasses.fields(kinds)}
-    record, tape = Record(Kinds(**known_kinds)), Tape()
+    record, tape = Record(kinds.copy()), Tape()
     keeper, notes = _Untouched(device, record), _Notes(tape)
     notes.recorder = recorder = Recorder(record, keeper, tape, notes)
-    with unchanged_generators(device), keeper.undone():
+    with unchanged(), keeper.undone():
         found = sweep(function, record, keeper, recorder)
         notes.look()
         if not found_in(found.result):

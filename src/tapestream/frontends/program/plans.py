@@ -54,10 +54,9 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
         found = [(before.plan, before.cuts), *_plans(borders, FEW, budget, ("auto",))]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
-        for most in sizes:
-            found = _plans(borders, most, budget, _QUICK if planner == "auto" else (planner,))
-            if found:
-                break
+        names = _QUICK if planner == "auto" else (planner,)
+        tried = (_plans(borders, most, budget, names, timed=timed) for timed in (True, False) for most in sizes)
+        found = next(filter(None, tried), [])
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts = min(found, key=lambda pair: (pair[0].seconds, pair[0].peak_nbytes))
@@ -73,8 +72,10 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, final)
 
 
-def _plans(borders: Borders, most: int, budget: int, names: Sequence[str]) -> list[tuple[Plan, list[int]]]:
-    cuts = borders.cuts(most)
+def _plans(
+    borders: Borders, most: int, budget: int, names: Sequence[str], *, timed: bool = True
+) -> list[tuple[Plan, list[int]]]:
+    cuts = borders.cuts(most, timed=timed)
     profile, found = borders.profile(cuts), []
     for name in names:
         with contextlib.suppress(BudgetError):
@@ -86,28 +87,31 @@ def after_sweep(
     found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str
 ) -> tuple[list[int], Reversal, int]:
     """Backward after a first sweep whose restart checkpoints, and the tape from operation ``taped`` on, were kept as it
-    went on; less of both, where that does not fit. Raises BudgetError with the least that would do."""
-    n, kept, most = len(found.record), found.keeper.kept, FEW
+    went on; less of both, where that does not fit. Raises BudgetError with the least that would do, which does not
+    depend on measured seconds: the next call, whose seconds are others, has to find it too."""
+    n, kept, most, timed = len(found.record), found.keeper.kept, FEW, True
     start, least = n if taped is None else taped, inf
     for operation in [k for k, one in kept.items() if not (borders.allowed[k] and _complete(one, borders))]:
         del kept[operation]
     while True:
         while not borders.allowed[start]:
             start += 1
-        cuts = borders.cuts(most, {*kept, start})
+        cuts = borders.cuts(most, {*kept, start}, timed=timed)
         profile = borders.profile(cuts)
         starts = [cuts.index(operation) for operation in sorted(kept) if operation < start]
         try:
             reversal = _reversal(profile, starts, cuts.index(start), budget, planner)
             break
         except BudgetError as error:
-            if start == n and len(kept) == 1:
+            if not timed:
                 least = min(least, error.least_nbytes or inf)
             if start < n:
                 start = min((k for k in kept if k > start), default=n)
             elif len(kept) > 1:
                 for operation in sorted(kept)[1::2]:
                     del kept[operation]
+            elif timed:
+                timed = False
             elif most < _FINEST and most < n:
                 most *= 8
             else:

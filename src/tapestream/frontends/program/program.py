@@ -1,8 +1,9 @@
 """`Program`: any PyTorch function as one differentiable call under a budget, without marks in it."""
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tapestream.executor.program.keeper import Keeper, held_nbytes
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.seams import listener_now
 from tapestream.executor.program.taken import TakingWhole
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.available import free_nbytes
@@ -28,6 +30,7 @@ from tapestream.frontends.program.plans import Prepared, after_sweep, again, pre
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
+from tapestream.units import format_nbytes
 
 _REMEMBERED = 16  # kinds of arguments that plans are kept for
 
@@ -53,12 +56,12 @@ class Program:
     ``budget``: bytes that backward may hold beyond arguments, parameters with gradients, and results (``"512MiB"``,
     int, Budget; None: what is free now less 5%). ``planner``: a name in `tapestream.planners` or ``"auto"``.
     ``device``: of the generators to watch (None: that of the first tensor given). ``opaque``: modules, or classes of
-    modules, whose call is one operation: it is replayed as a whole, and may be compiled.
+    modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled.
 
     The first call keeps all that is saved while it fits, and restart checkpoints as it goes; later calls that make the
     same operations follow a plan for them. A call that turns out otherwise is never wrong, only less well placed.
     Gradients flow through the graph of the function's own run: hooks, second backwards and gradients of gradients are
-    plain PyTorch's. Without gradients asked for, the function runs as it is.
+    plain PyTorch's. Without gradients asked for, and inside another program, the function runs as it is.
 
     Raises BudgetError when no plan fits, InputError and GradientError for what replays could not reproduce, by name.
     """
@@ -70,10 +73,17 @@ class Program:
         budget: Budget | str | int | None = None,
         planner: str = "auto",
         device: torch.device | str | None = None,
-        opaque: Sequence[type[nn.Module] | nn.Module] = (),
+        opaque: type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] = (),
     ) -> None:
         if not callable(function):
             raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
+        if _runs_later(function):
+            raise InputError(
+                "Program: a generator function or coroutine runs when it is asked for more, outside the call; give a "
+                "function that returns tensors, in a list for example"
+            )
+        if not isinstance(opaque, Iterable):
+            opaque = (opaque,)
         self.function, self.planner = TakingWhole(function, opaque) if opaque else function, planner
         self.budget = Budget.of(budget)
         self._device = None if device is None else torch.device(device)
@@ -93,9 +103,10 @@ class Program:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, differentiable like any other tensors."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or listener_now() is not None:
             return self.function(*args, **kwargs)
         device = self._device or _device_of((args, kwargs))
+        self._kinds.trim()
         budget, key = self._room(device), _kind_of((args, kwargs))
         record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
         online = Online(record, keeper, tape, budget)
@@ -154,7 +165,10 @@ class Program:
                 self._remember(key, prepare(Borders(record, found.numbers), shape, budget, "auto", before))
         else:
             planned, borders = False, Borders(record, found.numbers)
-            cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
+            try:
+                cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
+            except BudgetError as error:
+                raise self._among_others(error) from None
             if before is None or before.shape == shape or before.plan is None or before.plan.peak_nbytes > budget:
                 self._remember(key, prepare(borders, shape, budget, self.planner, None))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
@@ -188,8 +202,30 @@ class Program:
             )
         return room
 
+    def _among_others(self, error: BudgetError) -> BudgetError:
+        """The error of the whole budget, of which other calls hold a part."""
+        if not self._live or error.least_nbytes is None:
+            return error
+        least = error.least_nbytes + self._live
+        return BudgetError(
+            f"Program: calls whose backward has not run yet hold {format_nbytes(self._live)} of the budget "
+            f"({self.budget.device_nbytes or 'what is free'} bytes), and the least found to work beside them is "
+            f"{format_nbytes(least)} ({least} bytes) in all; run their backward first, drop their results, or allow "
+            "that much",
+            least_nbytes=least,
+        )
+
     def _give_back(self, nbytes: int) -> None:
         self._live -= nbytes
+
+
+def _runs_later(function: Callable[..., Any]) -> bool:
+    called = function.forward if isinstance(function, nn.Module) else function
+    return any(
+        kind(one)
+        for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        for one in (called, getattr(called, "__call__", None))  # noqa: B004
+    )
 
 
 def _held_nbytes(found: Sweep, tape: Tape) -> int:
