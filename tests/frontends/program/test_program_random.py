@@ -131,7 +131,7 @@ programs = st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=24
 relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-@settings(max_examples=500, **relaxed)
+@settings(max_examples=250, **relaxed)
 @given(programs, st.integers(0, 1000))
 def test_random_programs(steps: list[int], seed: int) -> None:
     check(steps, seed)
