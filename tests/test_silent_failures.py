@@ -7,7 +7,7 @@ blocks of a streamed model, and as one function by `Program`, at budgets under w
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,7 @@ FRONTENDS = ("chain", "loop", "stream", "program")
 D, K = ts.Tier.DEVICE, ts.Tier.DISK
 DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

@@ -12,11 +12,8 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """For all tests here."""
 
 
 @pytest.fixture(params=["adversarial least", "auto full"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tapestream.errors import InputError, StorageError
-from tapestream.storage import DiskFolder, Extent
+from tapestream.storage import DiskFolder, Extent, slabs
 from tapestream.storage.slabs import SMALL_NBYTES
 from tapestream.storage.transfer import aligned_empty
 
@@ -339,6 +339,29 @@ def test_small_extents_share_files_and_never_bytes(folder):
         assert torch.equal(extent.map(), memory)
         extent.delete()
     folder.allocate(1).delete()  # takes back what mappings held
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+
+
+def test_pages_of_64_kib_where_a_grown_file_has_no_room(folder, monkeypatch):
+    """Such a machine maps from multiples of them alone."""
+    monkeypatch.setattr(slabs, "_UNIT", 2**16)
+    reserve = DiskFolder._reserve
+
+    def tight(folder, nbytes, asked):
+        if nbytes > 2**16:
+            raise StorageError("no room for more than is asked for")
+        return reserve(folder, nbytes, asked)
+
+    monkeypatch.setattr(DiskFolder, "_reserve", tight)
+    first, second = folder.allocate(5000), folder.allocate(5000)
+    assert (first.path, first._start) != (second.path, second._start)
+    memories = [random_bytes(5000, seed=n) for n in range(2)]
+    for extent, memory in zip((first, second), memories, strict=True):
+        extent.write_from(memory)
+    for extent, memory in zip((first, second), memories, strict=True):
+        assert torch.equal(extent.map(), memory)
+        extent.delete()
+    folder.allocate(1).delete()
     assert [path.name for path in folder.path.iterdir()] == ["lock"]
 
 

@@ -24,13 +24,11 @@ from tapestream.errors import InputError, StorageError
 from tapestream.storage.kernel_queue import KernelQueue, Pending
 from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead, remove_locked, unlock
 from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
-from tapestream.storage.transfer import ALIGNMENT, bytes_of, move_bytes, round_up, write_back
+from tapestream.storage.transfer import ALIGNMENT, SECTOR, bytes_of, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
 
 PREFIX = "tapestream-"
 """How the names of runs' folders begin."""
-
-_SECTOR = 512  # bytes: what most devices ask for
 
 
 class DiskFolder:
@@ -80,7 +78,9 @@ class DiskFolder:
                 if start is not None:
                     return Extent(self, slab.path, nbytes, slab, start)
             slab = self._new_slab(nbytes)
-            return Extent(self, slab.path, nbytes, slab, slab.room.take(nbytes) or 0)
+            start = slab.room.take(nbytes)
+            assert start is not None
+            return Extent(self, slab.path, nbytes, slab, start)
 
     def give_back(self, slab: Slab, start: int, nbytes: int) -> None:
         """These bytes of a slab are nobody's any more; the file goes when all of them are."""
@@ -96,7 +96,7 @@ class DiskFolder:
             size = slab_nbytes(nbytes, sum(slab.room.nbytes for slab in self._slabs), _free_nbytes(self.path))
             slab = Slab(*self._reserve(size, nbytes), size)
         except (OSError, StorageError):
-            size = round_up(nbytes)  # there may be room for this one alone
+            size = slab_nbytes(nbytes, 0, 0)  # there may be room for this one alone
             slab = Slab(*self._reserve(size, nbytes), size)
         self._slabs.append(slab)
         return slab
@@ -308,7 +308,7 @@ def _granule(path: Path) -> int:
         return 0
     try:
         with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
-            for granule in (_SECTOR, ALIGNMENT):
+            for granule in (SECTOR, ALIGNMENT):
                 with suppress(OSError):  # some file systems accept the flag and refuse the transfer
                     if os.pwrite(file, memoryview(memory)[granule : 2 * granule], 0) == granule:
                         return granule

@@ -1,8 +1,8 @@
 """Small direct transfers that the kernel makes beside compute, without a thread of ours.
 
 A thread of Python's needs the interpreter's lock between two calls, and gets it from the thread that computes, which
-then waits to have it back: around 0.3 ms for each small transfer, several times what moving it takes. Linux's
-asynchronous I/O, io_submit(2), needs one call of some 10 microseconds to start a transfer and one to learn of its end.
+then waits to have it back, which for small transfers takes longer than moving the bytes. Linux's asynchronous I/O,
+io_submit(2), needs one call to start a transfer and one to learn of its end.
 """
 
 import ctypes

@@ -12,10 +12,11 @@ import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
+SECTOR = 512  # what most devices are content with
 _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
 _LARGE_PAGE = 2 * 2**20  # bytes
-_SECTOR, _TORCH_ALIGNMENT = 512, 64  # bytes
+_TORCH_ALIGNMENT = 64  # bytes
 _own = threading.local()
 _WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
@@ -40,10 +41,10 @@ def lean_empty(nbytes: int) -> torch.Tensor:
 
 def landing_empty(nbytes: int) -> torch.Tensor:
     """``nbytes`` uint8 in RAM that most devices can fill directly, at most 448 bytes of it for that."""
-    if nbytes > _STAGE or nbytes % _SECTOR:
+    if nbytes > _STAGE or nbytes % SECTOR:
         return lean_empty(nbytes)
-    whole = torch.empty(nbytes + _SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
-    return whole.narrow(0, -whole.data_ptr() % _SECTOR, nbytes)
+    whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
+    return whole.narrow(0, -whole.data_ptr() % SECTOR, nbytes)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

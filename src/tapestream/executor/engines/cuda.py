@@ -11,7 +11,6 @@ the calling thread never waits for the device, but for 4 and, in `wait`, for the
 """
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Generic
 from weakref import WeakKeyDictionary
 
@@ -58,15 +57,7 @@ class CudaEngine(Generic[StreamT, EventT]):
             self._flight.end(ticket)
             self._api.wait(self._api.current_stream(), event)
             return
-        start = perf_counter()
-        try:
-            self._disk.finish(ticket)
-        except Exception:  # not an interrupt, which leaves the copy in flight
-            self._flight.end(ticket)
-            raise
-        finally:
-            self._flight.waited_since(start)
-        self._flight.end(ticket)
+        self._disk.wait(ticket, self._flight)
 
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`. Compute on HOST regions is taken to run on the CPU."""

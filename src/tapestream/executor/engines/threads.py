@@ -72,9 +72,21 @@ class DiskLanes:
             worker = self._workers[ticket.lane] = Worker(f"tapestream {source.name} to {target.name}")
         self._futures[ticket] = worker.submit(job)
 
-    def finish(self, ticket: Ticket) -> None:
-        """Block, with the GIL released, until the copy has ended; raises what ended it. Interrupted, the copy is still
-        known as under way. Nothing for what is not."""
+    def wait(self, ticket: Ticket, flight: Flight) -> None:
+        """Block, with the GIL released, until the copy has ended, and end its flight; raises what ended it.
+        Interrupted, it is still under way."""
+        start = perf_counter()
+        try:
+            self._finish(ticket)
+        except Exception:  # not an interrupt
+            flight.end(ticket)
+            raise
+        finally:
+            flight.waited_since(start)
+        flight.end(ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Nothing for what is not under way."""
         pending, future = self._pending.get(ticket), self._futures.get(ticket)
         if future is not None:
             future.exception()
@@ -121,15 +133,7 @@ class ThreadsEngine:
 
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine.wait`."""
-        start = perf_counter()
-        try:
-            self._lanes.finish(ticket)
-        except Exception:  # not an interrupt, which leaves the copy in flight
-            self._flight.end(ticket)
-            raise
-        finally:
-            self._flight.waited_since(start)
-        self._flight.end(ticket)
+        self._lanes.wait(ticket, self._flight)
 
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`."""

@@ -9,7 +9,7 @@ import torch
 from tapestream.errors import GradientError
 from tapestream.executor.program.foreign import Foreign, shown_of
 from tapestream.executor.program.patterns import tensors_of
-from tapestream.executor.program.values import address_of
+from tapestream.executor.program.values import address_of, written
 from tapestream.executor.program.writes import statistics
 
 
@@ -51,14 +51,13 @@ class Hidden:
     def check(self, name: str, given: tuple[Foreign, ...]) -> None:
         """Raise GradientError where one, or an object ``given``, has changed: before the operation runs again, and
         after it."""
-        for ref, version in self._left:
-            tensor = ref()
-            if tensor is not None and tensor._version != version:
-                raise GradientError(
-                    f"Program: {name} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments and "
-                    "that it or others have written into, so running it again would count twice or use the new values; "
-                    "hand the tensor in as an argument and write into it outside, or allow a budget that keeps all"
-                )
+        tensor = written(self._left)
+        if tensor is not None:
+            raise GradientError(
+                f"Program: {name} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments and "
+                "that it or others have written into, so running it again would count twice or use the new values; "
+                "hand the tensor in as an argument and write into it outside, or allow a budget that keeps all"
+            )
         if shown_of(given) != self._objects:
             raise GradientError(
                 f"Program: {name} is given an object that was changed afterwards, so running it again would use what "

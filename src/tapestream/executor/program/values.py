@@ -1,6 +1,7 @@
 """Values of a program while they are alive."""
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -30,6 +31,12 @@ def address_of(tensor: torch.Tensor) -> int:
             f"Program: a tensor of shape {tuple(tensor.shape)} has no memory of its own (inside torch.func.vmap, jvp "
             "and the like); wrap that call in a torch.autograd.Function, or write it without the transform"
         ) from None
+
+
+def written(seen: Iterable[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor | None:
+    """The first of these tensors that lives and has another version than then."""
+    living = ((ref(), version) for ref, version in seen)
+    return next((tensor for tensor, version in living if tensor is not None and tensor._version != version), None)
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

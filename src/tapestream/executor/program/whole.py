@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.foreign import shown
+from tapestream.executor.program.values import written
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 Slot = tuple[dict[str, torch.Tensor | None], str]
@@ -85,14 +86,13 @@ class State:
 
     def check_captured(self, name: str) -> None:
         """Raise GradientError where a tensor that the module reads by itself has been written into."""
-        for ref, version in self.captured.values():
-            tensor = ref()
-            if tensor is not None and tensor._version != version:
-                raise GradientError(
-                    f"Program: {name}, taken as one operation, reads a tensor of shape {tuple(tensor.shape)} that is "
-                    "neither its argument, parameter nor buffer and that was modified in place since; register it as "
-                    "a buffer"
-                )
+        tensor = written(self.captured.values())
+        if tensor is not None:
+            raise GradientError(
+                f"Program: {name}, taken as one operation, reads a tensor of shape {tuple(tensor.shape)} that is "
+                "neither its argument, parameter nor buffer and that was modified in place since; register it as a "
+                "buffer"
+            )
 
 
 @dataclass(frozen=True, slots=True)

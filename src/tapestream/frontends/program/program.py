@@ -55,7 +55,7 @@ class Program:
 
     ``budget``: bytes that backward may hold beyond arguments, parameters with gradients, and results (``"512MiB"``,
     int, Budget; None: what is free now less 5%). ``planner``: a name in `tapestream.planners` or ``"auto"``.
-    ``device``: of the generators to watch (None: that of the first tensor given). ``opaque``: modules, or classes of
+    ``device``: where the budget counts (None: that of the first tensor given). ``opaque``: modules, or classes of
     modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled.
 
     The first call keeps all that is saved while it fits, and restart checkpoints as it goes; later calls that make the
