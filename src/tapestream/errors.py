@@ -46,4 +46,8 @@ class GradientError(TapestreamError, RuntimeError):
 
 
 class StorageError(TapestreamError, OSError):
-    """A folder, file or memory tier failed; what was stored before is intact."""
+    """A folder, file or memory tier failed; what was stored before is intact. ``errno`` is the system's, or None."""
+
+    def __str__(self) -> str:
+        """The message alone, without the number that the system's own errors put before it."""
+        return self.strerror or super().__str__()

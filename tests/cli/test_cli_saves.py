@@ -1,5 +1,6 @@
 """`tapestream train --saves`: what ends a run loses nothing, and no run takes the place of another."""
 
+import gc
 import json
 import os
 import shutil
@@ -84,6 +85,14 @@ def test_where_no_save_can_be_made_is_told_before_the_end(tmp_path: Path, monkey
         assert found.exit_code == 2
         assert f"{room} bytes are free on this disk" in found.stderr
         assert found.stderr.count("training") == steps
+    for every, at_once in ((3, 3), (5, 2)):  # one that is made, two that stay
+        room = at_once * parameters - 1
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: namedtuple("Usage", "free")(room))
+        every_few = ("--steps", "9", "--save-every", str(every), "--saves", str(tmp_path / "saves"))
+        found = train(tmp_path, *SMALL, *every_few)
+        assert found.exit_code == 2
+        assert f"{at_once} saves, as many as there will be at once" in " ".join(found.stderr.split())
+        assert "training" not in found.stderr
     assert list((tmp_path / "saves").iterdir()) == []
 
 
@@ -118,6 +127,20 @@ def test_batches_from_workers_are_the_same_batches() -> None:
     beside.load_state_dict({**alone.state_dict(), "drawn": 1})
     alone.load_state_dict(beside.state_dict())
     assert all(torch.equal(*pair) for pair in zip(next(alone), next(beside), strict=True))
+
+
+def test_workers_end_with_what_they_work_for_also_in_a_cycle() -> None:
+    """The collector takes queues and what would have told the workers apart in any order."""
+    batches = ImageBatches(Shapes(8), 2, workers=2)
+    next(batches)
+    workers = batches._ahead.batches._workers
+    cycle = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+    gc.collect()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])

@@ -15,6 +15,7 @@ from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.save import save_nbytes
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+_KEEP = 2  # saves that stay
 
 
 class Saver:
@@ -74,12 +75,15 @@ class Saver:
         self._stepped = True
         if self._folder is not None and due:
             self._asked = False
-            ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=self._progress)
+            progress = self._progress
+            ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=progress, keep=_KEEP)
         return self.stopped_by is None
 
     def _check_room(self) -> None:
+        """For as many saves as will be there at once: those that are kept, and the next before the oldest goes."""
         assert self._folder is not None
-        Saves(self._folder).check_room(save_nbytes(**self._parts))
+        saves, to_come = Saves(self._folder), -(-self._job.steps // self._every) if self._every else 1
+        saves.check_room(save_nbytes(**self._parts), max(1, min(to_come, _KEEP + 1 - len(saves.complete()))))
 
     def _refuse_earlier(self) -> None:
         found = Saves(self._folder).complete() if self._folder is not None else []

@@ -5,7 +5,7 @@ import atexit
 import itertools
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -45,20 +45,16 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
             raise InputError(f"ImageBatches: batch must be at least 1 and workers 0, not {batch} and {workers}")
         self._samples, self._batch, self._seed, self._workers = samples, batch, seed, workers
         self._drawn = 0
-        self._ahead: list[Any] = []  # one iterator, once it is needed
+        self._ahead: _Ahead | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if self._workers and not self._ahead:
-            numbers = itertools.count(self._drawn)
-            self._ahead.append(iter(DataLoader(
-                _Telling(self), batch_size=None, sampler=numbers, num_workers=self._workers,
-                worker_init_fn=_hear_no_signals,
-            )))  # fmt: skip
-            atexit.register(_stop, weakref.ref(self))  # before Python sends workers SIGTERM and waits for their end
-        found = next(self._ahead[0]) if self._ahead else self[self._drawn]
+        if self._workers and self._ahead is None:
+            alone = ImageBatches(self._samples, self._batch, self._seed)
+            self._ahead = _Ahead(alone, itertools.count(self._drawn), self._workers)
+        found = self[self._drawn] if self._ahead is None else next(self._ahead.batches)
         if isinstance(found, InputError):
             raise found
         self._drawn += 1
@@ -72,7 +68,7 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         return torch.stack(images), torch.stack(targets)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": []}
+        return {**self.__dict__, "_ahead": None}
 
     def state_dict(self) -> dict[str, int]:
         """Where the iterator stands, and what it iterates over: plain integers."""
@@ -86,10 +82,23 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
                 "same data, batch and seed"
             )
         self._drawn = state["drawn"]
-        self._ahead.clear()
+        self._ahead = None
 
     def _identity(self) -> dict[str, int]:
         return {"samples": len(self._samples), "batch": self._batch, "seed": self._seed}
+
+
+class _Ahead:
+    """Batches that workers make. They end with this object, or before the process does: Python would send them SIGTERM,
+    which they do not hear, and wait for ever. They are told by something that the garbage collector cannot reach, as it
+    takes the queues to them apart in any order."""
+
+    def __init__(self, made: ImageBatches, numbers: Iterable[int], workers: int) -> None:
+        batches: Any = iter(DataLoader(
+            _Telling(made), batch_size=None, sampler=numbers, num_workers=workers, worker_init_fn=_hear_no_signals,
+        ))  # fmt: skip
+        self.batches = batches
+        atexit.register(weakref.finalize(self, batches._shutdown_workers))
 
 
 class _Telling(Dataset[Any]):
@@ -256,12 +265,6 @@ class Shapes:
             labels[inside] = kind
             image[:, inside] = torch.tensor(colour)[:, None] * 2 - 1
         return image, labels
-
-
-def _stop(batches: "weakref.ref[ImageBatches]") -> None:
-    found = batches()
-    while found is not None and found._ahead:
-        found._ahead.pop()._shutdown_workers()  # forgetting it is not enough where an exception's frames remember
 
 
 def _hear_no_signals(_: int) -> None:

@@ -83,6 +83,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         )
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
+        self._mine = frozenset(map(id, parameters))
         self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
         self._options = dict(options)
         self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
@@ -97,9 +98,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""
-        if not any(parameter is p for group in self.param_groups for p in group["params"]):
-            return 0
-        return self._shape(parameter).nbytes
+        return self._shape(parameter).nbytes if id(parameter) in self._mine else 0
 
     def cut_finer(self) -> bool:
         """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _SHORT_SECONDS = 5e-3
 _COLD = 4  # times a forward: a first backward that takes longer is timed again
+_SETTLING_SECONDS, _MOST_RUNS = 0.02, 8
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
 T = TypeVar("T")
 Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
@@ -118,17 +120,17 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
         cost, out = _measure(runner, state, out, watch, first=not alike and skew is None)
+        # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
+        short = cost.forward_seconds < _SHORT_SECONDS
+        if short:
+            with watch.paused():
+                cost = _settled(runner, state, out, cost, device)
         if cost.forward_seconds >= _LONG_SECONDS and not traits.calls_autograd:
             runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
-        # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
-        if cost.forward_seconds < _SHORT_SECONDS:
-            with watch.paused():
-                seconds = min(_clock(device, lambda: runner.forward(0, state))[0] for _ in range(3))
-            cost = replace(cost, forward_seconds=seconds)
-            if not escapes:
-                try_without_graph(runner, state, out)
-        else:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw another time
+        if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
             runner.traits = [replace(runner.traits[0], draws_host=True)]
+        elif not escapes:
+            try_without_graph(runner, state, out)
     finally:
         snapshot.put_back()
     cost = cost if skew is None else skew.bound(cost)
@@ -159,6 +161,22 @@ def _measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fi
         backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
     ), out
+
+
+def _settled(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
+    """The cost with the least seconds of several runs: the first few of a short stage, in which memory is fetched from
+    the system and caches fill, take several times as long as the thousands that follow."""
+    forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
+    end = time.perf_counter() + _SETTLING_SECONDS
+    for _ in range(_MOST_RUNS):
+        forward = min(forward, _clock(device, lambda: runner.forward(0, state))[0])
+        seconds, (_, tape) = _clock(device, lambda: runner.record(0, state))
+        record = min(record, seconds)
+        run = partial(runner.backward, 0, tape, _cotangents(tape, out), {})
+        backward = min(backward, _clock(device, run)[0])
+        if time.perf_counter() > end:
+            break
+    return replace(cost, forward_seconds=forward, record_seconds=record, backward_seconds=backward)
 
 
 def _as_known(alike: Alike, kind: object, traits: Traits, saves_nbytes: int) -> tuple[StageCost, Traits] | None:
@@ -266,13 +284,16 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
 def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
     """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
     there beside what it frees), and its peak with these."""
-    cotangents = [
-        torch.ones_like(t) if edge is not None else None for t, edge in zip(out.tensors, tape.edges, strict=True)
-    ]
+    cotangents = _cotangents(tape, out)
     with watch.measured() as meter:
         seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
     return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
+
+
+def _cotangents(tape: Tape, out: State) -> list[torch.Tensor | None]:
+    edges = zip(out.tensors, tape.edges, strict=True)
+    return [None if edge is None else torch.ones_like(t) for t, edge in edges]
 
 
 def _measure_skewed(

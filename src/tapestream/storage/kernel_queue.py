@@ -148,6 +148,8 @@ class KernelQueue:
         while self._arrived:
             events = self._arrived[-1]
             for event in events:
+                if not event.data:  # the kernel fills them from the first on, and numbers begin at 1
+                    break
                 pending = self._pending.get(event.data)
                 if pending is not None and pending.result is None:
                     if pending.bounce is not None and not pending.write:

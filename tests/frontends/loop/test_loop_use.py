@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import re
+import weakref
 from itertools import pairwise
 
 import numpy
@@ -145,15 +146,17 @@ def test_memory_does_not_grow_with_the_number_of_steps():
     assert peaks[2] <= peaks[1] + 1024
 
 
-def test_a_dropped_result_gives_its_budget_back():
+def test_a_dropped_result_gives_its_budget_and_its_memory_back_at_once():
     seeded()
     step, h, _ = tanh_rnn()
     run = ts.Loop(step, budget="100KiB")
     waiting = run(h, steps=2000)
     with pytest.raises(BudgetError):
         run(h, steps=2000)
+    driver = weakref.ref(waiting.grad_fn.call.driver)
+    gc.collect()  # which is not due again so soon
     del waiting
-    gc.collect()
+    assert driver() is None
     assert run._live_nbytes == 0
     run(h, steps=2000).sum().backward()
     assert run._live_nbytes == 0

@@ -66,6 +66,13 @@ class LoopDriver:
         self._until(None)
         return self.cotangent
 
+    def close(self) -> None:
+        """Drop what is held now: the place in the schedule and the driver hold each other until the collector runs."""
+        self._running.close()
+        self.kept.clear()
+        self.tapes.clear()
+        self.live = self.cotangent = None
+
     def _until(self, kind: PhaseKind | None) -> None:
         found = next(self._running, None)
         if found is not kind:

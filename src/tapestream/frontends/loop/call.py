@@ -132,7 +132,9 @@ class TensorCall:
 
     def release(self) -> None:
         """Drop what is held, once."""
-        self.runner = self.driver = None
+        driver, self.runner, self.driver = self.driver, None, None
+        if driver is not None:
+            driver.close()
         if self.states is not None:
             self.states.close()
         held, self._held = self._held, _nothing

@@ -60,17 +60,21 @@ class Saves:
             if _PUSHED_OUT.fullmatch(path.name):
                 wait_for(path)
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise StorageError unless the folder is there, or can be made, and a save of ``nbytes`` fits on its disk."""
+    def check_room(self, nbytes: int, count: int = 1) -> None:
+        """Raise StorageError unless the folder is there, or can be made, and so many saves of ``nbytes`` each fit on
+        its disk."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise _failed(self.path, error) from error
-        if nbytes > free:
+        if count * nbytes > free:
+            what = f"a save of {format_nbytes(nbytes)} ({nbytes} bytes) does"
+            if count > 1:
+                what = f"{count} saves, as many as there will be at once, of {format_nbytes(nbytes)} each do"
             raise StorageError(
-                f"a save of {format_nbytes(nbytes)} ({nbytes} bytes) does not fit in {self.path}: {free} bytes are "
-                f"free on this disk, {nbytes - free} are missing; make room, or choose another folder"
+                f"{what} not fit in {self.path}: {free} bytes are free on this disk, {count * nbytes - free} are "
+                "missing; make room, or choose another folder"
             )
 
     @contextmanager
