@@ -93,6 +93,7 @@ def test_all_saved_tensors_away_and_back(name: str, engine: str, tmp_path: Path)
         wanted = net.plan.simulation.bytes_moved[DEVICE, tier]
         assert wanted - SLACK * len(ours) <= moved_by(net)[DEVICE, tier] <= wanted
         assert moved_by(net)[tier, DEVICE] == moved_by(net)[DEVICE, tier]
+        assert net.copies.copies == 2 * sum(stage.saved_storages for stage in net.plan.profile.stages[:-1])
 
 
 class Holding(nn.Module):
@@ -117,6 +118,7 @@ def test_only_what_the_graph_alone_holds_travels_and_its_bytes_are_freed(tmp_pat
     assert net.plan is not None
     nbytes = x.nbytes
     assert moved_by(net) == dict.fromkeys([(DEVICE, DISK), (DISK, DEVICE)], 6 * nbytes)
+    assert [stage.saved_storages for stage in net.plan.profile.stages] == [2] * 4
     # The graph holds the number 0.1, too, and not as a saved tensor.
     assert net.plan.simulation.bytes_moved[DEVICE, DISK] == pytest.approx(6 * nbytes, rel=1e-4)
     gc.collect()

@@ -1,5 +1,7 @@
 """Peaks, seconds and counts worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from tapestream.costs import Budget, Link, Machine, Profile, StageCost
@@ -155,6 +157,9 @@ def test_compute_stands_still_while_a_copy_is_started() -> None:
     assert found.makespan_seconds == found.compute_seconds == 6 + 2 * 0.25
     assert [s.name for s in found.timeline.spans if s.duration_seconds == 0.25] == ["start SAVED 0"] * 2
     assert link.seconds(100) == 0.25 + 0.5 + 1
+    thrice = replace(CHAIN, stages=(replace(CHAIN.stages[0], saved_storages=3), *CHAIN.stages[1:]))
+    found = simulate(Schedule.of(OVERLAP, 3), thrice, Machine({(DEVICE, HOST): link, (HOST, DEVICE): link}))
+    assert found.makespan_seconds == 6 + 2 * 3 * 0.25
 
 
 def test_copies_take_no_time_without_a_machine() -> None:

@@ -14,8 +14,8 @@ class Link:
 
     ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy
     (None: the same). Once per copy ``latency_seconds`` pass on the link, and ``busy_seconds`` in which compute stands
-    still, since it takes the computing thread so long to start a copy and to receive it. (A value of several storages
-    is one copy here.)
+    still, since it takes the computing thread so long to start a copy and to receive it. (Saved tensors are as many
+    copies as `StageCost.saved_storages` says, any other value is one.)
     """
 
     bytes_per_second: float

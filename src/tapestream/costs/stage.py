@@ -21,7 +21,7 @@ class StageCost:
     ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
     ``gradient_nbytes``: parameter gradients that its backward is the first to make, where they are to count and belong
     to no block; they stay until the end of the step. ``reads_parameters``: whether backward reads those of ``block``
-    (that of an embedding does not).
+    (that of an embedding does not). ``saved_storages``: how many copies moving the saved tensors takes.
     """
 
     forward_seconds: float
@@ -38,6 +38,7 @@ class StageCost:
     record_extra_nbytes: int | None = None
     gradient_nbytes: int = 0
     reads_parameters: bool = True
+    saved_storages: int = 1
 
     def __post_init__(self) -> None:
         for name, seconds in (("forward_seconds", self.forward_seconds), ("backward_seconds", self.backward_seconds)):
@@ -46,6 +47,7 @@ class StageCost:
         whole("StageCost", "saved_nbytes", self.saved_nbytes)
         whole("StageCost", "forward_extra_nbytes", self.forward_extra_nbytes)
         whole("StageCost", "gradient_nbytes", self.gradient_nbytes)
+        whole("StageCost", "saved_storages", self.saved_storages)
         if self.record_seconds is not None:
             duration("StageCost", "record_seconds", self.record_seconds)
         for name in ("cotangent_nbytes", "block", "record_extra_nbytes"):

@@ -249,6 +249,7 @@ class _Outlining:
             ),
             cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
             record_extra_nbytes=max(0, recorded.peak_nbytes - recorded.end_nbytes),
+            saved_storages=len(held - {*before, *after, *storages(parameters)}),
         )
 
 

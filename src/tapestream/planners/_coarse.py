@@ -78,6 +78,7 @@ def _stage(run: Run) -> StageCost:
         record_seconds=sum(cost.recorded_seconds for cost in run.costs),
         record_extra_nbytes=max(0, unit.record_nbytes - saved - output),
         gradient_nbytes=unit.gradient_nbytes,
+        saved_storages=sum(cost.saved_storages for cost in run.costs),
     )
 
 

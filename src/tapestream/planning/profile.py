@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.executor.travel.cargo import copies_to_move
 from tapestream.planning.observer import Observer
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import Skewed, may_be_uneven, nbytes_of, skewed
-from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute
+from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.runner import Runner, Tape
@@ -257,10 +258,13 @@ def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
 def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: MemoryWatch) -> tuple[StageCost, Tape]:
     """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
     held: dict[int, int] = {}
+    packed: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         held.update(storages((tensor,)))
-        return tensor.detach()  # as in Observer
+        own = tensor.detach()  # as in Observer
+        packed.append(weakref.ref(own))
+        return own
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
     with watch.measured() as meter:
@@ -277,6 +281,7 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
         reads_output=any(a in outputs and a not in inputs for a in held),
         record_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
         record_seconds=seconds,
+        saved_storages=copies_to_move([own for one in packed if (own := one()) is not None]),
     )
     return cost, tape
 
@@ -342,14 +347,3 @@ def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[obj
     finally:
         for snapshot in snapshots:
             snapshot.put_back()
-
-
-@contextlib.contextmanager
-def unchanged_generators(device: torch.device, own: Sequence[object] = ()) -> Iterator[None]:
-    """Random generators (``own``: and these) are afterwards as they were before."""
-    torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture(own)
-    try:
-        yield
-    finally:
-        torch_generators.restore(device)
-        host.restore()

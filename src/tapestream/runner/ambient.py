@@ -121,6 +121,17 @@ def _set_state(one: Any, state: Any) -> None:
         one.set_state(state)
 
 
+@contextlib.contextmanager
+def unchanged_generators(device: torch.device, own: Iterable[object] = ()) -> Iterator[None]:
+    """Random generators (``own``: and these) are afterwards as they were before."""
+    torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture(own)
+    try:
+        yield
+    finally:
+        torch_generators.restore(device)
+        host.restore()
+
+
 @dataclass(frozen=True, slots=True)
 class Autocast:
     """Autocast as the user's call sees it, for the device's type and for the CPU."""

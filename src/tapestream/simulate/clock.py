@@ -104,16 +104,18 @@ class Clock:
         self.now += seconds
         self.compute_seconds += seconds
 
-    def issue(self, name: str, source: Tier, target: Tier, nbytes: int) -> Job | None:
-        """Start a copy of ``nbytes`` now, or as soon as its lane is free. InputError: the machine has no such link."""
+    def issue(self, name: str, source: Tier, target: Tier, nbytes: int, copies: int = 1) -> Job | None:
+        """Start to move ``nbytes``, as so many copies, now or as soon as the lane is free. InputError: the machine has
+        no such link."""
         if self.machine is None:
             return None
         link = self.machine.link(source, target)
-        if link.busy_seconds:
+        busy = copies * link.busy_seconds
+        if busy:
             if self.spans is not None:
-                self.spans.append(("start", f"start {name}", self.now, link.busy_seconds))
-            self.now += link.busy_seconds
-            self.compute_seconds += link.busy_seconds
+                self.spans.append(("start", f"start {name}", self.now, busy))
+            self.now += busy
+            self.compute_seconds += busy
         pair = self.pairs.setdefault((min(source, target), max(source, target)), LanePair())
         pair.advance(self.now)
         job = Job(link, link.latency_seconds, float(nbytes))

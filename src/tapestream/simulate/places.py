@@ -178,7 +178,8 @@ class Places:
         else:
             self.memory.nbytes[target] += nbytes
         self.memory.touch(target)
-        job = self.clock.issue(name_of(value), source, target, nbytes)
+        copies = self.profile.stages[number].saved_storages if kind is Kind.SAVED else 1
+        job = self.clock.issue(name_of(value), source, target, nbytes, copies)
         self.flights[value] = Flight(source, target, job)
         self.moved[source, target] = self.moved.get((source, target), 0) + nbytes
 

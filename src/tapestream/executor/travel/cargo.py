@@ -130,6 +130,13 @@ def held_by_others(tensors: Sequence[torch.Tensor]) -> set[int]:
     return {head for head, s in storages.items() if torch._C._storage_Use_Count(s._cdata) > mine[head]}
 
 
+def copies_to_move(tensors: Sequence[torch.Tensor]) -> int:
+    """How many copies it takes to move all that nothing but ``tensors`` holds."""
+    others = held_by_others(tensors)
+    sizes = {head_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
+    return sum(1 for _ in _loads([nbytes for head, nbytes in sizes.items() if nbytes and head not in others]))
+
+
 def _can_travel(tensor: torch.Tensor) -> bool:
     """Whether a window says all about a tensor. An empty one, and one that PyTorch did not align, stays as it is."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized

@@ -15,8 +15,7 @@ from tapestream.executor.loop.traits import Body
 from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
-from tapestream.planning.profile import unchanged_generators
-from tapestream.runner.ambient import Autocast, as_recompute
+from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.runner import hooks_off
 

@@ -11,7 +11,7 @@ from torch import nn
 from tapestream.errors import InputError
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.blocks import kind_of
-from tapestream.planning.profile import unchanged_generators
+from tapestream.runner.ambient import unchanged_generators
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.observe import Segment

@@ -20,9 +20,9 @@ from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
-from tapestream.planning.profile import Alike, collector_off, profile_stage, unchanged_generators
+from tapestream.planning.profile import Alike, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
-from tapestream.runner.ambient import Autocast
+from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import tensors_in
