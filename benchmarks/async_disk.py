@@ -9,12 +9,9 @@ row, since a machine that is busy for long may slow down. About a quarter of an 
 larger states.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +31,6 @@ _HALF = "async, n, half the interval"
 _TIMES = 10  # as many runs of n steps as have the steps of a long one
 _PROFILES = 10  # of which the fastest counts, as a moment in which the machine is busy would shorten the interval
 _SLOTS = 6  # restart checkpoints in RAM inside an interval; the copy on its way is one more
-
-
-Spent: TypeAlias = dict[str, list[float]]
-"""By contender, seconds of processor time of each timing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +80,12 @@ def _rows(sizes: Sizes, chosen: Settings) -> list[Row]:
     waited: dict[str, list[float]] = {name: [] for name in chains}
     runs = {name: _noting(name, chain, _step(chain, x), waited[name], found) for name, chain in chains.items()}
     runs |= {name: _repeated(run) for name, run in runs.items() if len(chains[name].stages) == short}
-    spent: Spent = {}
-    runs = {name: _metered(name, run, spent) for name, run in runs.items()}
     for chain in chains.values():
         chain(x.clone().requires_grad_())  # profiled, planned, files made: every timed call finds that done
     timings = alternate(runs, chosen.rounds, "cpu", warm=0)
     rows = {name: _row(name, chain, timings, waited[name]) for name, chain in chains.items()}
     for way in (_ASYNC, _REVOLVE):
-        rows[_long(way)]["per step, over that at n"] = round(timings.ratio(_long(way), way)["ratio"], 4)
-        rows[_long(way)]["processor, over that at n"] = round(median(spent[_long(way)]) / median(spent[way]), 4)
+        rows[_long(way)] |= _growth(timings, _long(way), way)
     _judge(rows, timings, interval)
     pairs = ((_long(_ASYNC), _long(_REVOLVE)), (_ASYNC, _REVOLVE), (_OFFLOAD, _REVOLVE), (_HALF, _REVOLVE))
     for name, other in pairs:
@@ -119,8 +109,6 @@ def _looped(sizes: Sizes, x: Tensor, chosen: Settings, machine: Machine, interva
     for steps, loop in loops.items():
         loop(x.clone().requires_grad_(), steps=steps)  # as above
     runs[str(sizes.steps)] = _repeated(runs[str(sizes.steps)])
-    spent: Spent = {}
-    runs = {name: _metered(name, run, spent) for name, run in runs.items()}
     timings = alternate(runs, chosen.rounds, "cpu", warm=0)
     for steps, loop in loops.items():
         assert loop.plan is not None
@@ -131,11 +119,8 @@ def _looped(sizes: Sizes, x: Tensor, chosen: Settings, machine: Machine, interva
             "MiB to disk": mebibytes(loop.plan.simulation.bytes_moved.get((Tier.DEVICE, Tier.DISK), 0)),
         }  # fmt: skip
         if steps > sizes.steps:
-            growth = timings.ratio(str(steps), str(sizes.steps))["ratio"]
-            processor = median(spent[str(steps)]) / median(spent[str(sizes.steps)])
-            row |= {"per step, over that at n": round(growth, 4), "processor, over that at n": round(processor, 4)}
-            row["claim"] = "per step at most 1.05"
-            row["met"] = yes(growth <= 1.05)
+            row |= _growth(timings, str(steps), str(sizes.steps))
+            row |= {"claim": "per step at most 1.05", "met": yes(row["per step, over that at n"] <= 1.05)}
         yield row
 
 
@@ -149,16 +134,12 @@ def _repeated(run: Callable[[], object]) -> Callable[[], None]:
     return runs
 
 
-def _metered(name: str, run: Callable[[], object], spent: Spent) -> Callable[[], None]:
-    """The same, noting the seconds of processor time: a disk or a host that others use, too, shows in the difference
-    to what a clock says."""
-
-    def runs() -> None:
-        begin = time.process_time()
-        run()
-        spent.setdefault(name, []).append(time.process_time() - begin)
-
-    return runs
+def _growth(timings: Timings, name: str, reference: str) -> Row:
+    """By the clock and of the processor: a disk or a host that others use, too, shows in the difference."""
+    found = timings.ratio(name, reference)
+    return {
+        "per step, over that at n": found["ratio"], "processor, over that at n": found["ratio of processor time"]
+    }  # fmt: skip
 
 
 def _gradient(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

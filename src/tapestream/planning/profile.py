@@ -150,7 +150,7 @@ def _measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fi
     output_nbytes = _made_nbytes(state, out)
     cost, tape = _measure_record(runner, state, output_nbytes, watch)
     backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
-    if first and (seconds < _SHORT_SECONDS or backward_seconds > _COLD * seconds):
+    if first and seconds >= _SHORT_SECONDS and backward_seconds > _COLD * seconds:  # short: see `_settled`
         again, tape = _measure_record(runner, state, output_nbytes, watch)
         cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
         backward_seconds = min(backward_seconds, _measure_backward(runner, tape, out, watch)[0])
