@@ -2,19 +2,24 @@
 
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.loop import Job
 from tapestream.cli.options import reported
+from tapestream.cli.saving import Saver
+from tapestream.frontends.saving.folder import Saves
 from tapestream.models import GPTConfig
 
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu"]
@@ -148,3 +153,41 @@ def test_resuming_needs_a_save(tmp_path: Path) -> None:
     result = CliRunner().invoke(make_app(), ["train", *SMALL, "--resume", "--saves", str(tmp_path)])
     assert result.exit_code == 2
     assert "no complete save" in result.stderr
+
+
+@pytest.mark.parametrize("moment", ["after a step", "while room is looked for", "while a save is written"])
+def test_a_run_stops_with_all_its_steps_saved_whenever_the_signal_comes(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GPTConfig(2, 64, 2, context=32)
+    job = Job(config, "", 1, 8, 6, 0.1, 1, "adamw", "step", "cpu", None, None, "auto", None)
+    taken, sent, check = 0, False, Saves.check_room
+
+    def signalled(now: str) -> None:
+        nonlocal sent
+        if now == moment and taken and not sent:
+            sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def look(*args: Any) -> None:
+        signalled("while room is looked for")
+        check(*args)
+
+    class Steps:
+        def state_dict(self) -> dict[str, int]:
+            signalled("while a save is written")
+            return {"taken": taken}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    monkeypatch.setattr(Saves, "check_room", look)
+    saver = Saver(tmp_path, 2, job)
+    saver.holds({"steps": Steps()}, lambda *_: None, load=False)
+    with saver.listening():
+        for taken in range(1, 7):
+            signalled("after a step")
+            if not saver.after(taken, last=taken == 6):
+                break
+    assert sent
+    assert taken < 6
+    assert ts.load(tmp_path)["step"] == taken

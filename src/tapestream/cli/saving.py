@@ -69,15 +69,16 @@ class Saver:
 
     def after(self, step: int, *, last: bool) -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""
-        due = last or self._asked or (self._every > 0 and step % self._every == 0)
+        stopping = self.stopped_by is not None  # one that is heard from here on stops the run after the next step
+        asked, self._asked = self._asked, False
+        due = last or asked or stopping or (self._every > 0 and step % self._every == 0)
         if self._folder is not None and not self._stepped and not due:
             self._check_room()  # also for what the optimizer keeps from now on
         self._stepped = True
         if self._folder is not None and due:
-            self._asked = False
             progress = self._progress
             ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=progress, keep=_KEEP)
-        return self.stopped_by is None
+        return not stopping
 
     def _check_room(self) -> None:
         """For as many saves as will be there at once: those that are kept, and the next before the oldest goes."""
