@@ -46,8 +46,9 @@ def test_training_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_
 
 
 SCRIPT = """
-import sys, time, torch, tapestream as ts
+import signal, sys, time, torch, tapestream as ts
 from tapestream.models.gpt import GPT, GPTConfig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not
 model = ts.stream(GPT(GPTConfig(2, 32, 2, vocabulary=16, context=8)), device="cpu", folder=sys.argv[1])
 model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
 print("ready", flush=True)

@@ -11,8 +11,9 @@ from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
+from tapestream.planning.choices import Terms
 from tapestream.planning.plan import Alternative, Plan
-from tapestream.planning.split import Found, Terms, best_resident, best_split
+from tapestream.planning.split import Found, best_resident, best_split
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
 
@@ -78,6 +79,7 @@ def make_plan(
     home: Tier | HomeTiers | None = None,
     resident: frozenset[Value] | None = None,
     accumulate: bool = False,
+    idle_nbytes: int | None = None,
     **knobs: object,
 ) -> Plan:
     """The fastest plan found for one training step within ``budget``.
@@ -85,8 +87,9 @@ def make_plan(
     ``planner``: a name from `tapestream.planners.planners`, with its ``knobs``, or "auto" for the best of all.
     For profiles with parameter blocks: ``home`` is the tier where blocks live that do not stay on the device
     (None: the fastest that ``machine`` links, the device itself if none), ``resident`` the values that stay
-    (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`. Among
-    equally fast plans the one of least peak wins, then the simpler.
+    (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`, ``idle_nbytes``
+    the most bytes of them that may lie on the device while this chain does not run (None: no limit). Among equally fast
+    plans the one of least peak wins, then the simpler.
 
     Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
     nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and knobs.
@@ -96,7 +99,7 @@ def make_plan(
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
     homes = home_tiers(_fastest_home(machine) if home is None else home)
-    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate)
+    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends:

@@ -7,12 +7,11 @@ from functools import partial
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
-from tapestream.frontends.module.residence import at_start, at_step_of, resident_of
 from tapestream.frontends.module.shared import Shared
 from tapestream.frontends.module.terms import Positioned, Terms
 from tapestream.ir.actions import Offload, Value
 from tapestream.passes.memory import block_values
-from tapestream.passes.residency import choose_resident
+from tapestream.passes.residence import idle_nbytes
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
@@ -42,7 +41,7 @@ class Division:
         if not self._guests:
             return self._chains(self._hosts, self.allowed, self.outside, self.resident)
         ample = None if self.resident is not None else self._ample()
-        if ample is not None and not any(plan.simulation.bytes_moved for plan in ample):
+        if ample is not None and not any(map(_loses, ample)):
             return ample
         try:
             tight = self._tight()
@@ -99,18 +98,16 @@ class Division:
         needed = max(least[number] + together - kept[number] for number in least)
         raised = {host: self._with_turn(host, least, kept) for host in self._hosts}
         try:
-            hosts = self._chains(self._hosts, self.allowed, self.outside + together, self.resident, raised)
-            lying = sum(map(self._idle_nbytes, hosts))
-            if self.resident is None and needed + lying > room:
-                if self.terms.given is not None:
-                    raise self._no_room_for_guests(needed + lying)
-                hosts = [self._leaving(plan, room - needed) for plan in hosts]
+            hosts = self._chains(
+                self._hosts, self.allowed, self.outside + together, self.resident, raised, max(0, room - needed)
+            )
         except BudgetError as error:
             if error.least_nbytes is None or error.least_nbytes >= self.outside + needed:
                 raise
             raise self._no_room_for_guests(needed) from None
-        if needed > room:
-            raise self._no_room_for_guests(needed)
+        lying = sum(map(self._idle_nbytes, hosts)) if self.resident is None else 0
+        if needed + lying > room:
+            raise self._no_room_for_guests(needed + lying)
         guests = {
             number: self._guest(self.profiles[number], self.outside + least[number], resident) for number in least
         }
@@ -135,20 +132,7 @@ class Division:
 
     def _idle_nbytes(self, plan: Plan) -> int:
         """Bytes of block values that a host leaves on the device while guests before it run, and their updates."""
-        sizes = dict(block_values(plan.profile))
-        after = resident_of(plan, self.terms.update, at_step_of(plan))
-        return max(sum(sizes.get(value, 0) for value in found) for found in (at_start(plan), after))
-
-    def _leaving(self, plan: Plan, nbytes: int) -> Plan:
-        """A plan like ``plan`` that leaves ``nbytes`` of all hosts' values on the device while it does not run."""
-        profile, share = plan.profile, nbytes // len(self._hosts)
-        device = plan.budget.device_nbytes
-        if not self.terms.apart:
-            try:
-                return self._plan(profile, device, choose_resident(profile, share, update=self.terms.update))
-            except BudgetError:
-                pass
-        return self._plan(profile, device, frozenset())
+        return idle_nbytes(plan.schedule, plan.profile, self.terms.update)
 
     def _no_room_for_guests(self, needed: int) -> BudgetError:
         largest = max(self._guests, key=lambda number: sum(n for _, n in block_values(self.profiles[number])))
@@ -170,8 +154,10 @@ class Division:
         outside: int,
         resident: frozenset[Value] | None,
         profiles: dict[int, Profile] | None = None,
+        idle: int | None = None,
     ) -> list[Plan]:
-        """Plans for the segments ``numbers`` within ``allowed`` bytes, ``outside`` of them taken."""
+        """Plans for the segments ``numbers`` within ``allowed`` bytes, ``outside`` of them taken; what they leave on
+        the device while none of them runs is within ``idle`` bytes."""
         chosen = [(profiles or self.profiles)[number] for number in numbers]
         terms = self.terms
         if terms.given is not None:
@@ -179,7 +165,11 @@ class Division:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
             return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
         shares = self._divided(chosen, allowed, outside)
-        return [self._plan(profile, outside + nbytes, resident) for profile, nbytes in zip(chosen, shares, strict=True)]
+        lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
+        return [
+            self._plan(profile, outside + nbytes, resident, left)
+            for profile, nbytes, left in zip(chosen, shares, lying, strict=True)
+        ]
 
     def _divided(self, profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:
         """Bytes for each chain beside what is always there: what it cannot do without, and of the rest in proportion
@@ -202,11 +192,14 @@ class Division:
             )
         return [a + b for a, b in zip(least, _shares(profiles, room - sum(least)), strict=True)]
 
-    def _plan(self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None) -> Plan:
+    def _plan(
+        self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None, idle: int | None = None
+    ) -> Plan:
         terms = self.terms
         plan = make_plan(
             profile, self._budget(nbytes), terms.machine(),
-            planner=terms.planner, update=terms.update, home=terms.home, resident=resident, **terms.knobs,
+            planner=terms.planner, update=terms.update, home=terms.home, resident=resident,
+            idle_nbytes=idle, **terms.knobs,
         )  # fmt: skip
         if not terms.moves_states and any(
             isinstance(action, Offload) and action.value.kind.by_stage for action in plan.schedule
@@ -255,6 +248,11 @@ def _least(plan: Callable[[int], Plan], outside: int) -> int:
 def _kept_nbytes(profile: Profile) -> int:
     """Bytes that a segment holds from its forward to its backward, when nothing of it is recomputed."""
     return profile.initial_nbytes + sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
+
+
+def _loses(plan: Plan) -> bool:
+    """Whether it recomputes or moves anything, so that with more room it could be faster."""
+    return bool(plan.simulation.bytes_moved) or plan.simulation.forwards > plan.profile.runs
 
 
 def _seconds(plans: Sequence[Plan]) -> float:

@@ -10,13 +10,13 @@ from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.observe import Observed, Segment
-from tapestream.frontends.module.residence import at_start, at_step_of, resident_of, staying_of
 from tapestream.frontends.module.shared import Shared, shared_blocks
 from tapestream.frontends.module.step import Step
 from tapestream.frontends.module.terms import Terms, Update
 from tapestream.ir.actions import Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
+from tapestream.passes.residence import at_start, at_step_of, resident_of, staying_of
 from tapestream.planning.plan import Plan
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
@@ -86,7 +86,7 @@ def terms_of(handle: "Streamed") -> Terms:
     """On what terms the calls of this model are planned."""
     return Terms(
         handle.blocks, handle.wide, handle.budget, handle.machine, handle.store.homes, handle.update,
-        planner=handle.planner, knobs=handle.knobs, given=handle.given, apart=handle.device.type == "cuda",
+        planner=handle.planner, knobs=handle.knobs, given=handle.given,
     )  # fmt: skip
 
 
@@ -146,8 +146,10 @@ def assembled(
 ) -> Prepared:
     """What follows from ``plans`` within ``allowed`` bytes; ``gathered_nbytes``: of gradients that earlier backwards
     have left on the device."""
-    resident = frozenset().union(*(resident_of(plan, handle.update, at_start(plan)) for plan in plans))
-    at_step = frozenset().union(*(resident_of(plan, handle.update, at_step_of(plan)) for plan in plans))
+    resident, at_step = (
+        frozenset().union(*(resident_of(p.schedule, p.profile, handle.update, moment(p.schedule)) for p in plans))
+        for moment in (at_start, at_step_of)
+    )
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     once = tuple(run_once(plan.schedule) for plan in plans)
     staying = [_staying_nbytes(plan) for plan in plans]
@@ -166,7 +168,7 @@ def assembled(
 
 def _staying_nbytes(plan: Plan) -> int:
     """Bytes of block values that a plan leaves on the device throughout."""
-    staying = staying_of(plan)
+    staying = staying_of(plan.schedule)
     return sum(nbytes for value, nbytes in block_values(plan.profile) if value in staying)
 
 

@@ -26,8 +26,8 @@ class Positioned(Protocol):
 @dataclass(frozen=True, slots=True)
 class Terms:
     """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
-    below the device. ``machine`` is asked when speeds are needed. ``apart``: a parameter and its gradient must be on
-    one device. ``given``: the user's own plan. ``moves_states``: whether plans may move states and saved tensors.
+    below the device. ``machine`` is asked when speeds are needed. ``given``: the user's own plan.
+    ``moves_states``: whether plans may move states and saved tensors.
     """
 
     modules: Sequence[nn.Module]
@@ -39,7 +39,6 @@ class Terms:
     planner: str = "auto"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     given: Plan | None = None
-    apart: bool = False
     moves_states: bool = False
 
     def is_wide(self, segment: Positioned) -> bool:

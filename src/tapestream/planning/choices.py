@@ -1,0 +1,162 @@
+"""What may stay on the device beside a tape: a few choices of block values, with a bound on what a step then takes."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from tapestream.costs import Budget, Machine, Profile
+from tapestream.ir import Tier, Value
+from tapestream.ir.homes import HomeTiers
+from tapestream.passes.keep import kept_between
+from tapestream.passes.memory import block_values, compute_seconds
+from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradients, worthiest_first
+from tapestream.passes.stays import Occupancy, Stay
+from tapestream.passes.streaming import Streaming
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
+    not run, None for no limit."""
+
+    profile: Profile
+    budget: Budget
+    machine: Machine | None
+    home: HomeTiers
+    update: UpdateMode
+    resident: frozenset[Value] | None
+    accumulate: bool
+    idle_nbytes: int | None = None
+
+    @property
+    def apart(self) -> bool:
+        """A GPU: users must see a parameter and its gradient on one device."""
+        return self.machine is not None and (Tier.HOST, Tier.DEVICE) in self.machine.links
+
+    @property
+    def across(self) -> bool:
+        """Whether values may be on the device where one phase ends and the next begins without living there."""
+        free = self.resident is None and not self.accumulate
+        return free and not self.apart and self.update is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tape and what stays on the device; no schedule made of them takes less than ``bound_seconds``. ``across``:
+    values may be there where a phase ends and the next begins without living there."""
+
+    streaming: Streaming
+    resident: frozenset[Value]
+    stays: list[Stay]
+    across: bool
+    bound_seconds: float
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that cross links in a step."""
+        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in self.stays for path in (stay.arrive, stay.leave))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """``resident``: values that never leave the device; ``nbytes``: up to which others may stay between uses."""
+
+    resident: frozenset[Value]
+    nbytes: int | None
+    across: bool = False
+
+
+def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
+    """The tape with several choices of what stays on the device, none when it does not fit at all."""
+    limit, computation, base = terms.budget.device_nbytes, streaming.computation, streaming.base
+    for room in _rooms(streaming, terms):
+        stays = streaming.stays(room.resident)
+        if limit is not None and int(Occupancy(base, stays).nbytes.max()) > limit:
+            continue
+        kept = kept_between(computation, stays, base, room.nbytes, across=room.across)
+        lying = [stay for stay in kept if stay.start == 0 and not stay.arrive]
+        if terms.idle_nbytes is not None and sum(stay.nbytes for stay in lying) > terms.idle_nbytes:
+            continue
+        there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
+        yield Candidate(streaming, room.resident | there, kept, room.across, _bound(streaming, kept))
+
+
+def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
+    """For a few amounts of room left to blocks in flight."""
+    limit, block = terms.budget.device_nbytes, largest_block(terms.profile)
+    if terms.resident is not None:
+        return [_Room(terms.resident, limit)]
+    order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
+    if terms.apart:
+        order = with_gradients(order)
+    if limit is None:
+        return [_Room(frozenset(order), None, terms.across)]
+    peaks = _peaks(streaming, order)
+    spare = limit - peaks[0]
+    windows = (0, block, 2 * block, spare // 2, spare)
+    rooms = []
+    if terms.across:  # what stays throughout is chosen together with the rest
+        rooms = [_Room(frozenset(), limit - window, across=True) for window in windows]
+    if not terms.across or terms.idle_nbytes is not None:
+        most = _most(order, terms)
+        counts = {min(most, bisect_right(peaks, limit - window) - 1) for window in windows}
+        if terms.apart:
+            counts = {count - splits_a_pair(order, count) for count in counts}
+        rooms += [_Room(frozenset(order[:count]), limit) for count in sorted(counts, reverse=True) if count >= 0]
+    return rooms
+
+
+def _most(order: list[Value], terms: Terms) -> int:
+    """How many of ``order`` may lie on the device while the chain does not run."""
+    if terms.idle_nbytes is None:
+        return len(order)
+    sizes = dict(block_values(terms.profile))
+    return bisect_right(list(accumulate(sizes[value] for value in order)), terms.idle_nbytes)
+
+
+def largest_block(profile: Profile) -> int:
+    """Bytes that a run needs of the largest block."""
+    return max((block.parameters_nbytes + block.buffers_nbytes for block in profile.blocks), default=0)
+
+
+def _peaks(streaming: Streaming, order: list[Value]) -> list[int]:
+    """Device bytes at the peak with the first 0, 1, 2, .. values of ``order`` resident, the rest just in time."""
+    held = Occupancy(streaming.base, streaming.stays(frozenset()))
+    peaks = [int(held.nbytes.max())]
+    for value in order:
+        for stay in streaming.stays_of(value, resident=False):
+            held.add(stay, -1)
+        for stay in streaming.stays_of(value, resident=True):
+            held.add(stay)
+        peaks.append(int(held.nbytes.max()))
+    return peaks
+
+
+def computation_seconds(streaming: Streaming) -> float:
+    """Of a tape, without copies."""
+    return sum(compute_seconds(action, streaming.profile) for action in streaming.computation)
+
+
+def _bound(streaming: Streaming, stays: list[Stay]) -> float:
+    """Seconds that no schedule with these stays can beat: the busiest of compute and the pairs of copy lanes."""
+    compute, machine = computation_seconds(streaming), streaming.machine
+    if machine is None:
+        return compute
+    lanes: defaultdict[tuple[Tier, Tier], list[int]] = defaultdict(list)
+    for stay in stays:
+        for lane in (*pairwise(stay.arrive), *pairwise(stay.leave)):
+            lanes[lane].append(stay.nbytes)
+    return max(
+        [compute, *(_pair_seconds(machine, lane, copies, lanes.get(lane[::-1], [])) for lane, copies in lanes.items())]
+    )
+
+
+def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], copies: list[int], back: list[int]) -> float:
+    """Both directions between two tiers, one after the other or, as far as that is faster, together."""
+    ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
+    together = min(sum(copies) / ahead.mixed, sum(back) / behind.mixed)
+    # In each second together, so many seconds of copies alone are done.
+    done = ahead.mixed / ahead.bytes_per_second + behind.mixed / behind.bytes_per_second
+    return sum(map(ahead.seconds, copies)) + sum(map(behind.seconds, back)) - together * max(0.0, done - 1)

@@ -1,0 +1,38 @@
+"""A whole step planned, with an embedding and a head that come and go between the blocks."""
+
+import pytest
+
+from tapestream.cli.costs import costs_of
+from tapestream.cli.question import Question
+from tapestream.cli.subject import Wish, subject_of
+from tapestream.errors import BudgetError, InputError
+from tapestream.ir import Tier
+from tapestream.planners import planners
+
+
+def asked(device: str, flops: float, budget: int) -> Question:
+    """A GPT whose embedding and head are several times its blocks."""
+    subject = subject_of("gpt", Wish(layers=6, width=512, batch=2, sequence=256, dtype="fp32"))
+    return Question(
+        costs_of(subject, device).outline, 2, "adamw", "step", device,
+        budget=budget, gpu=None, ram=64 << 30, disk=None, home=None,
+        link=25e9, disk_read=3e9, disk_write=2e9, flops=flops,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "flops", "mebibytes"), [("cpu", 1e11, 435), ("cuda", 6e13, 548)])
+def test_no_planner_is_faster_than_joint_where_blocks_must_leave_for_others(
+    device: str, flops: float, mebibytes: int
+) -> None:
+    question = asked(device, flops, mebibytes << 20)
+    found = question.plan("joint")
+    assert found.peak_nbytes(Tier.DEVICE) <= question.budget
+    compared = 0
+    for name in planners:
+        try:
+            other = question.plan(name)
+        except (BudgetError, InputError):
+            continue
+        compared += 1
+        assert found.seconds <= other.seconds, name
+    assert compared >= 8
