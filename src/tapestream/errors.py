@@ -8,9 +8,17 @@ TapestreamError
 └── StorageError         a folder, file or memory tier failed (also an OSError)
 """
 
+from typing import Self
+
 
 class TapestreamError(Exception):
     """Base class: ``except tapestream.TapestreamError`` catches everything below."""
+
+    def to_keep(self) -> Self:
+        """The error, without the frames that it, and errors that it came of, passed through: these would hold
+        whatever their functions hold, tensors of a call that is over for example."""
+        self.__context__ = self.__cause__ = None
+        return self.with_traceback(None)
 
 
 class BudgetError(TapestreamError, ValueError):

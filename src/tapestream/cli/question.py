@@ -233,7 +233,7 @@ def refusal(question: Question) -> BudgetError | None:
     try:
         question.plan(_QUICK)
     except BudgetError as error:
-        return error.with_traceback(None)
+        return error.to_keep()
     return None
 
 

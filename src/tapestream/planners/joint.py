@@ -175,7 +175,7 @@ class _Best:
         try:
             self.consider(plan(self.profile, self.budget, self.machine).root)
         except BudgetError as error:
-            self.refusals.append(error.with_traceback(None))
+            self.refusals.append(error.to_keep())
         except InputError:
             pass
 

@@ -143,14 +143,14 @@ class _Search:
         try:
             found = self._found(tape)
         except BudgetError as error:
-            self.refusals.append((name, error.with_traceback(None)))
+            self.refusals.append((name, error.to_keep()))
             least = error.least_nbytes
             self.alternatives.append(
                 (name, None, "host or disk too small" if least is None else f"needs {format_nbytes(least)}")
             )
             return
         except InputError as error:
-            self.inputs.append(error.with_traceback(None))
+            self.inputs.append(error.to_keep())
             self.alternatives.append((name, None, str(error)))
             return
         if found is None:
@@ -197,14 +197,16 @@ class _Search:
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
             )  # fmt: skip
         if not self.refusals:
-            raise self.inputs[0]
+            raise InputError(str(self.inputs[0]))
         name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
         raise self._refusal(name, error) from None
 
     def _refusal(self, name: str, error: BudgetError) -> BudgetError:
         limit, least = self.terms.budget.device_nbytes, error.least_nbytes
         if limit is None or least is None:
-            return error  # the host or the disk is too small: the judge's message says which
+            # The host or the disk is too small: the judge's message says which. A new error: one that is raised by the
+            # function that keeps it holds itself, with all frames.
+            return BudgetError(str(error), least_nbytes=least, stage=error.stage)
         stage = "" if error.stage is None else f", at stage {error.stage}"
         return BudgetError(
             f"a device budget of {format_nbytes(limit)} ({limit} bytes) was asked for, the least found to work is "

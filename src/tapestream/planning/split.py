@@ -110,7 +110,7 @@ def _fastest(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, fa
         try:
             found = _early_or_just_in_time(candidate, terms)
         except BudgetError as error:  # of the host or the disk: the device's was looked at before
-            refused = error.with_traceback(None)
+            refused = error.to_keep()
             continue
         tried.append((found, candidate))
         if best is None or found.seconds < best.seconds:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from tapestream.errors import BudgetError
 from tapestream.frontends.program.program import Program
 from tapestream.storage.meter import track_memory
 
@@ -76,3 +77,27 @@ def test_the_record_takes_few_bytes_an_operation() -> None:
     patterns = sum(sys.getsizeof(p) for p in record.patterns.all)
     assert len(record) == 4000
     assert (record.host_nbytes() + patterns) / len(record) < 400
+
+
+@pytest.mark.parametrize("share", [1.0, 1.1, 1.3, 2.0])
+def test_an_operation_that_could_not_be_tried_for_lack_of_room_stays_within_the_budget(share: float) -> None:
+    """The backward of a square takes twice what the square is given, and here that is most of the budget."""
+    wanted, x = torch.randn(200, 2), torch.randn(200, 2, requires_grad=True)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        path = [x]
+        for _ in range(30):
+            path.append((path[-1] * 1.01).sin())
+        squares = (path[-1][:, None] - wanted).square().sum(2)
+        return squares.min(0).values.mean() + squares.min(1).values.mean()
+
+    with pytest.raises(BudgetError) as error:
+        Program(program, budget=1)(x)
+    assert error.value.least_nbytes is not None
+    budget = int(share * error.value.least_nbytes)
+    run = Program(program, budget=budget)
+    for _ in range(3):
+        torch.autograd.grad(run(x), x)
+        with track_memory() as meter:
+            torch.autograd.grad(run(x), x)
+        assert meter.peak_nbytes <= 1.05 * budget + x.nbytes

@@ -148,11 +148,12 @@ class Record:
         return found is not None and found[-1] >= operation
 
     def shape(self) -> tuple[Any, ...]:
-        """Equal for records that one plan serves: the same kinds of calls on the same values."""
+        """Equal for records that one plan serves: the same kinds of calls on the same values, of which the same is
+        known (a later call may find out what an earlier one had no room to try)."""
         found = blake2b(array("I", [self.patterns.all[call].kind for call in self.calls]))
         for values in (self.ambient, self.arguments, self.argument_ends, self.results, self.storage,
                        self.storage_nbytes, self.saves, self.save_ends, self.packs, self.inner_nbytes,
-                       self.cotangent_nbytes):  # fmt: skip
+                       self.cotangent_nbytes, self.transient_nbytes, self.reverse_nbytes):  # fmt: skip
             found.update(len(values).to_bytes(8, "little"))
             found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())

@@ -48,20 +48,25 @@ class Trials:
         spare: Callable[[int], bool] | None,
     ) -> int:
         """Note in ``record`` what its last call has taken beside the ``made`` bytes, and what its backward will take:
-        tried where ``spare`` says that there is room, else as much as the call itself. Gives what the call took in
-        all. ``wanted``, ``into``: see `reverse`; ``spare``: None where no gradient is concerned.
+        tried where ``spare`` says that there is room, else as much as the call itself and all that it was given and
+        gave. Gives what the call took in all. ``wanted``, ``into``: see `reverse`; ``spare``: None where no gradient is
+        concerned.
 
         What users have written may have effects, and is not run for that.
         """
         kinds, pattern, inner = self.kinds, record.patterns.all[record.calls[-1]], record.inner_nbytes[-1]
         transient = kinds.transient_nbytes.get(kind, 0)
-        if spare is not None and kind not in kinds.reverse_nbytes and not isinstance(pattern.function, (Apply, Whole)):
-            most = 2 * (made + transient + sum(map(nbytes_of, tensors)))
-            if not profiling() and spare(most):
-                self.reverse(kind, pattern, tensors, wanted, into)
-                kinds.reverse_nbytes.setdefault(kind, transient + inner)
+        reverse = kinds.reverse_nbytes.get(kind)
+        if reverse is None:
+            reverse = transient + inner
+            if spare is not None and not isinstance(pattern.function, (Apply, Whole)):
+                if not profiling() and spare(2 * (made + transient + sum(map(nbytes_of, tensors)))):
+                    self.reverse(kind, pattern, tensors, wanted, into)
+                    reverse = kinds.reverse_nbytes.setdefault(kind, reverse)
+                else:
+                    reverse += made + _given_nbytes(record)
         record.transient_nbytes.append(transient)
-        record.reverse_nbytes.append(kinds.reverse_nbytes.get(kind, transient + inner))
+        record.reverse_nbytes.append(reverse)
         taken = kinds.taken_nbytes[kind] = made + inner + transient
         return taken
 
@@ -95,6 +100,12 @@ class Trials:
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()
+
+
+def _given_nbytes(record: Record) -> int:
+    """Bytes of the values that the last call was given; parameters and other tensors from outside do not count."""
+    storages = {record.storage[number] for number in record.arguments_of(len(record) - 1) if number >= 0}
+    return sum(record.storage_nbytes[storage] for storage in storages)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
