@@ -1,16 +1,12 @@
-"""What the planner tests share: the published numbers, the exhaustive search, random chains."""
+"""What the planner tests share: the published numbers, and more."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ORACLES = Path(__file__).parents[1] / "oracles"
-sys.path.insert(0, str(ORACLES))
-
 
 @pytest.fixture(scope="session")
 def published() -> dict[str, Any]:
-    return json.loads((ORACLES / "published.json").read_text())
+    return json.loads((Path(__file__).parents[1] / "oracles" / "published.json").read_text())

@@ -16,6 +16,8 @@ class Tier(IntEnum):
     HOST = 1
     DISK = 2
 
+    __hash__ = int.__hash__  # enum's own is Python code, and the judge looks up tiers and kinds all the time
+
 
 class Kind(Enum):
     """What a value is. The first five are numbered by stage, the others by parameter block."""
@@ -29,6 +31,8 @@ class Kind(Enum):
     BUFFERS = "buffers"
     GRADIENT = "gradient"
     OPTIMIZER_STATE = "optimizer_state"
+
+    __hash__ = object.__hash__
 
     @property
     def by_stage(self) -> bool:

@@ -1,7 +1,7 @@
 """Binomial numbers of checkpointing and the tree of a divide-and-conquer schedule, shared by several planners."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from math import comb
 from typing import NamedTuple
 
@@ -27,12 +27,14 @@ from tapestream.ir import (
 )
 
 
+@lru_cache(maxsize=1 << 16)
 def reach(slots: int, repetitions: int) -> int:
     """beta(s, t) = C(s + t, s): the longest chain that ``slots`` restart checkpoints reverse when no stage is advanced
     more than ``repetitions`` times (Griewank & Walther 2000); 0 for negative repetitions."""
     return comb(slots + repetitions, slots) if repetitions >= 0 else 0
 
 
+@lru_cache(maxsize=1 << 16)
 def repetitions(n: int, slots: int) -> int:
     """The least t with beta(slots, t) >= n; ``slots`` is at least 1."""
     high = 1
@@ -94,8 +96,7 @@ def turn(start: int, stop: int) -> Iterator[Node]:
     yield reversed_stages(start, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of the chain: its length, and the restart checkpoints that it may use where the planner counts them."""
 
     length: int

@@ -2,6 +2,9 @@
 
 from typing import assert_never
 
+import numpy
+from numpy.typing import NDArray
+
 from tapestream.costs import Machine, Profile, UniformStages
 from tapestream.ir import (
     Action,
@@ -38,7 +41,9 @@ class Judge:
         self.profile = profile
         self.stages = profile.stages
         self.n = len(profile)
-        self.uniform = isinstance(profile.stages, UniformStages) and not profile.carried and not tracing
+        self.at_once = not profile.carried and not tracing
+        self.uniform = isinstance(profile.stages, UniformStages)
+        self.running: NDArray[numpy.int64] | None = None  # of each stage: its input, output and what a forward takes
         self.memory = Memory(profile.outside_nbytes)
         self.clock = Clock(machine, tracing)
         self.states = States(profile, self.memory)
@@ -61,17 +66,17 @@ class Judge:
 
     def run(self) -> None:
         """Walk the whole schedule. Raises ScheduleError at the first broken rule."""
-        memory = self.memory
+        memory, done = self.memory, 0
         try:
             check_start(self)
-            for position, action in enumerate(self.schedule):
-                memory.position = position
+            for done, action in enumerate(self.schedule, 1):
+                memory.position = done - 1
                 if self.phase is None and not isinstance(action, Phase):
                     broken("the first action must be Phase(FORWARD)")
                 self.obey(action)
                 if memory.samples:
                     memory.sample()
-            memory.position = self.schedule.size
+            memory.position = done
             check_end(self)
         except RuleBroken as rule:
             raise explained(self.schedule, memory.position, str(rule)) from None
@@ -161,7 +166,7 @@ class Judge:
         if states.live != start:
             broken(f"the live state must be {start} and is {states.live}; put Restore({start}) before")
         self.forwards += stop - start
-        if self.uniform and stop - start > 2 and self._forward_uniform(start, stop):
+        if self.at_once and stop - start > 2 and self._forward_at_once(start, stop):
             return
         for k in range(start, stop):
             cost = stages[k]
@@ -173,22 +178,39 @@ class Judge:
             self.places.release(k)
             self.clock.compute(cost.forward_seconds, "Forward", k)
 
-    def _forward_uniform(self, start: int, stop: int) -> bool:
-        """The same in one go for equal stages, if nobody holds a state on the way; False: nothing was done."""
-        states, cost = self.states, self.stages[0]
-        holds = states.holds
-        if self.places.flights or len(holds) > stop - start or any(start < k <= stop for k in holds):
+    def _forward_at_once(self, start: int, stop: int) -> bool:
+        """The same in one go, if nobody holds a state on the way and every stage needs the same block or none; False:
+        nothing was done."""
+        states, holds, first, block = self.states, self.states.holds, self.stages[start], self.stages[start].block
+        if self.places.flights or (self.profile.blocks and not self.uniform):
             return False
-        if cost.block is not None:
-            self.blocks.need(cost.block)
-        both = cost.output_nbytes + cost.forward_extra_nbytes
-        self.memory.touch(DEVICE, both, start)
+        way = range(start + 1, stop + 1)
+        if any(k in way for k in holds) if len(holds) < len(way) else not holds.keys().isdisjoint(way):
+            return False
+        if block is not None:
+            self.blocks.need(block)
+        self.memory.touch(DEVICE, states.nbytes_of(start + 1) + first.forward_extra_nbytes, start)
         self.places.release(start)
-        self.memory.touch(DEVICE, cost.output_nbytes + both, start + 1)
+        self.memory.touch(DEVICE, *self._most_running(start + 1, stop))
         states.live = stop
         states.hold(stop)
-        self.clock.compute((stop - start) * cost.forward_seconds, "Forward", start)
+        if self.uniform:
+            self.clock.compute((stop - start) * first.forward_seconds, "Forward", start)
+        else:
+            for k in range(start, stop):
+                self.clock.compute(self.stages[k].forward_seconds, "Forward", k)
         return True
+
+    def _most_running(self, start: int, stop: int) -> tuple[int, int]:
+        """The most bytes that a forward of one of these stages takes, input and output included, and the stage."""
+        stages, nbytes_of = self.stages, self.states.nbytes_of
+        if self.uniform:
+            return 2 * nbytes_of(stop) + stages[start].forward_extra_nbytes, start
+        if self.running is None:
+            running = [nbytes_of(k) + nbytes_of(k + 1) + cost.forward_extra_nbytes for k, cost in enumerate(stages)]
+            self.running = numpy.array(running, numpy.int64)
+        stage = start + int(self.running[start:stop].argmax())
+        return int(self.running[stage]), stage
 
     def record(self, k: int) -> None:
         """Record: run one stage, its saved tensors and what its backward reads stay."""

@@ -53,6 +53,10 @@ class States:
         self.kept: set[int] = set()
         self.holds: dict[int, int] = {}
 
+    def nbytes_of(self, k: int) -> int:
+        """Of the copy of state ``k``, without carried storages."""
+        return self.stages[k - 1].output_nbytes if k else self.initial
+
     def hold(self, k: int) -> None:
         """One more holder of state ``k``."""
         holds = self.holds
@@ -61,7 +65,7 @@ class States:
         if count:
             return
         nbytes = self.memory.nbytes
-        nbytes[DEVICE] += self.stages[k - 1].output_nbytes if k else self.initial
+        nbytes[DEVICE] += self.nbytes_of(k)
         for i, storage in enumerate(self.carried):
             if storage.first <= k <= storage.last:
                 if not self.carriers[i]:
@@ -77,7 +81,7 @@ class States:
             return False
         del holds[k]
         nbytes = self.memory.nbytes
-        nbytes[DEVICE] -= self.stages[k - 1].output_nbytes if k else self.initial
+        nbytes[DEVICE] -= self.nbytes_of(k)
         for i, storage in enumerate(self.carried):
             if storage.first <= k <= storage.last:
                 self.carriers[i] -= 1

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.program.explanation import Explanation
+from tapestream.frontends.program.plans import Prepared
 from tapestream.frontends.program.program import Program
 
 LARGE = 1 << 30
@@ -206,3 +207,30 @@ def test_gradients_switched_off_and_budgets_too_small() -> None:
     with pytest.raises(BudgetError, match="least found to work") as found:
         program.explain(image())
     assert (found.value.least_nbytes or 0) > 1000
+
+
+def test_where_no_plan_is_followed_it_says_what_calls_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restart checkpoints are then those that the first sweep has kept as it went on."""
+
+    def unplanned(borders: Any, shape: Any, *rest: Any) -> Prepared:
+        return Prepared.unplanned(shape)
+
+    for module in ("program", "explain"):
+        monkeypatch.setattr(f"tapestream.frontends.program.{module}.prepare", unplanned)
+    w = torch.randn(64, 64, requires_grad=True)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    run = Program(program, budget="400KiB")
+    for _ in range(2):
+        run(torch.randn(64, 64)).backward()
+    report = run.report
+    assert report is not None
+    assert not report.planned
+    found = run.explain(torch.randn(64, 64))
+    assert len(found.restarts) + 1 == report.kept > 1
+    assert len(found.cuts) - 1 == report.stages
+    assert found.peak_nbytes <= found.budget_nbytes

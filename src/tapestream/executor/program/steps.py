@@ -5,6 +5,7 @@ through the graph of the program's own run, and asks for that (see `Tape`).
 """
 
 import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from tapestream.executor.program.tape import Saved, inside
 from tapestream.runner.guards import Guard
 
 NAME = "the program"
+_TOGETHER = 256
+"""Operations that are run again at once, most: their graph holds no tensors, but its nodes take host memory."""
 
 
 class ProgramSteps:
@@ -32,18 +35,29 @@ class ProgramSteps:
     def __init__(self, record: Record, cuts: Sequence[int], device: torch.device, saved: dict[int, Saved]) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
+        self._opaque = sorted(record.hidden)
         self._live: Kept | None = None
         self._root = torch.empty(0, requires_grad=True)
         self._first: Generators | None = None
 
     def forward(self, start: int, stop: int) -> None:
         """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
-        for stage in range(start, stop):
-            self._run(stage, None)
+        while start < stop:
+            end = start + 1
+            while end < stop and self._go_together(start, end + 1):
+                end += 1
+            self._run(start, end, None)
+            start = end
 
     def record(self, stage: int) -> None:
         """Run a stretch; what it saves is kept."""
-        self._run(stage, [])
+        self._run(stage, stage + 1, [])
+
+    def _go_together(self, start: int, stop: int) -> bool:
+        """What enters and leaves a stretch takes longer than a few small operations. Opaque ones may hold tensors in
+        their nodes, which go at the end of a stretch."""
+        first, end = self.cuts[start], self.cuts[stop]
+        return end - first <= _TOGETHER and bisect_left(self._opaque, first) == bisect_left(self._opaque, end)
 
     def forget(self, stage: int) -> None:
         """Drop what is left of what a stretch has saved."""
@@ -79,12 +93,12 @@ class ProgramSteps:
             raise ScheduleError(f"the state before stage {stage} is not live")
         return self._live
 
-    # -- one stretch ----------------------------------------------------------------------------------------------
+    # -- stretches that are run at once ---------------------------------------------------------------------------
 
-    def _run(self, stage: int, into: Saved | None) -> None:
-        first, end = self.cuts[stage], self.cuts[stage + 1]
+    def _run(self, start: int, stop: int, into: Saved | None) -> None:
+        first, end = self.cuts[start], self.cuts[stop]
         with torch.enable_grad():
-            values = self._entered(self._live_at(stage))
+            values = self._entered(self._live_at(start))
         self._live = None  # what is used up on the way goes on the way
 
         def pack(tensor: torch.Tensor) -> None:
@@ -98,7 +112,7 @@ class ProgramSteps:
         for number, tensor in values.items():
             storage = record.storage[number] if number >= 0 else record.externals[~number].storage
             after[number] = Entry.of(tensor, storage, private=True)
-        self.stages += 1
+        self.stages += stop - start
         self._live = Kept(end, after)
 
     def _entered(self, state: Kept) -> dict[int, torch.Tensor]:

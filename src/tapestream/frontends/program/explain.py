@@ -5,6 +5,7 @@ import statistics
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.plans import Prepared, after_sweep, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Numbers, Sizes
+from tapestream.frontends.program.watch import Online
 from tapestream.ir import Forward, Tier
 from tapestream.ir import Record as RecordStage
 from tapestream.simulate import simulate
@@ -42,14 +44,17 @@ Shown = tuple[tuple[int, ...], torch.dtype, int]
 def explained(
     function: Callable[[], Any], device: torch.device, budget: int, planner: str, kinds: Kinds, known: Prepared | None
 ) -> Explanation:
-    """Run ``function`` once, saving nothing, and say what the plan for it does. ``known``: the plan that there is.
+    """Run ``function`` once, as a call does, and say what the plan for it does. ``known``: the plan that there is.
 
     Generators, and tensors of others that the function writes into (buffers), are afterwards as they were. Raises
     InputError where the function returns no tensor or saves nothing for backward, BudgetError where no plan fits.
     """
     record, tape = Record(kinds.copy()), Tape()
-    keeper, notes = _Untouched(device, record), _Notes(tape)
-    notes.recorder = recorder = Recorder(record, keeper, tape, notes)
+    keeper = _Untouched(device, record)
+    online = Online(record, keeper, tape, budget)
+    notes = _Notes(tape, online)
+    notes.recorder = online.recorder = recorder = Recorder(record, keeper, tape, notes)
+    recorder.spare = online.spare
     with unchanged(), keeper.undone():
         found = sweep(function, record, keeper, recorder)
         notes.look()
@@ -65,11 +70,12 @@ def explained(
             "gradient; give it a tensor or parameters with requires_grad"
         )
     borders = Borders(record, found.numbers)
-    return _Planned(record, notes, borders, *_plan(found, borders, tape, budget, planner, known), budget).explanation()
+    cuts, reversal = _plan(found, borders, online.taped, tape, budget, planner, known)
+    return _Planned(record, notes, borders, cuts, reversal, budget).explanation()
 
 
 def _plan(
-    found: Sweep, borders: Borders, tape: Tape, budget: int, planner: str, known: Prepared | None
+    found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str, known: Prepared | None
 ) -> tuple[list[int], Reversal]:
     shape = found.record.shape()
     fits = known is not None and known.plan is not None and known.plan.peak_nbytes <= budget
@@ -77,7 +83,7 @@ def _plan(
     prepared = prepared or prepare(borders, shape, budget, planner, None)
     if prepared.reversal is not None:
         return prepared.cuts, prepared.reversal
-    cuts, reversal, _ = after_sweep(found, borders, None, tape, budget, planner)
+    cuts, reversal, _ = after_sweep(found, borders, taped, tape, budget, planner)
     return cuts, reversal
 
 
@@ -85,31 +91,36 @@ class _Notes:
     """By operation, the file and line of the innermost frame that is neither torch's nor the recorder's, and what it
     saves that no value shows; by number, what values look like."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, online: Online) -> None:
         self.lines: dict[int, tuple[str, int]] = {}
         self.values: dict[int, Shown] = {}
         self.inside: dict[int, list[Shown]] = {}
         self.recorder: Recorder | None = None
-        self._tape = tape
+        self._tape, self._online = tape, online
+        self._looked = -1  # the last operation whose saved tensors were looked at
         self._addresses: set[int] = set()  # of values that were alive before the last operation
 
     def __call__(self, k: int, saved_nbytes: int) -> None:
         """Operation ``k`` is about to run."""
         self.look()
-        frame: FrameType | None = sys._getframe(1)
+        self._online(k, saved_nbytes)
+        self.lines[k] = self._line()
+
+    @staticmethod
+    def _line() -> tuple[str, int]:
+        frame: FrameType | None = sys._getframe(2)
         module = "", 0  # a line of torch.nn, where a program has none of its own
         while frame is not None and frame.f_code is not sweep.__code__:
             file = frame.f_code.co_filename
             if not file.startswith(_NOT_THE_USERS):
-                self.lines[k] = file, frame.f_lineno
-                return
+                return file, frame.f_lineno
             if not module[1] and frame.f_code.co_name == "forward":
                 module = file, frame.f_lineno
             frame = frame.f_back
-        self.lines[k] = module
+        return module
 
     def look(self) -> None:
-        """At what the last operation has made and saved; the latter goes."""
+        """At what the last operation has made and saved."""
         assert self.recorder is not None
         alive = self.recorder.alive()
         for number in alive.keys() - self.values.keys():
@@ -117,11 +128,12 @@ class _Notes:
         before, self._addresses = self._addresses, {address_of(tensor) for tensor, _ in alive.values()}
         others = {address_of(e.tensor) for e in self.recorder.record.externals}
         known = others | before | self._addresses
-        for operation in list(self._tape.saved):
-            found = {address_of(tensor): tensor for tensor, _ in self._tape.saved.pop(operation)}
+        for operation in takewhile(lambda operation: operation > self._looked, reversed(self._tape.saved)):
+            found = {address_of(tensor): tensor for tensor, _ in self._tape.saved[operation]}
             inner = [_shown(tensor) for address, tensor in found.items() if address not in known]
             if inner:
                 self.inside[operation] = inner
+        self._looked = next(reversed(self._tape.saved), self._looked)
 
 
 class _Untouched(Keeper):

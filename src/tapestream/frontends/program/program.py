@@ -135,9 +135,9 @@ class Program:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
         with it.
 
-        Runs the function once, keeping nothing: generators, buffers, gradients and plans are afterwards as before (what
-        the function's own Python does happens). Raises InputError where nothing needs a gradient or no tensor is
-        returned, BudgetError where no plan fits, and what the function itself raises.
+        Runs the function once, within the budget as a call does; generators, buffers, gradients and plans are
+        afterwards as before (what the function's own Python does happens). Raises InputError where nothing needs a
+        gradient or no tensor is returned, BudgetError where no plan fits, and what the function itself raises.
         """
         if not torch.is_grad_enabled():
             raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")
