@@ -232,5 +232,4 @@ def test_where_no_plan_is_followed_it_says_what_calls_do(monkeypatch: pytest.Mon
     assert not report.planned
     found = run.explain(torch.randn(64, 64))
     assert len(found.restarts) + 1 == report.kept > 1
-    assert len(found.cuts) - 1 == report.stages
     assert found.peak_nbytes <= found.budget_nbytes
