@@ -3,8 +3,8 @@
 Written from the rules of the instruction set alone, as `exhaustive`. Memory-persistent schedules with one first sweep:
 before the turn each branch runs forward once; forwards start at a kept state; a kept state stays until its stage is
 recorded, a record until its backward. ``order``: "any" lets branches take turns at will, forward and backward; "free"
-as well, but what was kept or recorded last is used up first, each backward as soon as it can come; "both" besides has
-each branch run forward to its end before the next one starts.
+as well, but what was kept or recorded last is used up first, each backward as soon as it can come, and a state is kept
+when its forward is about to run; "both" besides has each branch run forward to its end before the next one starts.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,12 @@ class _Search:
     def going(self, m: _Machine, i: int, k: int) -> Iterator[tuple[float, int, _Machine]]:
         cost = self.profile.stages[k]
         if not m.has(k, False) and not m.has(k, True):
-            yield 0.0, 0, m._replace(items=(*m.items, _Item(k, False)))
+            kept = m._replace(items=(*m.items, _Item(k, False)))
+            if self.order == "any" or m.cotangents:
+                yield 0.0, 0, kept
+            else:
+                peak = self.held(kept, k + 1) + cost.forward_extra_nbytes
+                yield cost.forward_seconds, peak, kept.moved(i, k + 1, True)
         if m.running[i] or m.has(k, False):
             yield cost.forward_seconds, self.held(m, k + 1) + cost.forward_extra_nbytes, m.moved(i, k + 1, True)
         if not m.has(k, True):

@@ -44,13 +44,13 @@ def plan(
 
     with opt_i the table of `rotor` for branch i alone. O(n_1 .. n_k (n_1 + .. + n_k) memory_steps).
 
-    "free" and "both" are optimal among memory-persistent schedules with one first sweep that use up first what they
-    kept or recorded last (and, for "both", run in order), but for rounding to ``memory_steps`` (at most 2000; None:
-    300, exact where sizes have a common divisor as in `rotor`) and for long branches: beyond 3600 places in all (59
-    stages each for two branches; "both": 128 stages in all) they are cut into runs of stages. "sweep": a "free"
-    schedule, swept in order, may take more bytes on its way to the turn. The fastest that fits all the same is
-    taken, or that of "both": no faster one of this kind exists where it takes as long as "free", as it does unless the
-    first sweep is what binds.
+    "free" and "both" are optimal among memory-persistent schedules with one first sweep that keep a state when its
+    forward is about to run and use up first what they kept or recorded last (and, for "both", run in order), but for
+    rounding to ``memory_steps`` (at most 2000; None: 300, exact where sizes have a common divisor as in `rotor`) and
+    for long branches: beyond 3600 places in all (59 stages each for two branches; "both": 128 stages in all) they are
+    cut into runs of stages. "sweep": a "free" schedule, swept in order, may take more bytes on its way to the turn. The
+    fastest that fits all the same is taken, or that of "both": no faster one of this kind exists where it takes as long
+    as "free", as it does unless the first sweep is what binds.
 
     Raises BudgetError with the peak of the leanest schedule found, InputError for an unknown order and memory_steps
     below 1.
