@@ -4,6 +4,15 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries the same examples every time, so that what fails is due to the change; `make test-full` others
+    each time."""
+    settings.register_profile("the same examples", derandomize=True)
+    if config.getoption("markexpr") == "not full":
+        settings.load_profile("the same examples")
 
 
 def pytest_collection_finish() -> None:
