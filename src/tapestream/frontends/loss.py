@@ -11,6 +11,7 @@ chunk's rows, each of which is judged by itself; what a chunk adds to the gradie
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -25,7 +26,7 @@ _LEAST_CHUNK_NBYTES = 2**20
 _CHUNKS_IN_WEIGHT = 4
 _SLICES = 16
 _LEAST_SLICE_NBYTES = 2**20
-_GRAIN = 1024  # rows: slices of the vocabulary start where vectors of any width do
+_GRAIN = 1024  # rows: slices of the vocabulary start where vectors of any width do; thin ones sum in another order
 
 Chunks: TypeAlias = int | Literal["auto"]
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -64,8 +65,8 @@ def linear_cross_entropy(
 
     Memory beside the arguments, with c the bytes of a chunk's logits in the result's dtype and g those of ``weight`` in
     the product's: forward 2c; backward the gradient of ``hidden``, c, g (where ``weight`` is trained) and the larger of
-    3/16 c and g/16, or up to 6 and 2 MiB where those are less. ``softcap`` adds up to c/8 to the backward, autocast a
-    cast of the weight, g, to both. Work: one matrix product in four is a recompute.
+    3/16 c and g/16 (and up to 2,046 words more), or up to 6 and 2 MiB where those are less. ``softcap`` adds up to c/8
+    to the backward, autocast a cast of the weight, g, to both. Work: one matrix product in four is a recompute.
 
     Raises InputError for shapes, dtypes or options that cannot be used, IndexError (from PyTorch, on the CPU) for a
     label outside the vocabulary, GradientError in a backward with ``create_graph=True``.
@@ -200,10 +201,13 @@ def _leaf(tensor: Tensor | None, requires_grad: bool) -> Tensor | None:
 
 def _slices(count: int, nbytes: int, grain: int = 1) -> list[slice]:
     """Of ``count`` rows of ``nbytes`` bytes together: about `_SLICES`, none without need below `_LEAST_SLICE_NBYTES`;
-    they start at multiples of ``grain``."""
+    they start at multiples of ``grain`` and, where there are several, hold at least as many rows."""
     most = max(1, min(_SLICES, nbytes // _LEAST_SLICE_NBYTES))
     rows = -(-max(1, count) // (most * grain)) * grain
-    return [slice(start, start + rows) for start in range(0, count, rows)]
+    starts = range(0, count, rows)
+    if len(starts) > 1 and count - starts[-1] < grain:
+        starts = starts[:-1]
+    return [slice(*ends) for ends in itertools.pairwise((*starts, count))]
 
 
 def _gradients(output: Tensor, leaves: Sequence[Tensor | None], cotangent: Tensor) -> list[Tensor | None]:
@@ -221,7 +225,7 @@ def _with_product(total: Tensor | None, gradient: Tensor, hidden: Tensor, weight
     if total is None:
         return gradient.t() @ hidden
     parts = _slices(len(total), total.nbytes, _GRAIN)
-    room = torch.empty_like(total[parts[0]])
+    room = torch.empty_like(total[max(parts, key=lambda part: part.stop - part.start)])
     for part in parts:
         product = torch.mm(gradient[:, part].t(), hidden, out=room[: len(total[part])])
         total[part] += product
