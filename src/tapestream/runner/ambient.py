@@ -32,32 +32,44 @@ def as_recompute() -> Iterator[None]:
         _RECOMPUTING.reset(token)
 
 
+def cuda_in_use() -> bool:
+    """Whether this process uses CUDA by now."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True, slots=True)
 class TorchGenerators:
-    """States of torch's default generators (CPU, and the CUDA device in use)."""
+    """States of torch's default generators: the CPU's and those of CUDA devices."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    cuda: tuple[tuple[torch.device, torch.Tensor], ...]
 
     @classmethod
-    def capture(cls, device: torch.device) -> "TorchGenerators":
-        """The states as they are now."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda)
+    def capture(cls, device: torch.device | None = None) -> "TorchGenerators":
+        """The states as they are now. ``device``: whose beside the CPU's; None: every CUDA device's, once CUDA is in
+        use."""
+        if device is not None:
+            devices = [device] if device.type == "cuda" else []
+        else:
+            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if cuda_in_use() else []
+        return cls(torch.get_rng_state(), tuple((one, torch.cuda.get_rng_state(one)) for one in devices))
 
-    def restore(self, device: torch.device) -> None:
+    def restore(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
+        for device, state in self.cuda:
+            torch.cuda.set_rng_state(state, device)
 
     def equals(self, other: "TorchGenerators") -> bool:
         """Nothing was drawn in between."""
-        if not torch.equal(self.cpu, other.cpu):
+        if len(self.cuda) != len(other.cuda) or not torch.equal(self.cpu, other.cpu):
             return False
-        if self.cuda is None or other.cuda is None:
-            return self.cuda is other.cuda
-        return torch.equal(self.cuda, other.cuda)
+        return all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(self.cuda, other.cuda, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all states."""
+        return self.cpu.nbytes + sum(state.nbytes for _, state in self.cuda)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +134,13 @@ def _set_state(one: Any, state: Any) -> None:
 
 
 @contextlib.contextmanager
-def unchanged_generators(device: torch.device, own: Iterable[object] = ()) -> Iterator[None]:
-    """Random generators (``own``: and these) are afterwards as they were before."""
+def unchanged_generators(device: torch.device | None = None, own: Iterable[object] = ()) -> Iterator[None]:
+    """Random generators (``device``: see `TorchGenerators.capture`; ``own``: and these) are afterwards as before."""
     torch_generators, host = TorchGenerators.capture(device), HostGenerators.capture(own)
     try:
         yield
     finally:
-        torch_generators.restore(device)
+        torch_generators.restore()
         host.restore()
 
 

@@ -290,8 +290,8 @@ class Runner:
         if seen.buffers is not None:
             stack.enter_context(seen.buffers.substituted())
         if seen.torch_generators is not None:
-            stack.callback(TorchGenerators.capture(self.device).restore, self.device)
-            seen.torch_generators.restore(self.device)
+            stack.callback(TorchGenerators.capture(self.device).restore)
+            seen.torch_generators.restore()
         if seen.host_generators is not None:
             stack.callback(HostGenerators.capture().restore)
             seen.host_generators.restore()

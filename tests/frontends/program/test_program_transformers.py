@@ -195,7 +195,7 @@ def test_convolutional_networks(make: Callable[[], nn.Module], training: bool) -
 
 def test_the_gradient_of_a_broken_replay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the program itself, which looks at the generators, else by the comparison above."""
-    from tapestream.executor.program.generators import Generators
+    from tapestream.runner.ambient import TorchGenerators
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(6)))
@@ -204,6 +204,6 @@ def test_the_gradient_of_a_broken_replay_is_noticed(monkeypatch: pytest.MonkeyPa
         return {"input": torch.randn(64, 16, generator=torch.Generator().manual_seed(number))}
 
     assert_exact(model, batch)
-    monkeypatch.setattr(Generators, "restore", lambda self: None)
+    monkeypatch.setattr(TorchGenerators, "restore", lambda self: None)
     with pytest.raises((AssertionError, GradientError)):
         assert_exact(model, batch)

@@ -58,7 +58,7 @@ class Keeper:
         now = versions(self._form, self._places, state)
         check_versions("a later step of the loop", tuple(kept.versions), tuple(now))
         if self._draws_torch and kept.torch_generators is not None:
-            kept.torch_generators.restore(self._device)
+            kept.torch_generators.restore()
         if kept.host_generators is not None:
             kept.host_generators.restore()
         if kept.buffers is not None:

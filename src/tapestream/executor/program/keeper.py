@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from tapestream.executor.program.generators import Generators
 from tapestream.executor.program.record import Record
+from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
 
 Key = TypeVar("Key")
@@ -37,7 +37,7 @@ class Kept:
 
     operation: int
     entries: dict[int, Entry]
-    generators: Generators | None = None
+    generators: TorchGenerators | None = None
 
     def check(self) -> None:
         """Raise GradientError when a kept tensor was changed in place since."""
@@ -65,7 +65,7 @@ class Keeper:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        first = self._generators = Generators.capture()
+        first = self._generators = TorchGenerators.capture()
         self.kept = {0: Kept(0, {}, first)}
         self.addresses: dict[int, int] = {}
         self._held: set[int] = set()  # storages that some restart checkpoint holds without a copy of its own
@@ -82,9 +82,9 @@ class Keeper:
         self._held.update(e.storage for e in entries.values())
         self.kept[operation] = Kept(operation, entries, self.generators())
 
-    def generators(self) -> Generators:
+    def generators(self) -> TorchGenerators:
         """The states of torch's generators; equal ones are held once."""
-        now = Generators.capture()
+        now = TorchGenerators.capture()
         if not now.equals(self._generators):
             self._generators = now
         return self._generators

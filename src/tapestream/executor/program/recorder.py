@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.ambients import Ambients, unshown
-from tapestream.executor.program.generators import Draws, cuda_in_use
+from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import tensors_of
@@ -28,6 +28,7 @@ from tapestream.executor.program.tape import Handle, Tape, handle
 from tapestream.executor.program.trials import Trials
 from tapestream.executor.program.values import Ref, address_of, nbytes_of
 from tapestream.executor.program.writes import check_allowed, check_changed, written
+from tapestream.runner.ambient import cuda_in_use
 from tapestream.runner.graph import next_sequence_number
 
 Operation = Callable[[int, int], None]

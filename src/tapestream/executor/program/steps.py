@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.ambients import surroundings
-from tapestream.executor.program.generators import Generators
 from tapestream.executor.program.keeper import Entry, Kept
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.tape import Saved, inside
+from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import Guard
 
 NAME = "the program"
@@ -38,7 +38,7 @@ class ProgramSteps:
         self._opaque = sorted(record.hidden)
         self._live: Kept | None = None
         self._root = torch.empty(0, requires_grad=True)
-        self._first: Generators | None = None
+        self._first: TorchGenerators | None = None
 
     def forward(self, start: int, stop: int) -> None:
         """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
@@ -69,9 +69,9 @@ class ProgramSteps:
         kept = self._live_at(stage).unshared(self.program)
         return Kept(kept.operation, kept.entries, self._generators())
 
-    def _generators(self) -> Generators:
+    def _generators(self) -> TorchGenerators:
         if self._first is None or self.program.draws_nbytes:
-            self._first = Generators.capture()
+            self._first = TorchGenerators.capture()
         return self._first
 
     def restore(self, kept: Kept) -> None:

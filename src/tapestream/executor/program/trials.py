@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.executor.program.generators import Generators
 from tapestream.executor.program.patterns import Kinds, Pattern, tensors_of
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.values import nbytes_of
 from tapestream.executor.program.whole import Whole
+from tapestream.runner.ambient import TorchGenerators
 from tapestream.storage.meter import profiling, track_memory
 
 
@@ -81,7 +81,7 @@ class Trials:
         """
         seen = [t for t in tensors if id(t) in written and t._is_view() and t._base is not None]
         views = sum(t._base.nbytes for t in seen if t._base is not None)
-        generators, cache = Generators.capture(), torch.is_autocast_cache_enabled()
+        generators, cache = TorchGenerators.capture(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             with torch.enable_grad(), saved_tensors_hooks(_same, _same), contextlib.suppress(RuntimeError, ValueError):

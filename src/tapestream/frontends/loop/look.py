@@ -47,7 +47,7 @@ def look_at(
         buffers = BufferSnapshot.take(stage.buffer_slots())
 
         def again() -> None:
-            torch_before.restore(device)
+            torch_before.restore()
             host_before.restore()
             buffers.put_back()
 

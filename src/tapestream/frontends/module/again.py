@@ -37,7 +37,7 @@ class Beginning:
         if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             raise cannot_begin_again(unplanned) from None
         torch_generators, host = self.generators
-        torch_generators.restore(self.device)
+        torch_generators.restore()
         host.restore()
 
 

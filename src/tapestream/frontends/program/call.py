@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.program.generators import Generators, unchanged
 from tapestream.executor.program.keeper import Keeper, Kept
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
@@ -17,7 +16,7 @@ from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.results import found_in
 from tapestream.ir import Action, Backward, Forward, Free, Keep, Kind, Restore, Value
 from tapestream.ir import Record as RecordStage
-from tapestream.runner.ambient import HostGenerators, as_recompute
+from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -64,7 +63,7 @@ class Replays:
         self._copied = found.keeper.copied
         self._running = _obeyed(actions, self.steps, self._kept)
         self._last: int | None = None
-        self._generators: Generators | None = None
+        self._generators: TorchGenerators | None = None
 
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
@@ -73,7 +72,7 @@ class Replays:
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
             stack.enter_context(heard_by(Deaf()))
-            stack.enter_context(unchanged())
+            stack.enter_context(unchanged_generators())
             if self.record.hidden:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:
@@ -84,7 +83,7 @@ class Replays:
                 if not self._reached(stage, operation):
                     raise ScheduleError(f"the schedule never records stage {stage}")
             if self.record.draws_nbytes:
-                self._generators = Generators.capture()
+                self._generators = TorchGenerators.capture()
 
     def _reached(self, stage: int, operation: int) -> bool:
         """Go on until ``stage`` is to be reversed; False where that has been already."""

@@ -16,7 +16,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tapestream.costs import Budget
 from tapestream.errors import InputError
-from tapestream.executor.program.generators import unchanged
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import ALIVE, Record
@@ -33,6 +32,7 @@ from tapestream.frontends.program.sizes import Numbers, Sizes
 from tapestream.frontends.program.watch import Online
 from tapestream.ir import Forward, Tier
 from tapestream.ir import Record as RecordStage
+from tapestream.runner.ambient import unchanged_generators
 from tapestream.simulate import simulate
 
 _OURS = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def explained(
     notes = _Notes(tape, online)
     notes.recorder = online.recorder = recorder = Recorder(record, keeper, tape, notes)
     recorder.spare = online.spare
-    with unchanged(), keeper.undone():
+    with unchanged_generators(), keeper.undone():
         found = sweep(function, record, keeper, recorder)
         notes.look()
         if not found_in(found.result):
