@@ -3,10 +3,10 @@
 A chain of n equal steps, differentiated with few states in RAM: `async_multistage` at the interval derived from the
 measured disk and step, at n and at 10 n, in turn with Revolve at the same number of states in RAM; with all states to
 disk and nothing run more than twice (`offload`); and at half the least interval that hides copies, where these take
-longer than what they hide behind; and a `tapestream.Loop` of n and 10 n such steps. These are run. Longer chains, of 10 n and 100 n such
-steps, are simulated with the seconds and links measured, and their rows say so. What has n steps is run ten times in a
-row, since a machine that is busy for long may slow down. About a quarter of an hour on a quiet machine; ``--full``:
-larger states.
+longer than what they hide behind; and a `tapestream.Loop` of n and 10 n such steps. These are run. Longer chains, of 10
+n and 100 n such steps, are simulated with the seconds and links measured, and their rows say so. What has n steps is
+run ten times in a row, since a machine that is busy for long may slow down. Some ten minutes on a quiet machine;
+``--full``: larger states.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class Step(nn.Module):
 
 def main() -> None:
     """Measure the disk below ``--folder``, then every contender in turn."""
-    chosen = settings("cpu", rounds=3, full="states of 4 MiB, 20 GB on the disk, an hour")
+    chosen = settings("cpu", rounds=7, full="states of 4 MiB, 20 GB on the disk, an hour")
     sizes = Sizes(60, 16, 1) if chosen.quick else Sizes(1000, 4096, 1) if chosen.full else Sizes(1000, 1024, 1)
     save("async_disk", TITLE, chosen, _rows(sizes, chosen), states_in_ram=_SLOTS + 1, state_MiB=sizes.rows / 1024)
 
