@@ -11,6 +11,7 @@ import torch
 
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Free, Keep, Kind, Value
+from tapestream.planners._recurrences import least_forwards
 
 W = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
 MOST = 400  # bytes of host memory an operation
@@ -83,9 +84,10 @@ def test_a_million_operations_are_recorded_in_400_bytes_each() -> None:
     assert grown[1] - grown[0] < MOST * 1_000_000
 
 
-def run_again(planner: str, operations: int) -> tuple[Program, int, int]:
-    """A program's second call, and the stretches and operations that its backward has run again."""
-    run = Program(program, budget=operations * 16, planner=planner)  # a quarter of the states
+def run_again(planner: str, operations: int, budget: int | None = None) -> tuple[Program, int, int]:
+    """A program's second call, and the stretches and operations that its backward has run again. ``budget``: bytes,
+    None for a quarter of the states."""
+    run = Program(program, budget=budget or operations * 16, planner=planner)
     for _ in range(2):
         y = run(torch.ones(4, 4), operations).sum()
         assert run._replays is not None
@@ -139,3 +141,32 @@ def test_ten_times_longer_takes_one_more_restart_checkpoint_per_doubling() -> No
         run, _, _ = run_again("bisection", operations)
         kept.append(most_kept(run))
     assert kept[1] - kept[0] <= ceil(log2(10))
+
+
+def halved(n: int) -> int:
+    """Forwards of bisection, the recorded ones included (Griewank 1992)."""
+    return n if n == 1 else n // 2 + halved(n - n // 2) + halved(n // 2)
+
+
+def check_binomial_beats_bisection(operations: int) -> None:
+    """By the tabled factor: T(n) forwards of bisection to F(n, s) of binomial checkpointing in no more memory."""
+    bisected, again, _ = run_again("bisection", operations)
+    assert bisected.plan is not None
+    run, fewer, _ = run_again("binomial", operations, bisected.plan.peak_nbytes)
+    assert run.plan is not None
+    n, slots = len(run.plan.profile), most_kept(run)
+    assert n == len(bisected.plan.profile)
+    assert slots <= most_kept(bisected)
+    assert n + again == halved(n)
+    assert n + fewer == n + least_forwards(n, slots)
+    assert n + again > 1.25 * (n + fewer)  # 1.32 at 1,024 stretches with 11 slots
+
+
+def test_binomial_beats_bisection() -> None:
+    check_binomial_beats_bisection(4_000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_binomial_beats_bisection_in_a_long_program() -> None:
+    check_binomial_beats_bisection(100_000)
