@@ -136,6 +136,25 @@ def test_what_is_done_is_what_was_simulated(planner: str, name: str, engine: str
         _check_peak(net, case)
 
 
+@pytest.mark.parametrize("planner", ["mixed", "h_revolve", "disk_revolve", "double", "async_multistage"])
+def test_equal_stages_of_an_input_without_gradient(planner: str, tmp_path: Path) -> None:
+    """The first stage is cheaper than the others then, which is no matter."""
+    net = Chain(recurrent(), folder=tmp_path, planner=planner, machine=DISKS, **KNOBS.get(planner, {}))
+    x = CHAINS["recurrent"].batch()
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        net.zero_grad()
+        run(x).square().sum().backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    for _ in range(2):
+        found = gradients(net)
+        assert all(map(torch.equal, found, gradients(plain(list(net.stages)))))
+    assert net.plan is not None
+    assert net.plan.planner == planner
+
+
 def _check_peak(net: Chain, case: Case) -> None:
     """Bytes at the peak of forward and backward, the result dropped in between. The cotangent is the caller's, and
     gradients of parameters are outside the budget."""

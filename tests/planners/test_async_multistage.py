@@ -143,7 +143,7 @@ def test_bad_input():
     with pytest.raises(InputError, match=r"DISK is reached by way of HOST, .* use tier='host' or planner 'h_revolve'"):
         plan(profile, None, through, tier="disk")
     with pytest.raises(InputError, match="use planner 'rotor'"):
-        plan(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1), None, links)
+        plan(Profile((StageCost(1.0, 1.0, 1, 2), StageCost(1.0, 1.0, 1, 1)), 1), None, links)
     with pytest.raises(BudgetError, match="a HOST budget of 1 B"):
         plan(Profile.uniform(90), Budget(host=1), links, slots=2, interval=4)
 

@@ -109,7 +109,7 @@ def test_refusals(name):
     with pytest.raises(InputError, match="no link from HOST to DISK"):
         planner(chain(9), None, links, tier="disk")
     with pytest.raises(InputError, match="use planner 'rotor'"):
-        planner(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1), None, links)
+        planner(Profile((StageCost(1.0, 1.0, 1, 2), StageCost(1.0, 1.0, 1, 1)), 1), None, links)
     with pytest.raises(BudgetError, match="a HOST budget of 3 B"):
         planner(chain(100), Budget(host=3), links, slots=3)
     with pytest.raises(BudgetError, match="a DEVICE budget of 2 B") as caught:

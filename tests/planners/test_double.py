@@ -92,7 +92,7 @@ def test_bad_input():
     with pytest.raises(InputError, match="not 'moon'"):
         double(profile, tier="moon")
     with pytest.raises(InputError, match="use planner 'rotor'"):
-        double(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1))
+        double(Profile((StageCost(1.0, 1.0, 1, 2), StageCost(1.0, 1.0, 1, 1)), 1))
     with pytest.raises(BudgetError, match="a DEVICE budget of 2 B") as caught:
         double(profile, 2)
     assert simulate(double(profile, caught.value.least_nbytes), profile).backwards == 9

@@ -121,7 +121,7 @@ def test_bad_costs_chains_and_links():
     with pytest.raises(InputError, match="no link from HOST to DISK"):
         h_revolve(chain(9), None, links, slots=(1, 1), tiers=("disk",))
     with pytest.raises(InputError, match=r"is for equal stages .* use planner 'rotor'"):
-        h_revolve(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1), None, links)
+        h_revolve(Profile((StageCost(1.0, 1.0, 1, 2), StageCost(1.0, 1.0, 1, 1)), 1), None, links)
     with pytest.raises(InputError, match="use planner 'periodic_disk_revolve'"):
         h_revolve(chain(30_000), None, links, slots=(1, 1))
 

@@ -71,6 +71,6 @@ def test_bad_slots(slots):
 
 def test_refusals_say_what_to_do():
     with pytest.raises(InputError, match="use planner 'rotor'"):
-        mixed(Profile((StageCost(1.0, 1.0, 1, 1), StageCost(2.0, 1.0, 1, 1)), 1), slots=1)
+        mixed(Profile((StageCost(1.0, 1.0, 1, 2), StageCost(1.0, 1.0, 1, 1)), 1), slots=1)
     with pytest.raises(InputError, match="use planner 'revolve', or at most 20 slots"):
         mixed(Profile.uniform(10_000), slots=21)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 
 from tapestream.costs import Budget, Profile, UniformStages
 from tapestream.errors import BudgetError, InputError
@@ -208,6 +209,13 @@ def _too_small(name: str, root: Node, peak: int, profile: Profile, limit: int) -
         least_nbytes=peak,
         stage=stage,
     )
+
+
+def finite(name: str, what: str, value: float) -> float:
+    """A cost or knob that must be a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
+        raise InputError(f"{name}: {what} must be a finite number of at least 0, not {value!r}")
+    return value
 
 
 def positive(name: str, knob: str, value: int, most: int) -> int:

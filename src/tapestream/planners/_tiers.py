@@ -3,38 +3,17 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
 from typing import TypeVar
 
-from tapestream.costs import Budget, Machine, Profile, StageCost, UniformStages
+from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Free, Keep, Kind, Node, Offload, Prefetch, Restore, Tier, Value, Wait
-from tapestream.planners._fit import positive
+from tapestream.planners._equal import equal_stages, usual
+from tapestream.planners._fit import finite, positive
 from tapestream.units import format_nbytes
 
 DEVICE = Tier.DEVICE
 Candidate = TypeVar("Candidate")
-
-
-def equal_stages(name: str, profile: Profile, instead: str = "rotor") -> StageCost:
-    """The cost of every stage; state 0 may be smaller than the others (the caller's). InputError: they differ."""
-    stages, cost = profile.stages, profile.stages[0]
-    same = isinstance(stages, UniformStages) or all(other == cost for other in stages)
-    if not same or profile.carried or profile.initial_nbytes > cost.output_nbytes:
-        raise InputError(
-            f"{name} is for equal stages (of the same seconds and bytes, without carried storages, state 0 no larger "
-            f"than the others), and these {len(profile)} are not; use planner {instead!r}, which takes any chain"
-        )
-    for what in ("forward_seconds", "backward_seconds", "recorded_seconds"):
-        finite(name, what, getattr(cost, what))
-    return cost
-
-
-def finite(name: str, what: str, value: float) -> float:
-    """A cost or knob that must be a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
-        raise InputError(f"{name}: {what} must be a finite number of at least 0, not {value!r}")
-    return value
 
 
 def tier_of(name: str, tier: object) -> Tier:
@@ -108,7 +87,7 @@ def device_nbytes(profile: Profile, states: int, records: int = 1) -> int:
     Besides: the state before and after the stage that runs, two cotangents, whatever is transient. A record of several
     stages keeps the states between them where backward reads these.
     """
-    cost = profile.stages[0]
+    cost = usual(profile)
     between = (records - 1) * (cost.reads_input or cost.reads_output)
     transient = max(cost.forward_extra_nbytes, cost.recorded_extra_nbytes, cost.backward_extra_nbytes)
     return (
@@ -123,7 +102,7 @@ def device_nbytes(profile: Profile, states: int, records: int = 1) -> int:
 
 def most_slots(profile: Profile, budget: Budget, spare: int = 0) -> int:
     """The most restart checkpoints, besides ``spare`` buffers of a state, that the device budget holds; at least 1."""
-    n, limit, size = len(profile), budget.device_nbytes, profile.stages[0].output_nbytes
+    n, limit, size = len(profile), budget.device_nbytes, usual(profile).output_nbytes
     free = n if limit is None or not size else (limit - device_nbytes(profile, spare)) // size
     return max(1, min(n, free))
 
@@ -164,7 +143,7 @@ class Two:
 
     def nbytes(self, states: int) -> dict[Tier, int]:
         """Bytes of every tier with ``states`` states in the slower one."""
-        size = self.profile.stages[0].output_nbytes
+        size = usual(self.profile).output_nbytes
         between = dict.fromkeys(self.store.route[1:-1], size if states else 0)
         device = device_nbytes(self.profile, self.slots + self.spare)
         return {DEVICE: device, **between, self.store.tier: states * size}

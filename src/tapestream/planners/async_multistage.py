@@ -5,11 +5,12 @@ from math import ceil
 
 from tapestream.costs import Budget, Machine, Profile, StageCost
 from tapestream.ir import Schedule, Tier
+from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
 from tapestream.planners._intervals import framed, remote_states
 from tapestream.planners._recurrences import counts, least_forwards
 from tapestream.planners._segments import Segments
-from tapestream.planners._tiers import Store, Two, equal_stages, first_within
+from tapestream.planners._tiers import Store, Two, first_within
 
 NAME = "async_multistage"
 

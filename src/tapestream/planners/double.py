@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 from tapestream.costs import Budget, Machine, Profile, StageCost
 from tapestream.ir import Forward, Keep, Node, Repeat, Restore, Schedule, Series, Shift, Tier
+from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
 from tapestream.planners._intervals import framed, remote_states
 from tapestream.planners._recurrences import counts, freed, recorded, reversed_stages, turn
-from tapestream.planners._tiers import DEVICE, Store, Two, device_nbytes, equal_stages, first_within
+from tapestream.planners._tiers import DEVICE, Store, Two, device_nbytes, first_within
 
 NAME = "double"
 

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from tapestream.costs import Budget, Machine, Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.ir import Forward, Free, Kind, Node, Phase, PhaseKind, Schedule, Series, Tier, Value
+from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
 from tapestream.planners._grammar import Call, grow
 from tapestream.planners._segments import Reread, Segments, swept_lengths
-from tapestream.planners._tiers import Store, device_nbytes, equal_stages, first_within, most_slots, tier_of
+from tapestream.planners._tiers import Store, device_nbytes, first_within, most_slots, tier_of
 
 NAME = "h_revolve"
 _MOST_WORK = 1_000_000_000  # additions in the tables: some seconds

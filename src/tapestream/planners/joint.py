@@ -194,21 +194,23 @@ class _Best:
 def _others(best: _Best, target: Tier | None) -> None:
     """Every other planner, as far as it may still be faster."""
     profile, n = best.profile, len(best.profile)
-    unmoved: list[Callable[..., Schedule]] = [revolve.plan, binomial.plan, periodic.plan, mixed.plan]
+    unmoved: list[Callable[..., Schedule]] = [revolve.plan, binomial.plan, periodic.plan]
     if n <= ONLINE:
         unmoved.append(online.plan)
-    moving = (h_revolve.plan, disk_revolve.plan, periodic_disk_revolve.plan, double.plan, async_multistage.plan)
     if is_equal(profile):
         for planner in unmoved:
             if best.open_unmoved:
-                best.attempt(planner)
-        for planner in moving if target is not None and n <= _JUDGED else ():
-            if best.open:
                 best.attempt(planner)
     elif n <= _LONG:
         for module in (periodic, revolve, binomial, online) if n <= ONLINE else (periodic, revolve, binomial):
             if best.open_unmoved:
                 best.first(module.timed(profile))
+    if best.open_unmoved:
+        best.attempt(mixed.plan)
+    moving = (h_revolve.plan, disk_revolve.plan, periodic_disk_revolve.plan, double.plan, async_multistage.plan)
+    for planner in moving if target is not None and n <= _JUDGED else ():
+        if best.open:  # those for equal stages refuse others at once
+            best.attempt(planner)
     for planner in (least_peak.plan, bisection.plan):
         if n <= _LONG and best.open_unmoved:
             best.attempt(planner)

@@ -7,10 +7,11 @@ from math import inf
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Forward, Node, Phase, PhaseKind, Repeat, Schedule, Series, Shift, Tier
+from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
 from tapestream.planners._recurrences import counts, least_forwards, reach
 from tapestream.planners._segments import Reread, Segments
-from tapestream.planners._tiers import Store, Two, equal_stages
+from tapestream.planners._tiers import Store, Two
 
 NAME = "periodic_disk_revolve"
 _LONGEST_TABLE = 512
