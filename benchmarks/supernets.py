@@ -3,8 +3,8 @@ let a ResNet be at least 3.24 times as deep as plain PyTorch's in equal memory (
 
 Every network is a chain of basic layers under the least budget of each technique, run for one step: planned peak and
 measured one, bytes moved, the bits. "none" is what all outputs, saved tensors and cotangents take together, computed;
-"liveness" is plain PyTorch. Peaks count neither parameters nor their gradients. With ``--figure FILE`` the picture of
-a result file is drawn and nothing measured.
+"liveness" is plain PyTorch. Peaks count neither parameters nor their gradients; measured ones do count a gradient that
+waits for autograd to take it over. With ``--figure FILE`` the picture of a result file is drawn and nothing measured.
 """
 
 import argparse
