@@ -59,6 +59,17 @@ def test_published_largest_backward():
     assert judged.peak_nbytes[Tier.DEVICE] < simulate(planners["store_all"](profile), profile).peak_nbytes[Tier.DEVICE]
 
 
+@pytest.mark.parametrize(("recompute", "extra"), [("memory", 23), ("cost_aware", 17)])
+def test_the_least_peak_is_the_largest_backward_where_restart_checkpoints_move(recompute, extra):
+    profile, links = alexnet(), machine((1e-9,), (1e-9,))
+    knobs = {"recompute": recompute, "heavy": HEAVY}
+    least = least_device(profile, None, links, **knobs)
+    assert least == peak_of_one_backward(profile)
+    schedule = plan(profile, Budget(least), links, **knobs)
+    judged = simulate(schedule, profile, links, Budget(least))
+    assert judged.forwards - len(profile) >= extra  # heavy stages are run again, too
+
+
 def test_heavy_stages_run_once_where_their_tape_fits():
     profile = alexnet()
     for recompute in ("speed", "memory", "cost_aware"):

@@ -94,19 +94,25 @@ def held_at_turn(profile: Profile, segments: Sequence[Segment], moved: Collectio
     return profile.outside_nbytes + kept + saved + profile.cotangent_nbytes(len(profile)) + profile.turn_nbytes
 
 
-def tree(n: int, segments: Sequence[Segment], moved: Collection[int], tier: Tier) -> Node:
+def tree(n: int, segments: Sequence[Segment], moved: Collection[int], tier: Tier, lean: bool = False) -> Node:
     """The schedule in which the restart checkpoints ``moved`` go to ``tier``.
 
     A copy out is waited for when the segment behind it has run, a copy in starts when the one behind it is reversed.
+    ``lean``: it starts when it is needed, and anew for each stage that is recomputed by itself, so that none lies
+    beside a working set.
     """
     sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
     back: list[Node] = [Phase(PhaseKind.BACKWARD)]
     for segment in segments:
         sweep += _out(segment, segment.first in moved, tier)
     for segment, before in zip(reversed(segments), [*reversed(segments[:-1]), None], strict=True):
-        if before is not None and before.first in moved:
+        if before is not None and before.first in moved and not lean:
             back.append(Prefetch(Value(Kind.STATE, before.first), tier, DEVICE))
-        back += _reversed(segment, segment.first in moved, tier)
+        back += (
+            _reread(segment, tier)
+            if lean and segment.first in moved
+            else _reversed(segment, segment.first in moved, tier)
+        )
     return Series((*sweep, *back))
 
 
@@ -140,3 +146,20 @@ def _reversed(segment: Segment, moved: bool, tier: Tier) -> Iterator[Node]:
             yield Restore(first)
             yield Forward(first, stage) if stage > first else freed(first)
             yield from (Record(stage), Backward(stage))
+
+
+def _reread(segment: Segment, tier: Tier) -> Iterator[Node]:
+    """A segment's backward that reads its restart checkpoint whenever it is needed."""
+    first, again, stop, once = segment
+    state = Value(Kind.STATE, first)
+    if stop > again:
+        yield reversed_stages(again, stop)
+    for start in [first] if once else range(again - 1, first - 1, -1):
+        yield from (Prefetch(state, tier, DEVICE), Wait(state, DEVICE))
+        if start == first:
+            yield Free(state, tier)
+        yield from (Restore(first), freed(first))
+        if start > first:
+            yield Forward(first, start)
+        end = again if once else start + 1
+        yield from (recorded(start, end), reversed_stages(start, end))

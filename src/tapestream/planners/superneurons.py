@@ -36,12 +36,13 @@ def plan(
     tape fits under l_peak, the largest working set of any one backward, else the second. ``heavy`` left out (ours, the
     paper goes by layer type): stages whose forward takes at least the mean. Which restart checkpoints go to ``tier``:
     those that leave a tensor cache with policy ``cache``; on a chain, last made and first used, both policies choose
-    the same. Each comes back while the segment behind it runs backward.
+    the same. Each comes back while the segment behind it runs backward, or (ours, where nothing else fits) whenever a
+    stage needs it, so that the peak is l_peak where the paper says so.
 
     What the instruction set adds or lacks: a heavy stage is not recomputed only if its tape, with the state that it
     reads, stays on the device; otherwise it is recorded again like its segment (both are tried). Cheap stages at the
     end are recorded in the first sweep. Convolution workspaces are no business of a schedule. Chosen by the judge,
-    copies overlapped: least seconds over a fixed list (knobs left out, 9 cache sizes). Not optimal. Each candidate is
+    copies overlapped: least seconds over a fixed list (knobs left out, 10 ways to move). Not optimal. Each candidate is
     simulated, O(n). Raises BudgetError when nothing fits, InputError for knobs out of range and a ``tier`` without a
     direct link.
     """
@@ -96,6 +97,8 @@ def _candidates(
         for moved in moves:
             nbytes = held_at_turn(profile, segments, moved)
             yield Candidate(seconds, tree(n, segments, moved, target or Tier.HOST), nbytes)
+        if target is not None:  # the last set is of all that may move
+            yield Candidate(seconds, tree(n, segments, moved, target, lean=True), nbytes)
 
 
 def _moves(profile: Profile, segments: tuple[Segment, ...], policy: Policy) -> Iterator[frozenset[int]]:
