@@ -2,8 +2,8 @@
 on disk, under a hard limit in which plain PyTorch fails; and depth costs nothing superlinear.
 
 Each run is a child of its own, which may take what Python and PyTorch take after a small run of the same kind, plus the
-limit. ``--scale 0.01`` runs all at a hundredth of the depth, or of a GPT's parameters; ``--only`` names some, of which
-the rows in the result file are replaced, as they come.
+limit. Both sides ask Linux for large pages, as PyTorch does if told to. ``--scale 0.01`` runs all at a hundredth of the
+depth, or of a GPT's parameters; ``--only`` names some, of which the rows in the result file are replaced, as they come.
 """
 
 import argparse
@@ -236,7 +236,7 @@ def run(job: Job, chosen: Settings) -> Row:
         sys.executable, "-m", "benchmarks.million_layers", "--child", job.to_json(),
         "--threads", str(chosen.threads), "--folder", chosen.folder,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(chosen.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(chosen.threads), "THP_MEM_ALLOC_ENABLE": "1"}
     root = Path(__file__).parents[1]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
