@@ -65,13 +65,18 @@ def _cases(chosen: Settings) -> list[Case]:
 def measure(case: Case, chosen: Settings) -> list[Row]:
     """Rows for a few peaks of theirs."""
     network = case.network()
-    rivals = [_rival(network, case, s, r) for s in range(1, len(network.blocks) + 1) for r in (False, True)]
-    seconds = _first_look(rivals, chosen)
+    rivals = rivals_of(network, case)
+    seconds = first_look(rivals, chosen)
     rows = []
     for limit in _spread(sorted({r.peak_nbytes for r in rivals})):
         within = sorted((r for r in rivals if r.peak_nbytes <= limit), key=lambda r: seconds[r.name])
         rows.append(_row(case, limit, within[:_RIVALS], network, chosen))
     return rows
+
+
+def rivals_of(network: Network, case: Case) -> list[Rival]:
+    """Every number of segments, reentrant and not."""
+    return [_rival(network, case, s, r) for s in range(1, len(network.blocks) + 1) for r in (False, True)]
 
 
 def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Rival:
@@ -83,10 +88,11 @@ def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Riva
 
     step = stepper(network, case, run_blocks)
     step()
-    return Rival(segments, reentrant, step, _peak_nbytes(network, step, case))
+    return Rival(segments, reentrant, step, peak_of_step(network, step, case))
 
 
-def _peak_nbytes(network: Network, step: Callable[[], None], case: Case) -> int:
+def peak_of_step(network: Network, step: Callable[[], None], case: Case) -> int:
+    """Bytes beyond weights and batch, gradients among them."""
     network.zero_grad()
     gc.collect()  # what earlier steps left behind, freed while this one runs, would count against its peak
     return peak_nbytes(step, case.device)
@@ -103,8 +109,8 @@ def stepper(network: Network, case: Case, run_blocks: Callable[[Tensor], Tensor]
     return step
 
 
-def _first_look(rivals: list[Rival], chosen: Settings) -> dict[str, float]:
-    """Seconds of each: processor time, the quietest measure there is."""
+def first_look(rivals: list[Rival], chosen: Settings) -> dict[str, float]:
+    """Seconds of each by name: processor time, the quietest measure there is."""
     timings = alternate({r.name: r.step for r in rivals}, 1 if len(rivals) > 40 else 3, chosen.device, warm=0)
     times = timings.wall if chosen.device == "cuda" else timings.cpu
     return {name: min(found) for name, found in times.items()}
@@ -151,7 +157,7 @@ def _within(network: Network, case: Case, limit: int) -> tuple[ts.Chain, int] | 
         except ts.BudgetError:
             low = middle
         else:
-            peak = _peak_nbytes(network, step, case)
+            peak = peak_of_step(network, step, case)
             if peak <= limit:
                 best, low = (chain, peak), middle
             else:
