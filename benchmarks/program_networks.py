@@ -29,8 +29,8 @@ def main() -> None:
 
 
 def _cases(quick: bool) -> list[Case]:
-    transformer = gpt(2, 64, 2, 64, "cpu") if quick else gpt(8, 256, 4, 128, "cpu")
-    return [resnet(1, 2, "cpu") if quick else resnet(9, 16, "cpu"), transformer, _with_dropout(transformer)]
+    transformer = gpt(2, 64, 2, 64, "cpu") if quick else gpt(24, 256, 4, 128, "cpu")
+    return [resnet(1, 2, "cpu") if quick else resnet(18, 16, "cpu"), transformer, _with_dropout(transformer)]
 
 
 def _with_dropout(case: Case) -> Case:

@@ -1,6 +1,6 @@
 """`Keeper`: restart checkpoints of a program: the values alive at a border between two operations."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,13 +47,11 @@ class Kept:
 
     def unshared(self, record: Record) -> "Kept":
         """The same state, with copies of what operations from here on will write into."""
-        storages = {e.storage for e in self.entries.values() if record.written_since(e.storage, self.operation)}
-        if not storages:
+        found = _by_storage(self.entries, lambda storage: record.written_since(storage, self.operation))
+        if not found:
             return self
-        entries = dict(self.entries)
-        for storage in storages:
-            entries.update(copied({n: e for n, e in entries.items() if e.storage == storage}))
-        return Kept(self.operation, entries, self.generators)
+        copies = {n: e for sharing in found.values() for n, e in copied(sharing).items()}
+        return Kept(self.operation, self.entries | copies, self.generators)
 
 
 class Keeper:
@@ -68,7 +66,8 @@ class Keeper:
         first = self._generators = TorchGenerators.capture()
         self.kept = {0: Kept(0, {}, first)}
         self.addresses: dict[int, int] = {}
-        self._held: set[int] = set()  # storages that some restart checkpoint holds without a copy of its own
+        # By storage, in which restart checkpoints, by operation and number, it may be without a copy of its own.
+        self._held: dict[int, list[tuple[int, int]]] = {}
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
 
     def keep(self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]]) -> None:
@@ -77,9 +76,11 @@ class Keeper:
         entries.update({n: Entry.of(t, storage, private=False) for n, (t, storage) in self._written.items()})
         # Memory that is not torch's own (an array's) may be written into by others, and no version would tell.
         foreign = {e.storage for e in entries.values() if _foreign(e.tensor)}
-        for storage in foreign:
-            entries.update(copied({n: e for n, e in entries.items() if e.storage == storage}))
-        self._held.update(e.storage for e in entries.values())
+        for sharing in _by_storage(entries, foreign.__contains__).values():
+            entries.update(copied(sharing))
+        for number, entry in entries.items():
+            if not entry.private:
+                self._held.setdefault(entry.storage, []).append((operation, number))
         self.kept[operation] = Kept(operation, entries, self.generators())
 
     def generators(self) -> TorchGenerators:
@@ -99,14 +100,13 @@ class Keeper:
         if storage not in self._held and not first:
             return
         fresh = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
-        shown = [dict(fresh) for _ in self.kept]
-        for found, kept in zip(shown, self.kept.values(), strict=True):
-            found.update({n: e for n, e in kept.entries.items() if e.storage == storage and not e.private})
-        like = {(n, place): e for place, found in enumerate(shown) for n, e in found.items()}
-        copies = copied(like)
-        for (number, place), entry in copies.items():
-            list(self.kept.values())[place].entries[number] = entry
-        self._held.discard(storage)
+        like = {(operation, number): entry for operation in self.kept for number, entry in fresh.items()}
+        for operation, number in self._held.pop(storage, ()):
+            kept = self.kept.get(operation)
+            if kept is not None and (entry := kept.entries.get(number)) is not None and not entry.private:
+                like[operation, number] = entry
+        for (operation, number), entry in copied(like).items():
+            self.kept[operation].entries[number] = entry
         self._written.update({number: (tensor, storage) for number, tensor in first})
 
     def spoilt(self, storage: int) -> None:
@@ -136,6 +136,19 @@ class Keeper:
         return sum(held_nbytes(self.kept.values(), record).values())
 
 
+def _by_storage(entries: Mapping[int, Entry], wanted: Callable[[int], bool]) -> dict[int, dict[int, Entry]]:
+    """Entries that show the storages ``wanted``, by these."""
+    judged: dict[int, bool] = {}
+    found: dict[int, dict[int, Entry]] = {}
+    for number, entry in entries.items():
+        storage = entry.storage
+        if storage not in judged:
+            judged[storage] = wanted(storage)
+        if judged[storage]:
+            found.setdefault(storage, {})[number] = entry
+    return found
+
+
 def _foreign(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
@@ -158,13 +171,19 @@ def last_use(record: Record, number: int) -> int:
     return record.last_use[number] if number >= 0 else record.externals[~number].last_use
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it shows all of its storage, as it lies there: a plain copy of it is one of the storage."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
 def copied(entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
     """The same over one copy of their common storage: sizes, strides and places in memory (modulo 64) as they were."""
     copy: torch.UntypedStorage | None = None
     out: dict[Key, Entry] = {}
     for key, entry in entries.items():
         like = entry.tensor
-        if like.layout is not torch.strided:
+        if like.layout is not torch.strided or (len(entries) == 1 and _is_whole(like)):
             tensor = like.clone()
         else:
             if copy is None:
