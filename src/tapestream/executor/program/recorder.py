@@ -53,6 +53,7 @@ class Recorder(TorchFunctionMode):
         self.saved_nbytes = self.alive_nbytes = self.next_nbytes = self._largest_nbytes = 0
         self._values: dict[int, Ref] = {}
         self._external: dict[int, int] = {}
+        self._shown: dict[int, list[tuple[int, torch.Tensor]]] = {}  # external tensors by number, by storage
         self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
@@ -152,7 +153,7 @@ class Recorder(TorchFunctionMode):
         numbers = [self._number(t) for t in tensors]
         announced = {self._storage_of(t) for t in written(func, args, kwargs) if self.number_of(t) is not None}
         for storage in announced:
-            self.keeper.before_write(storage, self._externals_of(storage))
+            self.keeper.before_write(storage, self._shown.get(storage, []))
         versions = [t._version for t in tensors]
         wanted = [t.requires_grad for t in tensors]
         self._begin(k)
@@ -273,6 +274,7 @@ class Recorder(TorchFunctionMode):
         self.record.storage_external[storage] = 1
         self._storages[address][1] += 1
         self._external[id(tensor)] = k = len(self.record.externals)
+        self._shown.setdefault(storage, []).append((~k, tensor))
         at = len(self.record)
         self.record.externals.append(
             External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
@@ -298,11 +300,6 @@ class Recorder(TorchFunctionMode):
         self.record.storage_external.append(0)
         self._counted.append(0)
         return number
-
-    def _externals_of(self, storage: int) -> list[tuple[int, torch.Tensor]]:
-        if not self.record.storage_external[storage]:
-            return []
-        return [(~k, e.tensor) for k, e in enumerate(self.record.externals) if e.storage == storage]
 
     # -- what a call did ------------------------------------------------------------------------------------------
 
