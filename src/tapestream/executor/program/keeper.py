@@ -92,7 +92,9 @@ class Keeper:
 
     def drop(self, operation: int) -> None:
         """Give up a restart checkpoint."""
-        del self.kept[operation]
+        for entry in self.kept.pop(operation).entries.values():
+            if left := [place for place in self._held.pop(entry.storage, ()) if place[0] != operation]:
+                self._held[entry.storage] = left
 
     def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
         """An operation is about to write into ``storage``, which ``externals`` show."""
@@ -113,7 +115,7 @@ class Keeper:
         """An operation wrote into ``storage`` unannounced: what holds it is of no use any more."""
         for operation, kept in list(self.kept.items()):
             if any(e.storage == storage and not e.private for e in kept.entries.values()):
-                del self.kept[operation]
+                self.drop(operation)
 
     @property
     def copied(self) -> Set[int]:

@@ -98,7 +98,8 @@ class Online:
             self._stride *= 2
             for operation in [o for o, tick in self._at.items() if tick % self._stride]:
                 del self._at[operation]
-                self.keeper.kept.pop(operation, None)
+                if operation in self.keeper.kept:
+                    self.keeper.drop(operation)
             self._kept_nbytes = self.keeper.nbytes(self.record)
             if self._stride > self._ticks:
                 break
