@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
@@ -42,12 +42,12 @@ class Draws:
                 "Program: torch's random generator was set inside a module taken as one operation; set it outside, "
                 "or leave its class out of opaque"
             )
-        if _equal(now, before):
+        if now.equals(before):
             if like is not None and not sets and not isinstance(function, (Apply, Whole)):
                 self._quiet.add(id(like))
                 self._held.append(like)  # so that its id stays its own
             return False
-        if not (sets or _equal(before, self._state)) or len(now.cuda) != len(before.cuda):
+        if not (sets or before.equals(self._state)) or len(now.cuda) != len(before.cuda):
             self._record.spoilt = self._record.spoilt or (
                 "torch's random generator was set or drawn from inside the program in a way that cannot be seen (by a "
                 "generator's own set_state, another thread, an extension, or where CUDA is used for the first time; "
@@ -55,13 +55,3 @@ class Draws:
             )
         self._state, self._record.draws_nbytes = now, now.nbytes
         return True
-
-
-def _equal(one: TorchGenerators, other: TorchGenerators) -> bool:
-    try:
-        return one.equals(other)
-    except RuntimeError:
-        raise InputError(
-            "Program: random generators cannot be looked at inside torch.func.vmap, jvp and the like; "
-            "wrap that call in a torch.autograd.Function, or write it without the transform"
-        ) from None
