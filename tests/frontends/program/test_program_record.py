@@ -4,13 +4,16 @@ import gc
 import subprocess
 import sys
 import tracemalloc
+from itertools import pairwise
 from math import ceil, log2
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.frontends.program.program import Program
-from tapestream.ir import Free, Keep, Kind, Value
+from tapestream.ir import Backward, Forward, Free, Keep, Kind, Phase, PhaseKind, Record, Value
 from tapestream.planners._recurrences import least_forwards
 
 W = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
@@ -164,3 +167,39 @@ def test_binomial_beats_bisection_in_a_long_program() -> None:
     tabled = halved(n) / (n + least_forwards(n, most_kept(bisected) + 1))
     assert tabled > 1.1
     assert operations + again >= tabled * (operations + fewer)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_stretch_recorded_for_what_it_saves_ends_before_its_last_product() -> None:
+    """One operation a stretch: what a product saves is there before it computes."""
+    operations = 24
+    run = Program(program, budget=500, planner="revolve")
+    for _ in range(2):
+        y = run(torch.ones(4, 4), operations).sum()
+        assert run.report is not None
+        assert run.report.stages == run.report.operations
+        assert run._replays is not None
+        replays = run._replays()
+        assert replays is not None
+        with Products() as computed:
+            y.backward()
+    W.grad = None
+    assert run.plan is not None
+    actions = list(run.plan.schedule)
+    back = actions[actions.index(Phase(PhaseKind.BACKWARD)) :]
+    passed = [k for a in back if isinstance(a, Forward) for k in range(a.start, a.stop)]
+    recorded = [a.stage for a, b in pairwise(back) if isinstance(a, Record) and not isinstance(b, Backward)]
+    again = sum(k % 2 == 0 for k in (*passed, *recorded))
+    assert len(passed) > operations
+    assert computed.count == (operations - 1) + again  # two products reverse one; the first gives no gradient of x

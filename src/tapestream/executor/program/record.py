@@ -9,7 +9,9 @@ import torch
 
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
+from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.values import Ref, address_of
+from tapestream.executor.program.whole import Whole
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
@@ -126,6 +128,13 @@ class Record:
     def results_of(self, k: int) -> "array[int]":
         """What operation ``k`` gives."""
         return self.results[self.result_ends[k - 1] if k else 0 : self.result_ends[k]]
+
+    def saves_given(self, k: int) -> bool:
+        """Whether all that operation ``k`` saves is what it is given: that is there before it computes. Not so of what
+        users have written, which may do anything before."""
+        saves = set(self.saves[self.save_ends[k - 1] if k else 0 : self.save_ends[k]])
+        made = {self.storage[number] for number in self.results_of(k) if number >= 0}
+        return not (self.inner_nbytes[k] or saves & made or isinstance(self.pattern(k).function, (Apply, Whole)))
 
     def pattern(self, k: int) -> Pattern:
         """The call of operation ``k``."""

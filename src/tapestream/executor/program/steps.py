@@ -4,6 +4,7 @@ A stretch is recorded by running it as a graph of its own of which nothing but w
 through the graph of the program's own run, and asks for that (see `Tape`).
 """
 
+import contextlib
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class ProgramSteps:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
         self._opaque = sorted(record.hidden)
+        self._writing = {k for operations in record.writes.values() for k in operations}
         self._live: Kept | None = None
         self._root = torch.empty(0, requires_grad=True)
         self._first: TorchGenerators | None = None
@@ -49,9 +51,10 @@ class ProgramSteps:
             self._run(start, end, None)
             start = end
 
-    def record(self, stage: int) -> None:
-        """Run a stretch; what it saves is kept."""
-        self._run(stage, stage + 1, [])
+    def record(self, stage: int, *, go_on: bool = True) -> None:
+        """Run a stretch; what it saves is kept. Without ``go_on`` the state after it is not made, and the run ends as
+        soon as all is saved, mostly before the last operation computes anything."""
+        self._run(stage, stage + 1, [], None if go_on else self._enough(stage))
 
     def _go_together(self, start: int, stop: int) -> bool:
         """What enters and leaves a stretch takes longer than a few small operations. Opaque ones may hold tensors in
@@ -95,25 +98,47 @@ class ProgramSteps:
 
     # -- stretches that are run at once ---------------------------------------------------------------------------
 
-    def _run(self, start: int, stop: int, into: Saved | None) -> None:
-        first, end = self.cuts[start], self.cuts[stop]
-        with torch.enable_grad():
-            values = self._entered(self._live_at(start))
-        self._live = None  # what is used up on the way goes on the way
+    def _run(self, start: int, stop: int, into: Saved | None, end: int | None = None) -> None:
+        """Without saved tensors where ``into`` is None. With ``end`` no further than there, and the operation before it
+        no further than what it saves, if that is there before it computes: the state afterwards is not made."""
+        record, first, after = self.program, self.cuts[start], self.cuts[stop]
+        most = -1 if end is None or end - 1 in self._writing or not record.saves_given(end - 1) else record.packs[end - 1]
+        enough = False  # from now on, what is saved is that of the last operation
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
                 into.append((tensor.detach(), tensor._version))
+                if enough and len(into) == most:
+                    raise _Enough
 
-        with surroundings(self.program.ambients) as enter, saved_tensors_hooks(pack, _refuse):
-            self._replay(values, first, end, enter, into)
-        record = self.program
-        after: dict[int, Entry] = {}
+        with torch.enable_grad():
+            values = self._entered(self._live_at(start))
+        self._live = None  # what is used up on the way goes on the way
+        with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
+            self._replay(values, first, after if end is None else end - 1, enter, into)
+            if end is not None and into is not None:
+                enough = True
+                with contextlib.suppress(_Enough):
+                    self._replay(values, end - 1, end, enter, into)
+                if into:
+                    self._took(end - 1, into)
+        self.stages += stop - start
+        if end is None:
+            self._live = Kept(after, self._left(values))
+
+    def _left(self, values: dict[int, torch.Tensor]) -> dict[int, Entry]:
+        record, after = self.program, dict[int, Entry]()
         for number, tensor in values.items():
             storage = record.storage[number] if number >= 0 else record.externals[~number].storage
             after[number] = Entry.of(tensor, storage, private=True)
-        self.stages += stop - start
-        self._live = Kept(end, after)
+        return after
+
+    def _enough(self, stage: int) -> int | None:
+        """The end of the operations of a stretch that have to run for what it saves; None for all of them, where a
+        later one would tell that what is saved has changed."""
+        record, first, end = self.program, self.cuts[stage], self.cuts[stage + 1]
+        enough = next((k + 1 for k in range(end - 1, first - 1, -1) if record.packs[k]), end)
+        return None if any(k in self._writing for k in range(enough, end)) else enough
 
     def _entered(self, state: Kept) -> dict[int, torch.Tensor]:
         """The values, each as a tensor of its own that an operation may write into."""
@@ -164,6 +189,10 @@ class ProgramSteps:
         if packs:  # 0: somebody else's hooks took them in the first sweep
             self.saved[k] = into[:]
         into.clear()
+
+
+class _Enough(BaseException):
+    """All that is asked for has been saved."""
 
 
 def changed(record: Record, k: int, how: str) -> GradientError:

@@ -4,6 +4,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from tapestream.errors import GradientError, ScheduleError
@@ -135,12 +136,12 @@ def _nothing_drawn() -> Iterator[None]:
 
 def _obeyed(actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept]) -> Iterator[int]:
     """Obey the actions; gives each stage that is to be reversed, when what it has saved is there."""
-    for action in actions:
+    for action, following in zip_longest(actions, actions[1:]):
         match action:
             case Forward(start, stop):
                 steps.forward(start, stop)
             case RecordStage(stage):
-                steps.record(stage)
+                steps.record(stage, go_on=not isinstance(following, Backward))
             case Backward(stage):
                 steps.leave(stage + 1)
                 yield stage

@@ -11,6 +11,8 @@ from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
+FEWER = (12, 16, 20, 24, 28, 48)
+"""Other numbers that the quick ones of those are tried with: which one suits blocks that come again, they show."""
 
 
 class Borders:
@@ -69,6 +71,17 @@ class Borders:
             if window.size:
                 found.add(int(window[numpy.argmin(sizes.alive[window] + sizes.held[window])]))
         return sorted(found)
+
+    def again(self, cuts: Sequence[int]) -> list[float]:
+        """Seconds of each of the stretches between ``cuts`` where it is run for what it saves alone (see
+        `ProgramSteps.record`)."""
+        record, sizes, found = self.record, self.sizes, []
+        seconds = numpy.concatenate(([0.0], numpy.cumsum(sizes.seconds())))
+        for a, b in pairwise(cuts):
+            last = sizes.last_saver(b)
+            end = b if last < a else last if record.saves_given(last) else last + 1
+            found.append(float(seconds[end] - seconds[a]))
+        return found
 
     def profile(self, cuts: Sequence[int]) -> Profile:
         """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
@@ -41,6 +41,16 @@ class Reversal:
         """The backward phase."""
         actions = list(self.schedule)
         return actions[actions.index(Phase(PhaseKind.BACKWARD)) + 1 :]
+
+    def again(self, whole: Sequence[float], saves: Sequence[float]) -> float:
+        """Seconds of what backward runs again: ``whole`` by stage, ``saves`` where only what it saves is asked for."""
+        found, actions = 0.0, self.backward()
+        for action, following in zip_longest(actions, actions[1:]):
+            if isinstance(action, Forward):
+                found += sum(whole[action.start : action.stop])
+            elif isinstance(action, Record):
+                found += (saves if isinstance(following, Backward) else whole)[action.stage]
+        return found
 
     @property
     def reruns(self) -> int:

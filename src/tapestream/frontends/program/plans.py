@@ -11,7 +11,7 @@ from tapestream.errors import BudgetError
 from tapestream.executor.program.keeper import Kept
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.call import Sweep
-from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
+from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Phase, Restore, Schedule
@@ -52,6 +52,7 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     found: list[tuple[Plan, list[int]]] = []
     if before is not None and before.plan is not None:
         found = [(before.plan, before.cuts), *_plans(borders, FEW, budget, ("auto",))]
+        found += [one for most in FEWER for one in _plans(borders, most, budget, ("rotor",))]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
@@ -59,8 +60,7 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
         found = next(filter(None, tried), [])
     if not found:
         return Prepared.unplanned(shape)
-    plan, cuts = min(found, key=lambda pair: (pair[0].seconds, pair[0].peak_nbytes))
-    reversal = of_plan(plan.schedule)
+    plan, cuts, reversal = _fastest(borders, found)
     by_operation = borders.sizes.saved_before()
     saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
     turns = {
@@ -70,6 +70,16 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     final = before is not None or len(reversal.recorded) == len(plan.profile) or planner != "auto"
     slots = binomial_slots(plan.profile, budget)
     return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, final)
+
+
+def _fastest(borders: Borders, found: Sequence[tuple[Plan, list[int]]]) -> tuple[Plan, list[int], Reversal]:
+    """By what backward runs again: the first sweep is the same for all, and planners do not know that a stretch that is
+    run for what it saves need not be run to its end."""
+    timed = []
+    for plan, cuts in found:
+        reversal, whole = of_plan(plan.schedule), [cost.forward_seconds for cost in plan.profile.stages]
+        timed.append((reversal.again(whole, borders.again(cuts)), plan.peak_nbytes, (plan, cuts, reversal)))
+    return min(timed, key=lambda one: one[:2])[2]
 
 
 def _plans(
