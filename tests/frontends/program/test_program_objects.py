@@ -380,7 +380,7 @@ def test_classes_made_inside_go_and_what_is_remembered_is_bounded(monkeypatch: p
     seen = set()
     for rows in range(1, 40):
         other(torch.ones(rows, 16)).backward()
-        assert len(other._kinds.taken_nbytes) <= 24
+        assert len(other._kinds.measured) <= 24
         seen |= set(other._kinds.numbers.values())
     assert max(seen) > len(other._kinds.numbers)
 

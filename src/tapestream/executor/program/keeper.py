@@ -1,17 +1,12 @@
 """`Keeper`: restart checkpoints of a program: the values alive at a border between two operations."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
-from typing import TypeVar
-
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 import torch
 
 from tapestream.executor.program.record import Record
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
-
-Key = TypeVar("Key")
-
 
 @dataclass(slots=True)
 class Entry:
@@ -70,10 +65,15 @@ class Keeper:
         self._held: dict[int, list[tuple[int, int]]] = {}
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def keep(self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]]) -> None:
-        """A restart checkpoint before ``operation``."""
-        entries = {n: Entry.of(t, storage, private=False) for n, (t, storage) in alive.items()}
-        entries.update({n: Entry.of(t, storage, private=False) for n, (t, storage) in self._written.items()})
+    def keep(
+        self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]], wanted: Container[int] | None = None
+    ) -> None:
+        """A restart checkpoint before ``operation``, of what is ``wanted`` alone where that is known."""
+        entries = {
+            number: Entry.of(tensor, storage, private=False)
+            for number, (tensor, storage) in (*alive.items(), *self._written.items())
+            if wanted is None or number in wanted
+        }
         # Memory that is not torch's own (an array's) may be written into by others, and no version would tell.
         foreign = {e.storage for e in entries.values() if _foreign(e.tensor)}
         for sharing in _by_storage(entries, foreign.__contains__).values():
@@ -101,14 +101,16 @@ class Keeper:
         first = [(number, tensor) for number, tensor in externals if number not in self._written]
         if storage not in self._held and not first:
             return
-        fresh = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
-        like = {(operation, number): entry for operation in self.kept for number, entry in fresh.items()}
+        like = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
+        places = [(operation, number, entry.requires) for operation in self.kept for number, entry in like.items()]
         for operation, number in self._held.pop(storage, ()):
             kept = self.kept.get(operation)
             if kept is not None and (entry := kept.entries.get(number)) is not None and not entry.private:
-                like[operation, number] = entry
-        for (operation, number), entry in copied(like).items():
-            self.kept[operation].entries[number] = entry
+                like[number] = entry  # nothing was written since the first of them was kept: they are the same
+                places.append((operation, number, entry.requires))
+        copies = copied(like)
+        for operation, number, requires in places:
+            self.kept[operation].entries[number] = replace(copies[number], requires=requires)
         self._written.update({number: (tensor, storage) for number, tensor in first})
 
     def spoilt(self, storage: int) -> None:
@@ -116,13 +118,6 @@ class Keeper:
         for operation, kept in list(self.kept.items()):
             if any(e.storage == storage and not e.private for e in kept.entries.values()):
                 self.drop(operation)
-
-    @property
-    def copied(self) -> Set[int]:
-        """External tensors, by ``~k``, that the program wrote into: restart checkpoints have copies, replays use these.
-
-        Only after `settle`."""
-        return self._written.keys()
 
     def settle(self, record: Record) -> None:
         """The program has ended: drop what nothing uses any more."""
@@ -179,11 +174,11 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def copied(entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
+def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
     """The same over one copy of their common storage: sizes, strides and places in memory (modulo 64) as they were."""
     copy: torch.UntypedStorage | None = None
-    out: dict[Key, Entry] = {}
-    for key, entry in entries.items():
+    out: dict[int, Entry] = {}
+    for number, entry in entries.items():
         like = entry.tensor
         if like.layout is not torch.strided or (len(entries) == 1 and _is_whole(like)):
             tensor = like.clone()
@@ -194,5 +189,5 @@ def copied(entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
             tensor.set_(copy, like.storage_offset(), like.size(), like.stride())
             tensor = tensor.conj() if like.is_conj() else tensor
             tensor = torch._neg_view(tensor) if like.is_neg() else tensor
-        out[key] = Entry(tensor, entry.storage, entry.requires, True, tensor._version)
+        out[number] = Entry(tensor, entry.storage, entry.requires, True, tensor._version)
     return out

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -13,6 +13,7 @@ from tapestream.errors import InputError
 from tapestream.executor.program.foreign import Foreign
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
+from tapestream.executor.program.writes import check_allowed, written
 
 
 class _Place:
@@ -26,6 +27,7 @@ _ATOMS = frozenset(
 )  # fmt: skip
 
 _MOST = 1 << 16  # kinds that are remembered
+_MOST_CALLS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,22 @@ class _Held:
 
 
 @dataclass(slots=True)
+class Measured:
+    """Bytes of calls of one kind on tensors of the same shapes, dtypes and need of gradients, None while not known:
+    what a call takes while it runs beside what it leaves; its backward, beside the gradients that it gives; what the
+    last one took and left."""
+
+    transient_nbytes: int | None = None
+    reverse_nbytes: int | None = None
+    taken_nbytes: int | None = None
+
+
+@dataclass(slots=True)
 class Kinds:
-    """Numbers of kinds, the same for all calls of a program. By kind and tensors' shapes, dtypes and need of gradients,
-    ``transient_nbytes``: what a call takes while it runs beside what it leaves, ``reverse_nbytes``: what its backward
-    takes beside the gradients that it gives, ``taken_nbytes``: what the last such call took and left."""
+    """Numbers of kinds, and what is known of them, the same for all calls of a program."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
-    transient_nbytes: dict[Any, int] = field(default_factory=dict)
-    reverse_nbytes: dict[Any, int] = field(default_factory=dict)
-    taken_nbytes: dict[Any, int] = field(default_factory=dict)
-
+    measured: dict[Any, Measured] = field(default_factory=dict)
     first: int = 0
 
     def number(self, key: Any) -> int:
@@ -76,20 +84,29 @@ class Kinds:
 
     def copy(self) -> "Kinds":
         """The same, to go on by itself."""
-        return Kinds(
-            dict(self.numbers),
-            dict(self.transient_nbytes),
-            dict(self.reverse_nbytes),
-            dict(self.taken_nbytes),
-            self.first,
-        )
+        return Kinds(dict(self.numbers), {key: replace(one) for key, one in self.measured.items()}, self.first)
 
     def trim(self) -> None:
         """Begin anew where there are too many (of shapes that never come again, say); no number comes twice."""
-        if len(self.numbers) + len(self.taken_nbytes) > _MOST:
+        if len(self.numbers) + len(self.measured) > _MOST:
             self.first += len(self.numbers)
-            for known in (self.numbers, self.transient_nbytes, self.reverse_nbytes, self.taken_nbytes):
-                known.clear()
+            self.numbers.clear()
+            self.measured.clear()
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of calls with equal patterns on tensors of the same shapes, dtypes and need of gradients.
+
+    ``writes``: whether they say that they write into something; ``attribute``: the name of the attribute of a tensor
+    that they ask for, if any; ``number``: that of the pattern in its record, None for one that is not recorded.
+    """
+
+    pattern: Pattern
+    measured: Measured
+    writes: bool
+    attribute: str | None
+    number: int | None = None
 
 
 class Patterns:
@@ -98,29 +115,45 @@ class Patterns:
     def __init__(self, kinds: Kinds) -> None:
         self.kinds, self.all = kinds, list[Pattern]()
         self._numbers: dict[Any, int] = {}
+        self._calls: dict[Any, Call] = {}
 
-    def of(self, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Pattern:
-        """The call's pattern, as it is before the call; its tensors are added to ``tensors`` in order.
+    def of(self, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
+        """What is known of a call, as it is before the call; its tensors are added to ``tensors`` in order.
 
-        Raises InputError for arguments that a replay could not give again.
+        Raises InputError and GradientError for what a replay could not do again.
         """
         key = (function, tuple([_key(a, tensors) for a in args]), _key(kwargs, tensors) if kwargs else None)
-        found = self._numbers.get(key)
-        if found is not None:
-            return self.all[found]
+        shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        found = self._calls.get((key, shapes))
+        if found is None:
+            check_allowed(function)
+            pattern = self._of(key, function, args, kwargs)
+            measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
+            writes = isinstance(function, Whole) or bool(written(function, args, kwargs))
+            found = Call(pattern, measured, writes, _attribute(function), self._numbers.get(key))
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            if not pattern.foreign:
+                self._calls[key, shapes] = found
+        return found
+
+    def _of(self, key: Any, function: Any, args: Any, kwargs: Any) -> Pattern:
+        number = self._numbers.get(key)
+        if number is not None:
+            return self.all[number]
         kind, foreign = self.kinds.number(_without_constants((_kind_of(function), *key[1:]))), list[Foreign]()
         kept = {name: _template(value, foreign) for name, value in kwargs.items()} if kwargs else None
         return Pattern(function, tuple(_template(a, foreign) for a in args), kept, kind, key, tuple(foreign))
 
-    def number(self, pattern: Pattern, results: Sequence[torch.Tensor]) -> int:
+    def number(self, call: Call, results: Sequence[torch.Tensor]) -> int:
         """That of the pattern of a call that is recorded, whose objects live as long as the graph of its results."""
-        for one in pattern.foreign:
+        for one in call.pattern.foreign:
             one.keep_with(results)
-        found = self._numbers.get(pattern.key)
-        if found is None:
-            found = self._numbers[pattern.key] = len(self.all)
-            self.all.append(pattern)
-        return found
+        if call.number is None:
+            call.number = self._numbers.setdefault(call.pattern.key, len(self.all))
+            if call.number == len(self.all):
+                self.all.append(call.pattern)
+        return call.number
 
 
 def tensors_of(result: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,6 +167,11 @@ def tensors_of(result: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
         for item in result.values():
             tensors_of(item, found)
     return found
+
+
+def _attribute(function: Any) -> str | None:
+    asks = getattr(function, "__name__", None) == "__get__"
+    return getattr(getattr(function, "__self__", None), "__name__", None) if asks else None
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
+from tapestream.errors import GradientError
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
 from tapestream.executor.program.seams import Apply
@@ -61,14 +63,21 @@ class External:
 
     def again(self) -> torch.Tensor:
         """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be
-        any more."""
-        same = self.tensor.requires_grad == self.requires
-        return self.tensor if same else self.tensor.detach().requires_grad_(self.requires)
-
-    @property
-    def moved(self) -> bool:
-        """Whether it shows other memory now (its ``.data`` was set)."""
-        return self.tensor.layout is torch.strided and address_of(self.tensor) != address_of(self.held)
+        any more. Raises GradientError where it is not what it was when the program had ended."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise GradientError(
+                f"Program: a tensor of shape {tuple(tensor.shape)} that the program used was modified in place after "
+                "the program had run (by an optimizer, or as a gradient that backward adds to), so replays would use "
+                "the new values; run backward before the optimizer's step, or clone() the tensor"
+            )
+        if tensor.layout is torch.strided and address_of(tensor) != address_of(self.held):
+            raise GradientError(
+                f"Program: the memory of a tensor of shape {tuple(tensor.shape)} that the program used was replaced "
+                "(its .data was set, or its module moved or cast) since it was first used, so replays would use other "
+                "values; run backward before that"
+            )
+        return tensor if tensor.requires_grad == self.requires else tensor.detach().requires_grad_(self.requires)
 
 
 @dataclass(slots=True)
@@ -135,6 +144,26 @@ class Record:
         saves = set(self.saves[self.save_ends[k - 1] if k else 0 : self.save_ends[k]])
         made = {self.storage[number] for number in self.results_of(k) if number >= 0}
         return not (self.inner_nbytes[k] or saves & made or isinstance(self.pattern(k).function, (Apply, Whole)))
+
+    def used_between(self, first: int, end: int) -> set[int]:
+        """What the operations ``first`` .. ``end`` - 1 are given."""
+        return set(self.arguments[self.argument_ends[first - 1] if first else 0 : self.argument_ends[end - 1]])
+
+    def storage_of(self, number: int) -> int:
+        """That of a value, or of an external tensor."""
+        return self.storage[number] if number >= 0 else self.externals[~number].storage
+
+    def showing_written(self) -> dict[int, list[int]]:
+        """By storage that some operation writes into, the values and external tensors that show it."""
+        found: dict[int, list[int]] = {storage: [] for storage in self.writes}
+        if found:
+            storages = numpy.asarray(self.storage)
+            for number in numpy.flatnonzero(numpy.isin(storages, list(found))).tolist():
+                found[self.storage[number]].append(number)
+            for k, external in enumerate(self.externals):
+                if external.storage in found:
+                    found[external.storage].append(~k)
+        return found
 
     def pattern(self, k: int) -> Pattern:
         """The call of operation ``k``."""

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -17,30 +17,30 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.ambients import Ambients, unshown
+from tapestream.executor.program.ambients import Ambients
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
-from tapestream.executor.program.patterns import tensors_of
-from tapestream.executor.program.record import ALIVE, External, Record, look
+from tapestream.executor.program.numbering import Numbering
+from tapestream.executor.program.patterns import Call, tensors_of
+from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
-from tapestream.executor.program.trials import Trials
-from tapestream.executor.program.values import Ref, address_of, nbytes_of
-from tapestream.executor.program.writes import check_allowed, check_changed, written
+from tapestream.executor.program.trials import Trials, expected
+from tapestream.executor.program.values import address_of
+from tapestream.executor.program.writes import QUESTIONS, check_changed, written
 from tapestream.runner.ambient import cuda_in_use
-from tapestream.runner.graph import next_sequence_number
 
 Operation = Callable[[int, int], None]
+_NONE = frozenset[int]()
 
 
 class Recorder(TorchFunctionMode):
     """One sweep. ``between`` is called before each operation, with its number and the bytes saved for backward so far:
     the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on (``taking``).
 
-    ``alive_nbytes``: of what the program has made and still holds. ``next_nbytes``: what the next operation is to
-    take, with what it makes and saves, as far as that can be known. ``spare`` says whether so many bytes may be used
-    for a moment.
+    ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
+    ``spare`` says whether so many bytes may be used for a moment.
     """
 
     only_watches = True
@@ -50,21 +50,17 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
         self.taking = True
-        self.saved_nbytes = self.alive_nbytes = self.next_nbytes = self._largest_nbytes = 0
-        self._values: dict[int, Ref] = {}
-        self._external: dict[int, int] = {}
-        self._shown: dict[int, list[tuple[int, torch.Tensor]]] = {}  # external tensors by number, by storage
-        self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
+        self.saved_nbytes = self.next_nbytes = self._largest_nbytes = 0
+        self.numbers = Numbering(record, keeper)
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
         self._epoch = 0
         self._inside = False
         self._hidden: Hidden | None = None
-        self._trials = Trials(record.kinds, keeper.device)
-        self._since = next_sequence_number()
+        self._trials = Trials(keeper.device)
         kinds = {"cpu": 0, keeper.device.type: 0, **({"cuda": 0} if cuda_in_use() else {})}
         self._ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
-        self._packs = self._look = self._made_nbytes = 0
+        self._packs = self._look = 0
         self._unknown: dict[int, torch.Tensor] = {}
 
     @contextlib.contextmanager
@@ -83,6 +79,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
         if self._inside:
             if self._hidden is not None:
                 self._hidden.see(func, args, kwargs)
@@ -115,29 +113,16 @@ class Recorder(TorchFunctionMode):
         """See `Listener`."""
         self._epoch += 1
 
-    def alive(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """Values that somebody holds, by number, with their storage's number."""
-        return {r.value: (t, r.storage) for r in list(self._values.values()) if (t := r()) is not None}
-
     def forget(self) -> None:
-        """At the end: watch no values any more, since what is alive would keep all this until cycles are collected."""
-        self._values.clear()
-        self._begin(len(self.record))  # a last call may have failed
-
-    def number_of(self, tensor: torch.Tensor) -> int | None:
-        """A value's number, ``~k`` for an external tensor, None for one never seen."""
-        ref = self._values.get(id(tensor))
-        if ref is not None and ref() is tensor:
-            return ref.value
-        external = self._external.get(id(tensor))
-        return None if external is None else ~external
+        """At the end: hold nothing of the program, of which a last call may have failed."""
+        self.numbers.forget()
+        self._begin(len(self.record))
 
     # -- one call -------------------------------------------------------------------------------------------------
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any], *, always: bool = False) -> Any:
         self._inside = True
         try:
-            check_allowed(func, args)
             return self._noted(func, args, kwargs, always)
         finally:
             self._inside = False
@@ -145,180 +130,115 @@ class Recorder(TorchFunctionMode):
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], always: bool) -> Any:
         record, k = self.record, len(self.record)
         tensors: list[torch.Tensor] = []
-        pattern = record.patterns.of(func, args, kwargs, tensors)
-        kind = pattern.kind, *[(t.shape, t.dtype, t.requires_grad) for t in tensors]
-        self.next_nbytes = self._trials.expected(kind, tensors, self._largest_nbytes)
+        call = record.patterns.of(func, args, kwargs, tensors)
+        pattern, measured = call.pattern, call.measured
+        self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
         self.between(k, self.saved_nbytes)
         ambient = self._ambients.now(self._epoch)
-        numbers = [self._number(t) for t in tensors]
-        announced = {self._storage_of(t) for t in written(func, args, kwargs) if self.number_of(t) is not None}
-        for storage in announced:
-            self.keeper.before_write(storage, self._shown.get(storage, []))
-        versions = [t._version for t in tensors]
-        wanted = [t.requires_grad for t in tensors]
+        numbers = [self.numbers.given(t) for t in tensors]
+        announced = self._announce(func, args, kwargs) if call.writes else _NONE
+        before = [(t._version, t.requires_grad) for t in tensors]
         self._begin(k)
         if self._hidden is not None:
             self._hidden.begin(pattern.foreign)
-        before = self._draws.before(pattern, func)
+        drawing = self._draws.before(pattern, func)
         start = time.perf_counter()
-        result = self._trials.run(kind, functools.partial(func, *args, **kwargs))
+        if measured.transient_nbytes is None:
+            result = self._trials.run(measured, functools.partial(func, *args, **kwargs))
+        else:
+            result = func(*args, **kwargs)
         seconds = time.perf_counter() - start
         # Running statistics are written into without a new version.
-        changed = announced.union(
-            self._storage_of(t) for t, v in zip(tensors, versions, strict=True) if t._version != v
-        )
-        made = tensors_of(result, [])
-        gradient = getattr(func, "__self__", None) is torch.Tensor.grad  # not made here: external where it is used
-        fresh = [] if gradient else [t for t in made if self.number_of(t) is None]
-        flags = any(t.requires_grad != w for t, w in zip(tensors, wanted, strict=True))
-        noted = bool(fresh or changed or flags or always)
+        touched = [(t._version, t.requires_grad) for t in tensors] != before
+        changed = self._changed(tensors, before, announced) if touched else announced
+        made = [result] if type(result) is torch.Tensor else tensors_of(result, [])
+        # A gradient is not made here: external where it is used.
+        fresh = [] if call.attribute == "grad" else [t for t in made if self.numbers.of(t) is None]
+        noted = bool(fresh or touched or changed or always)
         like = pattern if noted else None if made else func
-        if not (self._draws.after(before, func, like) or noted):
+        if not (self._draws.after(drawing, func, like) or noted):
             self._begin(k)
             return result
-        for storage in check_changed(
-            func, tensors, versions, wanted, self._storage_of, record.storage_external, announced
-        ):
-            self.keeper.spoilt(storage)
-        self._check_bypassed(func, tensors, changed)
+        if touched:
+            for storage in check_changed(
+                func, tensors, before, self.numbers.storage_of, record.storage_external, announced
+            ):
+                self.keeper.spoilt(storage)
+        self._check_bypassed(call, tensors, changed)
         for storage in changed:
             record.writes.setdefault(storage, array("i")).append(k)
-        record.calls.append(record.patterns.number(pattern, fresh))
+        record.calls.append(record.patterns.number(call, fresh))
         record.ambient.append(ambient)
         record.seconds.append(seconds)
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
         for number in numbers:
-            self._used(number, k)
-        record.results.extend([self._made(t, k) for t in made])
+            self.numbers.used(number, k)
+        record.results.extend([self.numbers.made(t, k) for t in made])
         record.result_ends.append(len(record.results))
         self._saved()
-        into = {id(t) for t in tensors if announced and self._storage_of(t) in announced}
-        shown = any(t.requires_grad for t in (*fresh, *tensors))
-        taken = self._trials.note(record, kind, tensors, wanted, into, self._made_nbytes, self.spare if shown else None)
+        if measured.reverse_nbytes is None:
+            wanted = [flag for _, flag in before]
+            into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
+            shown = any(t.requires_grad for t in (*fresh, *tensors))
+            spare, made_nbytes = self.spare if shown else None, self.numbers.made_nbytes
+            reverse = self._trials.tried(record, measured, tensors, wanted, into, made_nbytes, spare)
+        else:
+            reverse = measured.reverse_nbytes
+        transient = measured.transient_nbytes or 0
+        record.transient_nbytes.append(transient)
+        record.reverse_nbytes.append(reverse)
+        taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
 
-    def _check_bypassed(self, func: Any, tensors: list[torch.Tensor], changed: set[int]) -> None:
-        if changed & self._bypassed:
+    def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
+        """The storages that a call says it will write into; what holds them gets copies."""
+        of, storage_of = self.numbers.of, self.numbers.storage_of
+        announced = {storage_of(t) for t in written(func, args, kwargs) if of(t) is not None}
+        for storage in announced:
+            self.keeper.before_write(storage, self.numbers.shown.get(storage, []))
+        return announced
+
+    def _changed(self, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]) -> Set[int]:
+        changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)
+        return announced.union(map(self.numbers.storage_of, changed))
+
+    def _check_bypassed(self, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
+        if changed and changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
                 "not see; write into it under torch.no_grad(), or into a clone()"
             )
-        if getattr(func, "__self__", None) is torch.Tensor.data and tensors[0].requires_grad:
-            self._bypassed.add(self._storage_of(tensors[0]))
+        if call.attribute == "data" and tensors[0].requires_grad:
+            self._bypassed.add(self.numbers.storage_of(tensors[0]))
 
     def _begin(self, k: int) -> None:
         """Nothing has been saved in operation ``k`` so far."""
-        record = self.record
-        del record.saves[record.save_ends[k - 1] if k else 0 :]
-        self._packs = self._look = self._made_nbytes = 0
-        self._unknown.clear()
-        self.tape.saved.pop(k, None)
-
-    def _used(self, number: int, k: int) -> None:
-        if number >= 0:
-            self.record.last_use[number] = k
-        else:
-            self.record.externals[~number].last_use = k
-
-    def _made(self, tensor: torch.Tensor, k: int) -> int:
-        """The number of a result: a new value, or an argument given back."""
-        known = self.number_of(tensor)
-        if known is not None:
-            self._used(known, k)
-            return known
-        value, storage = len(self.record.birth), self._storage_of(tensor)
-        ref = Ref(tensor, self._died)
-        ref.id, ref.value, ref.storage, ref.version, ref.at = id(tensor), value, storage, tensor._version, k
-        self._values[id(tensor)] = ref
-        entry = self._storages[address_of(tensor)]
-        if not entry[1]:
-            self.alive_nbytes += self.record.storage_nbytes[storage]
-            self._made_nbytes += self.record.storage_nbytes[storage]
-        entry[1] += 1
-        self.record.birth.append(k)
-        self.record.last_use.append(k)
-        self.record.death.append(ALIVE)
-        self.record.cotangent_nbytes.append(nbytes_of(tensor) if tensor.requires_grad else 0)
-        self.record.storage.append(storage)
-        return value
-
-    def _died(self, ref: Any) -> None:
-        assert isinstance(ref, Ref)
-        if self._values.get(ref.id) is ref:
-            del self._values[ref.id]
-        self.record.death[ref.value] = len(self.record)
-        address = self._addresses.get(ref.storage)
-        if address is not None:
-            entry = self._storages[address]
-            entry[1] -= 1
-            if not entry[1]:
-                del self._storages[address], self._addresses[ref.storage]
-                self.alive_nbytes -= self.record.storage_nbytes[ref.storage]
-
-    def _number(self, tensor: torch.Tensor) -> int:
-        """The number of an argument; one never seen is external."""
-        known = self.number_of(tensor)
-        if known is not None:
-            self.record.see(self._values[id(tensor)] if known >= 0 else self.record.externals[~known], tensor)
-            return known
-        node = tensor.grad_fn
-        if node is not None and node._sequence_nr() >= self._since:
-            raise unshown(tensor, node.name())
-        address = address_of(tensor)
-        inside = address in self._storages and not self.record.storage_external[self._storages[address][0]]
-        if inside:
-            raise unshown(tensor, None)
-        storage = self._storage_of(tensor)
-        self.record.storage_external[storage] = 1
-        self._storages[address][1] += 1
-        self._external[id(tensor)] = k = len(self.record.externals)
-        self._shown.setdefault(storage, []).append((~k, tensor))
-        at = len(self.record)
-        self.record.externals.append(
-            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
-        )
-        return ~k
-
-    # -- storages -------------------------------------------------------------------------------------------------
-
-    @property
-    def _addresses(self) -> dict[int, int]:
-        return self.keeper.addresses
-
-    def _storage_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, a new one where nothing alive shows it."""
-        address = address_of(tensor)
-        entry = self._storages.get(address)
-        if entry is not None:
-            return entry[0]
-        number = len(self.record.storage_nbytes)
-        self._storages[address] = [number, 0]
-        self._addresses[number] = address
-        self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
-        self.record.storage_external.append(0)
-        self._counted.append(0)
-        return number
+        self.numbers.made_nbytes = 0
+        if self._packs:
+            record = self.record
+            del record.saves[record.save_ends[k - 1] if k else 0 :]
+            self._packs = self._look = 0
+            self._unknown.clear()
+            self.tape.saved.pop(k, None)
 
     # -- what a call did ------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         """Keep what is saved or drop it, and count its bytes: a storage's at the operation that saves it first."""
-        if not self._inside:
-            return (
-                tensor.detach(),
-                tensor._version,
-            )  # by an operation that no torch call showed: nothing could make it again
+        if not self._inside:  # by an operation that no torch call showed: nothing could make it again
+            return tensor.detach(), tensor._version
         operation, place = len(self.record), self._packs
-        self._packs, self._look = self._packs + 1, look(self._look, tensor)
+        self._packs, self._look = place + 1, look(self._look, tensor)
         if self.taking:
             self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
-        entry = self._storages.get(address_of(tensor))
-        if entry is None:  # held until the operation ends, so that addresses tell its results from what it does inside
-            self._unknown[address_of(tensor)] = tensor.detach()
+        address = address_of(tensor)
+        storage = self.numbers.storage_at(address)
+        if storage is None:  # held until the operation ends, so that addresses tell its results from what it does inside
+            self._unknown[address] = tensor.detach()
         else:
-            self._count(entry[0])
+            self._count(storage)
         return handle(operation, place)
 
     def _count(self, storage: int) -> None:
@@ -326,17 +246,20 @@ class Recorder(TorchFunctionMode):
         if self.record.storage_external[storage]:
             return
         self.record.saves.append(storage)
-        if not self._counted[storage]:
-            self._counted[storage] = 1
+        counted = self._counted
+        if storage >= len(counted):
+            counted.extend(bytes(storage + 1 - len(counted)))
+        if not counted[storage]:
+            counted[storage] = 1
             self.saved_nbytes += self.record.storage_nbytes[storage]
 
     def _saved(self) -> None:
         """What the operation has saved, now that its results are known."""
         record, inner = self.record, 0
         for address, tensor in self._unknown.items():
-            entry = self._storages.get(address)
-            if entry is not None:
-                self._count(entry[0])
+            storage = self.numbers.storage_at(address)
+            if storage is not None:
+                self._count(storage)
             elif tensor.layout is torch.strided:
                 inner += tensor.untyped_storage().nbytes()
         self._unknown.clear()
@@ -345,3 +268,4 @@ class Recorder(TorchFunctionMode):
         record.looks.append(self._look)
         record.inner_nbytes.append(inner)
         self.saved_nbytes += inner
+        self._packs = self._look = 0  # all that it saved is noted

@@ -7,7 +7,7 @@ through the graph of the program's own run, and asks for that (see `Tape`).
 import contextlib
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class ProgramSteps:
         self._opaque = sorted(record.hidden)
         self._writing = {k for operations in record.writes.values() for k in operations}
         self._live: Kept | None = None
+        self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
+        self._showing = record.showing_written()
         self._root = torch.empty(0, requires_grad=True)
         self._first: TorchGenerators | None = None
 
@@ -69,8 +71,9 @@ class ProgramSteps:
 
     def keep(self, stage: int) -> Kept:
         """The live state as a restart checkpoint."""
-        kept = self._live_at(stage).unshared(self.program)
-        return Kept(kept.operation, kept.entries, self._generators())
+        live = self._live_at(stage)
+        self._own = frozenset()
+        return Kept(live.operation, live.entries, self._generators())
 
     def _generators(self) -> TorchGenerators:
         if self._first is None or self.program.draws_nbytes:
@@ -83,8 +86,7 @@ class ProgramSteps:
         kept.check()
         assert kept.generators is not None
         kept.generators.restore()
-        # Unshared even the last time, since several restart checkpoints may show one copy.
-        self._live = kept.unshared(self.program)
+        self._live, self._own = kept, frozenset()
 
     def leave(self, stage: int) -> None:
         """The state before a stretch is not needed any more."""
@@ -111,8 +113,7 @@ class ProgramSteps:
                 if enough and len(into) == most:
                     raise _Enough
 
-        with torch.enable_grad():
-            values = self._entered(self._live_at(start))
+        values, left = self._entered(self._live_at(start), first, after if end is None else end)
         self._live = None  # what is used up on the way goes on the way
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
             self._replay(values, first, after if end is None else end - 1, enter, into)
@@ -124,14 +125,10 @@ class ProgramSteps:
                     self._took(end - 1, into)
         self.stages += stop - start
         if end is None:
-            self._live = Kept(after, self._left(values))
-
-    def _left(self, values: dict[int, torch.Tensor]) -> dict[int, Entry]:
-        record, after = self.program, dict[int, Entry]()
-        for number, tensor in values.items():
-            storage = record.storage[number] if number >= 0 else record.externals[~number].storage
-            after[number] = Entry.of(tensor, storage, private=True)
-        return after
+            self._own = self._own & left.keys() | values.keys()
+            for number, tensor in values.items():
+                left[number] = Entry.of(tensor, record.storage_of(number), private=True)
+            self._live = Kept(after, left)
 
     def _enough(self, stage: int) -> int | None:
         """The end of the operations of a stretch that have to run for what it saves; None for all of them, where a
@@ -140,12 +137,31 @@ class ProgramSteps:
         enough = next((k + 1 for k in range(end - 1, first - 1, -1) if record.packs[k]), end)
         return None if any(k in self._writing for k in range(enough, end)) else enough
 
-    def _entered(self, state: Kept) -> dict[int, torch.Tensor]:
-        """The values, each as a tensor of its own that an operation may write into."""
-        return {
-            number: Guard.apply(self._root, entry.tensor, NAME) if entry.requires else entry.tensor.detach()  # type: ignore[no-untyped-call]
-            for number, entry in state.entries.items()
-        }
+    def _entered(
+        self, state: Kept, first: int, end: int
+    ) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
+        """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may write
+        into; and the rest as it is."""
+        record, entries = self.program, state.entries
+        used = record.used_between(first, end) & entries.keys()
+        for number in tuple(used):
+            storage = entries[number].storage
+            if record.written_since(storage, first):  # what shows it is copied together
+                used.update(n for n in self._sharing(storage, entries) if n in entries)
+        shared = Kept(state.operation, {n: entries[n] for n in used if n not in self._own}).unshared(record)
+        with torch.enable_grad():
+            values = {
+                number: Guard.apply(self._root, entry.tensor, NAME) if entry.requires else entry.tensor.detach()  # type: ignore[no-untyped-call]
+                for number in used
+                for entry in (shared.entries.get(number) or entries[number],)
+            }
+        return values, {number: entry for number, entry in entries.items() if number not in used}
+
+    def _sharing(self, storage: int, entries: dict[int, Entry]) -> Iterable[int]:
+        showing = self._showing[storage]
+        if len(showing) <= len(entries):
+            return showing
+        return [number for number, entry in entries.items() if entry.storage == storage]
 
     def _replay(self, values: dict[int, torch.Tensor], first: int, end: int, enter: Any, into: Saved | None) -> None:
         record = self.program

@@ -71,7 +71,7 @@ class _Witness(TorchFunctionMode):
         made = self._made.get(id(tensor))
         if made is not None and made() is tensor:
             return
-        number = self.recorder.number_of(tensor)
+        number = self.recorder.numbers.of(tensor)
         if number is not None and number >= 0:
             raise captured(self.name, tensor)
         if id(tensor) not in self.state.captured:

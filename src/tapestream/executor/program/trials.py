@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.executor.program.patterns import Kinds, Pattern, tensors_of
+from tapestream.executor.program.patterns import Measured, Pattern, tensors_of
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.values import nbytes_of
@@ -16,62 +16,63 @@ from tapestream.runner.ambient import TorchGenerators
 from tapestream.storage.meter import profiling, track_memory
 
 
+def expected(measured: Measured, tensors: Sequence[torch.Tensor], largest: int) -> int:
+    """Bytes that a call will take with what it makes and saves: those of the last of its kind; of a new one the
+    ``largest`` so far, or twice what it is given."""
+    known = measured.taken_nbytes
+    return max(largest, 2 * sum(map(nbytes_of, tensors))) if known is None else known
+
+
 class Trials:
     """Measures the first call of each kind, where nobody else measures."""
 
-    def __init__(self, kinds: Kinds, device: torch.device) -> None:
-        self.kinds, self.device = kinds, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def run(self, kind: Any, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives; measured when it is the first of its kind."""
-        if kind in self.kinds.transient_nbytes or profiling():
+    def run(self, measured: Measured, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives; what it takes while it runs is ``measured``."""
+        if profiling():
             return call()
         with track_memory(self.device) as meter:
             result = call()
-        self.kinds.transient_nbytes[kind] = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
+        measured.transient_nbytes = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
         return result
 
-    def expected(self, kind: Any, tensors: Sequence[torch.Tensor], largest: int) -> int:
-        """Bytes that a call will take with what it makes and saves: those of the last of its kind; of a new one the
-        largest so far, or twice what it is given."""
-        known = self.kinds.taken_nbytes.get(kind)
-        return max(largest, 2 * sum(map(nbytes_of, tensors))) if known is None else known
-
-    def note(
+    def tried(
         self,
         record: Record,
-        kind: Any,
+        measured: Measured,
         tensors: Sequence[torch.Tensor],
         wanted: Sequence[bool],
         into: set[int],
         made: int,
         spare: Callable[[int], bool] | None,
     ) -> int:
-        """Note in ``record`` what its last call has taken beside the ``made`` bytes, and what its backward will take:
-        tried where ``spare`` says that there is room, else as much as the call itself and all that it was given and
-        gave. Gives what the call took in all. ``wanted``, ``into``: see `reverse`; ``spare``: None where no gradient is
-        concerned.
+        """Bytes that backward of the last call in ``record``, which made ``made`` bytes, takes: tried where ``spare``
+        says that there is room, else as much as the call itself and all that it was given and gave. ``wanted``,
+        ``into``: see `reverse`; ``spare``: None where no gradient is concerned.
 
         What users have written may have effects, and is not run for that.
         """
-        kinds, pattern, inner = self.kinds, record.patterns.all[record.calls[-1]], record.inner_nbytes[-1]
-        transient = kinds.transient_nbytes.get(kind, 0)
-        reverse = kinds.reverse_nbytes.get(kind)
-        if reverse is None:
-            reverse = transient + inner
-            if spare is not None and not isinstance(pattern.function, (Apply, Whole)):
-                if not profiling() and spare(2 * (made + transient + sum(map(nbytes_of, tensors)))):
-                    self.reverse(kind, pattern, tensors, wanted, into)
-                    reverse = kinds.reverse_nbytes.setdefault(kind, reverse)
-                else:
-                    reverse += made + _given_nbytes(record)
-        record.transient_nbytes.append(transient)
-        record.reverse_nbytes.append(reverse)
-        taken = kinds.taken_nbytes[kind] = made + inner + transient
-        return taken
+        pattern = record.patterns.all[record.calls[-1]]
+        transient = measured.transient_nbytes or 0
+        reverse = transient + record.inner_nbytes[-1]
+        if spare is not None and not isinstance(pattern.function, (Apply, Whole)):
+            if not profiling() and spare(2 * (made + transient + sum(map(nbytes_of, tensors)))):
+                self.reverse(measured, pattern, tensors, wanted, into)
+                if measured.reverse_nbytes is None:
+                    measured.reverse_nbytes = reverse
+                return measured.reverse_nbytes
+            reverse += made + _given_nbytes(record)
+        return reverse
 
     def reverse(
-        self, kind: Any, pattern: Pattern, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], written: set[int]
+        self,
+        measured: Measured,
+        pattern: Pattern,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        written: set[int],
     ) -> None:
         """Make the call again by itself, and its backward. ``wanted``: which of its tensors required a gradient;
         ``written``: the ids of those that it writes into, of which it gets copies.
@@ -96,7 +97,7 @@ class Trials:
                 with track_memory(self.device) as meter:
                     torch.autograd.grad(results, asked, cotangents, retain_graph=True, allow_unused=True)
                 given_back = sum(leaf.nbytes for leaf in asked)
-                self.kinds.reverse_nbytes[kind] = views + max(0, meter.peak_nbytes - given_back)
+                measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()

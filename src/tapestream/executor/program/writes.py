@@ -20,6 +20,14 @@ _STATISTICS = {
 }
 """Functions that write into arguments without saying so: places and names of these."""
 
+_ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "itemsize")
+QUESTIONS = frozenset(
+    (*(getattr(torch.Tensor, name).__get__ for name in _ASKED if hasattr(torch.Tensor, name)),
+     torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_contiguous,
+     torch.Tensor.storage_offset, torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
+     torch.is_floating_point, torch.is_complex, torch.numel)
+)  # fmt: skip
+"""Calls that make no tensor, write into none and draw nothing: they need not be noted."""
 _INSIDE = frozenset(("backward", "grad"))
 _STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory_", "swap_tensors"))
 
@@ -79,22 +87,21 @@ def _in_place(name: str) -> bool:
 def check_changed(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
-    versions: Sequence[int],
-    wanted: Sequence[bool],
+    before: Sequence[tuple[int, bool]],
     storage_of: Callable[[torch.Tensor], int],
     external: Sequence[int],
     announced: Set[int],
 ) -> set[int]:
     """Refuse writes into tensors of others that a replay could not honour; gives storages written unannounced, which
-    spoils the restart checkpoints that hold them. ``versions``, ``wanted``: before the call; ``external``: by storage.
+    spoils the restart checkpoints that hold them. ``before``: version and need of a gradient; ``external``: by storage.
     """
     name = getattr(function, "__name__", str(function))
     spoilt = set()
-    for tensor, version, before in zip(tensors, versions, wanted, strict=True):
-        written, flag, storage = tensor._version != version, tensor.requires_grad != before, storage_of(tensor)
+    for tensor, (version, wanted) in zip(tensors, before, strict=True):
+        written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
             continue
-        if external[storage] and (before or tensor.requires_grad or flag):
+        if external[storage] and (wanted or tensor.requires_grad or flag):
             raise GradientError(
                 f"Program: {name} changed in place a tensor of shape {tuple(tensor.shape)} that the program did not "
                 "make and that requires a gradient; clone() it inside the program first"
@@ -109,7 +116,7 @@ def check_changed(
     return spoilt
 
 
-def check_allowed(function: Callable[..., Any], args: Sequence[Any]) -> None:
+def check_allowed(function: Callable[..., Any]) -> None:
     """Raise GradientError or InputError, by name, for what a replay could not honour."""
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)

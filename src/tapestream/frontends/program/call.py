@@ -39,7 +39,7 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     with recorder.listening():
         result = function()
     found = found_in(result)
-    numbers = [n for t in found if (n := recorder.number_of(t)) is not None and n >= 0]
+    numbers = [n for t in found if (n := recorder.numbers.of(t)) is not None and n >= 0]
     recorder.forget()
     for external in record.externals:
         external.version = external.tensor._version
@@ -61,7 +61,6 @@ class Replays:
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first = kept[0]
-        self._copied = found.keeper.copied
         self._running = _obeyed(actions, self.steps, self._kept)
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
@@ -69,7 +68,11 @@ class Replays:
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
         stage = bisect_right(self.steps.cuts, operation) - 1
-        self._check_unchanged(self.steps.cuts[stage + 1])
+        if self.record.spoilt is not None:
+            raise GradientError(
+                f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "
+                "that keeps all"
+            )
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
             stack.enter_context(heard_by(Deaf()))
@@ -96,29 +99,6 @@ class Replays:
                 return False
             self._last = following
         return True
-
-    def _check_unchanged(self, end: int) -> None:
-        """Raise GradientError where what operations before ``end`` use is not what it was."""
-        if self.record.spoilt is not None:
-            raise GradientError(
-                f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "
-                "that keeps all"
-            )
-        for k, external in enumerate(self.record.externals):
-            if external.first_use >= end or ~k in self._copied:
-                continue
-            if external.moved:
-                raise GradientError(
-                    f"Program: the memory of a tensor of shape {tuple(external.tensor.shape)} that the program used "
-                    "was replaced (its .data was set, or its module moved or cast) since it was first used, so replays "
-                    "would use other values; run backward before that"
-                )
-            if external.tensor._version != external.version:
-                raise GradientError(
-                    f"Program: a tensor of shape {tuple(external.tensor.shape)} that the program used was modified in "
-                    "place after the program had run (by an optimizer, or as a gradient that backward adds to), so "
-                    "replays would use the new values; run backward before the optimizer's step, or clone() the tensor"
-                )
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ class _Notes:
     def look(self) -> None:
         """At what the last operation has made and saved."""
         assert self.recorder is not None
-        alive = self.recorder.alive()
+        alive = self.recorder.numbers.alive()
         for number in alive.keys() - self.values.keys():
             self.values[number] = _shown(alive[number][0])
         before, self._addresses = self._addresses, {address_of(tensor) for tensor, _ in alive.values()}
@@ -185,7 +185,7 @@ class _Planned:
                     pass
         self.storages, self.operations = self.sizes.saves()
         self.taped = {int(s) for s, k in zip(self.storages, self.operations, strict=True) if self._is_taped(int(k))}
-        self.kept = {self.record.storage[n] for cut in self.restarts for n in self.sizes.needed(cut)}
+        self.kept = {self.record.storage_of(n) for cut in self.restarts for n in self.sizes.needed(cut)}
 
     def explanation(self) -> Explanation:
         """All that is to be said."""
@@ -261,7 +261,7 @@ class _Planned:
         numpy.maximum.at(stop, sizes.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
         stop[sorted(taped)] = n
         for cut in self.restarts if kept else ():
-            storages = [self.record.storage[number] for number in sizes.needed(cut)]
+            storages = [self.record.storage_of(number) for number in sizes.needed(cut)]
             stop[storages] = n
         inner: Numbers = numpy.array([self.record.inner_nbytes[k] if is_taped(k) else 0 for k in range(n)])
         live = sizes.spans(sizes.start, stop, sizes.nbytes)[:n] + sizes.made + numpy.cumsum(inner) - inner

@@ -41,6 +41,7 @@ class Sizes:
             if external.storage in record.writes:
                 self.start[external.storage] = 0
                 self.stop[external.storage] = max(self.stop[external.storage], external.last_use)
+        self._written_outside = [(~k, e.last_use) for k, e in enumerate(record.externals) if e.storage in record.writes]
         self.alive = self.spans(self.start, self.stop, self.nbytes)
         self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
         packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n), -1)
@@ -110,8 +111,9 @@ class Sizes:
         return found[0] if len(found) == 1 else -1
 
     def needed(self, k: int) -> frozenset[int]:
-        """Values in the state before operation ``k``."""
-        return frozenset(numpy.flatnonzero((self.birth < k) & (self.last >= k)).tolist())
+        """The state before operation ``k``: values, and by ``~k`` the external tensors that operations write into."""
+        values = numpy.flatnonzero((self.birth < k) & (self.last >= k)).tolist()
+        return frozenset((*values, *(number for number, last in self._written_outside if last >= k)))
 
     def waiting(self, k: int) -> int:
         """The most bytes of cotangents while what lies before border ``k`` has to be recorded again: that happens when

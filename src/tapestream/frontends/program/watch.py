@@ -58,10 +58,10 @@ class Online:
             self._next = saved_nbytes + self._tick
             self._ticks += 1
             if self._ticks % self._stride == 0:
-                self.keeper.keep(k, recorder.alive())
+                self.keeper.keep(k, recorder.numbers.alive())
                 self._at[k] = self._ticks
                 self._thin(self.budget // 2)
-        own = recorder.alive_nbytes + recorder.next_nbytes
+        own = recorder.numbers.alive_nbytes + recorder.next_nbytes
         if own + self._kept_nbytes + saved_nbytes - self._before > self.budget:
             self._make_room(k, saved_nbytes, own)
 
@@ -69,7 +69,7 @@ class Online:
         """Whether so many bytes more may be used for a moment; of the tape, as much goes as need be."""
         recorder = self.recorder
         assert recorder is not None
-        k, own = len(self.record), recorder.alive_nbytes + nbytes
+        k, own = len(self.record), recorder.numbers.alive_nbytes + nbytes
         if own + self._kept_nbytes + recorder.saved_nbytes - self._before > self.budget:
             self._make_room(k, recorder.saved_nbytes, own)
         return own + self._kept_nbytes + recorder.saved_nbytes - self._before <= self.budget
@@ -153,5 +153,4 @@ class Planned:
             recorder.taking = turn.take
             self._taped = (k if self._taped is None else self._taped) if turn.take else None
             if turn.keep is not None and k:
-                alive = recorder.alive()
-                self.otherwise.keeper.keep(k, {number: alive[number] for number in turn.keep if number in alive})
+                self.otherwise.keeper.keep(k, recorder.numbers.alive(), turn.keep)

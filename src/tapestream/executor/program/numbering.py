@@ -1,0 +1,138 @@
+"""`Numbering`: which tensor of a running program is which value, external tensor and storage of its record."""
+
+import torch
+
+from tapestream.executor.program.ambients import unshown
+from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.record import ALIVE, External, Record
+from tapestream.executor.program.values import Ref, address_of, nbytes_of
+from tapestream.runner.graph import next_sequence_number
+
+
+class Numbering:
+    """Values are watched weakly, external tensors held.
+
+    ``alive_nbytes``: of what the program has made and still holds; ``made_nbytes``: the same of what was made since
+    that was set to 0. ``shown``: external tensors by ``~k``, by storage.
+    """
+
+    def __init__(self, record: Record, keeper: Keeper) -> None:
+        self.record = record
+        self.alive_nbytes = self.made_nbytes = 0
+        self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._values: dict[int, Ref] = {}
+        self._external: dict[int, int] = {}
+        self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
+        self._addresses = keeper.addresses
+        self._since = next_sequence_number()
+
+    def alive(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """Values that somebody holds, by number, with their storage's number."""
+        return {r.value: (t, r.storage) for r in list(self._values.values()) if (t := r()) is not None}
+
+    def forget(self) -> None:
+        """Watch no values any more, since what is alive would keep all this until cycles are collected."""
+        self._values.clear()
+
+    def of(self, tensor: torch.Tensor) -> int | None:
+        """A value's number, ``~k`` for an external tensor, None for one never seen."""
+        ref = self._values.get(id(tensor))
+        if ref is not None and ref() is tensor:
+            return ref.value
+        external = self._external.get(id(tensor))
+        return None if external is None else ~external
+
+    def given(self, tensor: torch.Tensor) -> int:
+        """The number of an argument; one never seen is external. Raises GradientError where the program has made it in
+        a way that no call showed."""
+        ref = self._values.get(id(tensor))
+        if ref is not None and ref() is tensor:
+            if tensor._version != ref.version:
+                self.record.see(ref, tensor)
+            return ref.value
+        external = self._external.get(id(tensor))
+        if external is None:
+            return self._from_outside(tensor)
+        one = self.record.externals[external]
+        if tensor._version != one.version:
+            self.record.see(one, tensor)
+        return ~external
+
+    def made(self, tensor: torch.Tensor, k: int) -> int:
+        """The number of a result of operation ``k``: a new value, or an argument given back."""
+        known = self.of(tensor)
+        if known is not None:
+            self.used(known, k)
+            return known
+        record = self.record
+        value, storage, entry = len(record.birth), *self._entry(tensor)
+        ref = Ref(tensor, self._died)
+        ref.id, ref.value, ref.storage, ref.version, ref.at = id(tensor), value, storage, tensor._version, k
+        self._values[id(tensor)] = ref
+        if not entry[1]:
+            nbytes = record.storage_nbytes[storage]
+            self.alive_nbytes += nbytes
+            self.made_nbytes += nbytes
+        entry[1] += 1
+        record.birth.append(k)
+        record.last_use.append(k)
+        record.death.append(ALIVE)
+        record.cotangent_nbytes.append(nbytes_of(tensor) if tensor.requires_grad else 0)
+        record.storage.append(storage)
+        return value
+
+    def used(self, number: int, k: int) -> None:
+        """Operation ``k`` uses a value or an external tensor."""
+        if number >= 0:
+            self.record.last_use[number] = k
+        else:
+            self.record.externals[~number].last_use = k
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, a new one where nothing alive shows it."""
+        return self._entry(tensor)[0]
+
+    def storage_at(self, address: int) -> int | None:
+        """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
+        entry = self._storages.get(address)
+        return None if entry is None else entry[0]
+
+    def _entry(self, tensor: torch.Tensor) -> tuple[int, list[int]]:
+        address = address_of(tensor)
+        entry = self._storages.get(address)
+        if entry is None:
+            number = len(self.record.storage_nbytes)
+            entry = self._storages[address] = [number, 0]
+            self._addresses[number] = address
+            self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
+            self.record.storage_external.append(0)
+        return entry[0], entry
+
+    def _from_outside(self, tensor: torch.Tensor) -> int:
+        node = tensor.grad_fn
+        if node is not None and node._sequence_nr() >= self._since:
+            raise unshown(tensor, node.name())
+        storage, entry = self._entry(tensor)
+        if entry[1] and not self.record.storage_external[storage]:
+            raise unshown(tensor, None)
+        self.record.storage_external[storage] = 1
+        entry[1] += 1
+        self._external[id(tensor)] = k = len(self.record.externals)
+        self.shown.setdefault(storage, []).append((~k, tensor))
+        at = len(self.record)
+        self.record.externals.append(
+            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
+        )
+        return ~k
+
+    def _died(self, ref: Ref) -> None:
+        if self._values.get(ref.id) is ref:
+            del self._values[ref.id]
+        self.record.death[ref.value] = len(self.record)
+        address = self._addresses.get(ref.storage)
+        if address is not None:
+            entry = self._storages[address]
+            entry[1] -= 1
+            if not entry[1]:
+                del self._storages[address], self._addresses[ref.storage]
+                self.alive_nbytes -= self.record.storage_nbytes[ref.storage]
