@@ -1,6 +1,6 @@
 """The networks that are measured: all have the shape ``after(blocks(before(x)))``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,27 @@ class Residual(nn.Module):
         return F.relu(self.second(self.first(x)) + shortcut)
 
 
+class Bottleneck(nn.Module):
+    """A bottleneck block of He et al. 2016, stride in the 3x3 convolution, projection where the shape changes."""
+
+    def __init__(self, before: int, inner: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * inner
+        self.inside = nn.Sequential(
+            *_normed(before, inner, 1), nn.ReLU(inplace=True),
+            *_normed(inner, inner, 3, stride), nn.ReLU(inplace=True), *_normed(inner, after, 1),
+        )  # fmt: skip
+        self.shortcut = nn.Identity() if before == after else nn.Sequential(*_normed(before, after, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, before, height, width) to (batch, 4 inner, height / stride, width / stride)."""
+        return F.relu(self.inside(x) + self.shortcut(x), inplace=True)
+
+
+def _normed(before: int, after: int, size: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(before, after, size, stride, size // 2, bias=False), nn.BatchNorm2d(after)]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A network with its batch. Every ``network()`` has the same bits."""
@@ -116,6 +137,23 @@ def resnet(blocks_per_size: int, batch: int, device: str) -> Case:
         return Network(stem, blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)))
 
     return Case(f"ResNet-{6 * blocks_per_size + 2}, batch {batch}", network, _images(batch, 32), device)
+
+
+def imagenet_resnet(blocks: Sequence[int], width: int, batch: int, size: int, device: str) -> Case:
+    """A ResNet of bottleneck blocks; (3, 4, 6, 3) of width 64 is ResNet-50."""
+
+    def network() -> Network:
+        found: list[nn.Module] = []
+        before = width
+        for stage, count in enumerate(blocks):
+            for place in range(count):
+                found.append(Bottleneck(before, width << stage, 2 if stage and not place else 1))
+                before = 4 * width << stage
+        stem = nn.Sequential(*_normed(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+        return Network(stem, found, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)))
+
+    name = f"ResNet-{3 * sum(blocks) + 2}, {batch} images of {size} x {size}"
+    return Case(name, network, _images(batch, size), device)
 
 
 def pyramid(batch: int, size: int, device: str) -> Case:

@@ -69,32 +69,32 @@ class Ambients:
 
     def __init__(self, found: list[Ambient], kinds: Sequence[str]) -> None:
         self._found, self._kinds = found, kinds
-        self._getters = [get for get, _ in (_ON_CPU if tuple(kinds) == ("cpu",) else _KERNELS)]
+        self._questions: list[Callable[[], Any]] = [
+            torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_cache_enabled,
+            torch.get_default_dtype,
+            *(functools.partial(torch.is_autocast_enabled, kind) for kind in kinds),
+            *(functools.partial(torch.get_autocast_dtype, kind) for kind in kinds),
+            *(get for get, _ in (_ON_CPU if tuple(kinds) == ("cpu",) else _KERNELS)),
+        ]  # fmt: skip
         self._numbers: dict[Ambient, int] = {}
         self._last: Any = None
         self._number = 0
 
     def now(self, epoch: int) -> int:
         """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode."""
-        seen = (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(), epoch,
-            [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in self._kinds],
-            [get() for get in self._getters], others() if _C._len_torch_function_stack() else (),
-        )  # fmt: skip
+        seen = [ask() for ask in self._questions], epoch, others() if _C._len_torch_function_stack() else ()
         if seen != self._last:  # comparing is cheaper than a hash
             self._last, self._number = seen, self._number_of(*seen)
         return self._number
 
-    def _number_of(
-        self, grad: bool, inference: bool, cache: bool, dtype: torch.dtype, epoch: int, casts: list[torch.dtype | None],
-        kernels: list[Any], modes: tuple[Any, ...],
-    ) -> int:  # fmt: skip
+    def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...]) -> int:
+        (grad, inference, cache, dtype), kinds = answers[:4], len(self._kinds)
+        on, dtypes, kernels = answers[4 : 4 + kinds], answers[4 + kinds : 4 + 2 * kinds], answers[4 + 2 * kinds :]
         if inference:
             raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
-        by_kind = tuple(zip(self._kinds, casts, strict=True))
+        casts = tuple((kind, to if cast else None) for kind, cast, to in zip(self._kinds, on, dtypes, strict=True))
         chosen = tuple(tuple(one) if isinstance(one, list) else one for one in kernels)
-        ambient = Ambient(grad, by_kind, cache, dtype, epoch, chosen, modes)
+        ambient = Ambient(grad, casts, cache, dtype, epoch, chosen, modes)
         number = self._numbers.setdefault(ambient, len(self._found))
         if number == len(self._found):
             self._found.append(ambient)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+
 import torch
 
 from tapestream.executor.program.record import Record
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
+
 
 @dataclass(slots=True)
 class Entry:

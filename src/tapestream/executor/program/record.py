@@ -138,6 +138,10 @@ class Record:
         """What operation ``k`` gives."""
         return self.results[self.result_ends[k - 1] if k else 0 : self.result_ends[k]]
 
+    def runs_users_code(self) -> bool:
+        """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
+        return any(isinstance(pattern.function, (Apply, Whole)) for pattern in self.patterns.all)
+
     def saves_given(self, k: int) -> bool:
         """Whether all that operation ``k`` saves is what it is given: that is there before it computes. Not so of what
         users have written, which may do anything before."""

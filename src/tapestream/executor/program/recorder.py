@@ -22,7 +22,7 @@ from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.numbering import Numbering
-from tapestream.executor.program.patterns import Call, tensors_of
+from tapestream.executor.program.patterns import Call, Measured, tensors_of
 from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
@@ -177,20 +177,29 @@ class Recorder(TorchFunctionMode):
         record.results.extend([self.numbers.made(t, k) for t in made])
         record.result_ends.append(len(record.results))
         self._saved()
-        if measured.reverse_nbytes is None:
-            wanted = [flag for _, flag in before]
-            into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
-            shown = any(t.requires_grad for t in (*fresh, *tensors))
-            spare, made_nbytes = self.spare if shown else None, self.numbers.made_nbytes
-            reverse = self._trials.tried(record, measured, tensors, wanted, into, made_nbytes, spare)
-        else:
-            reverse = measured.reverse_nbytes
+        reverse = measured.reverse_nbytes
+        record.reverse_nbytes.append(
+            self._reverse(measured, tensors, before, announced, fresh) if reverse is None else reverse
+        )
         transient = measured.transient_nbytes or 0
         record.transient_nbytes.append(transient)
-        record.reverse_nbytes.append(reverse)
         taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
+
+    def _reverse(
+        self,
+        measured: Measured,
+        tensors: list[torch.Tensor],
+        before: list[tuple[int, bool]],
+        announced: Set[int],
+        fresh: list[torch.Tensor],
+    ) -> int:
+        """Bytes that backward of the last call takes, which is the first such one."""
+        wanted = [flag for _, flag in before]
+        into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
+        spare = self.spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
+        return self._trials.tried(self.record, measured, tensors, wanted, into, self.numbers.made_nbytes, spare)
 
     def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""
@@ -202,7 +211,7 @@ class Recorder(TorchFunctionMode):
 
     def _changed(self, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]) -> Set[int]:
         changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)
-        return announced.union(map(self.numbers.storage_of, changed))
+        return announced | {self.numbers.storage_of(t) for t in changed}
 
     def _check_bypassed(self, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
         if changed and changed & self._bypassed:
@@ -235,7 +244,9 @@ class Recorder(TorchFunctionMode):
             self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
         address = address_of(tensor)
         storage = self.numbers.storage_at(address)
-        if storage is None:  # held until the operation ends, so that addresses tell its results from what it does inside
+        if (
+            storage is None
+        ):  # held until the operation ends, so that addresses tell its results from what it does inside
             self._unknown[address] = tensor.detach()
         else:
             self._count(storage)

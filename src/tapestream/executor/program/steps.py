@@ -38,6 +38,7 @@ class ProgramSteps:
         self.stages = self.operations = 0
         self._opaque = sorted(record.hidden)
         self._writing = {k for operations in record.writes.values() for k in operations}
+        self._draws = record.draws_nbytes > 0 or record.runs_users_code()
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._showing = record.showing_written()
@@ -84,8 +85,9 @@ class ProgramSteps:
         """Make a restart checkpoint live."""
         self._live = None
         kept.check()
-        assert kept.generators is not None
-        kept.generators.restore()
+        if self._draws:
+            assert kept.generators is not None
+            kept.generators.restore()
         self._live, self._own = kept, frozenset()
 
     def leave(self, stage: int) -> None:
@@ -100,48 +102,49 @@ class ProgramSteps:
 
     # -- stretches that are run at once ---------------------------------------------------------------------------
 
-    def _run(self, start: int, stop: int, into: Saved | None, end: int | None = None) -> None:
-        """Without saved tensors where ``into`` is None. With ``end`` no further than there, and the operation before it
-        no further than what it saves, if that is there before it computes: the state afterwards is not made."""
+    def _run(self, start: int, stop: int, into: Saved | None, enough: tuple[int, int] | None = None) -> None:
+        """Without saved tensors where ``into`` is None. ``enough``: see `_enough`; the state afterwards is not made
+        then."""
         record, first, after = self.program, self.cuts[start], self.cuts[stop]
-        most = -1 if end is None or end - 1 in self._writing or not record.saves_given(end - 1) else record.packs[end - 1]
-        enough = False  # from now on, what is saved is that of the last operation
+        end, most = enough or (after, -1)
+        last = False
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
                 into.append((tensor.detach(), tensor._version))
-                if enough and len(into) == most:
+                if last and len(into) == most:
                     raise _Enough
 
-        values, left = self._entered(self._live_at(start), first, after if end is None else end)
+        values, left = self._entered(self._live_at(start), first, end)
         self._live = None  # what is used up on the way goes on the way
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
-            self._replay(values, first, after if end is None else end - 1, enter, into)
-            if end is not None and into is not None:
-                enough = True
-                with contextlib.suppress(_Enough):
-                    self._replay(values, end - 1, end, enter, into)
-                if into:
-                    self._took(end - 1, into)
+            self._replay(values, first, end - 1, enter, into)
+            last = True
+            with contextlib.suppress(_Enough):
+                self._replay(values, end - 1, end, enter, into)
+            if into:
+                self._took(end - 1, into)
         self.stages += stop - start
-        if end is None:
+        if enough is None:
             self._own = self._own & left.keys() | values.keys()
             for number, tensor in values.items():
                 left[number] = Entry.of(tensor, record.storage_of(number), private=True)
             self._live = Kept(after, left)
 
-    def _enough(self, stage: int) -> int | None:
-        """The end of the operations of a stretch that have to run for what it saves; None for all of them, where a
-        later one would tell that what is saved has changed."""
+    def _enough(self, stage: int) -> tuple[int, int] | None:
+        """The end of the operations of a stretch that have to run for what it saves, and after how many saved tensors
+        the last of them need not go on, -1 where it must. None for all, where a later operation would tell that what
+        is saved has changed."""
         record, first, end = self.program, self.cuts[stage], self.cuts[stage + 1]
-        enough = next((k + 1 for k in range(end - 1, first - 1, -1) if record.packs[k]), end)
-        return None if any(k in self._writing for k in range(enough, end)) else enough
+        last = next((k for k in range(end - 1, first - 1, -1) if record.packs[k]), end - 1)
+        if any(k in self._writing for k in range(last + 1, end)):
+            return None
+        early = last not in self._writing and record.saves_given(last)
+        return last + 1, record.packs[last] if early else -1
 
-    def _entered(
-        self, state: Kept, first: int, end: int
-    ) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
-        """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may write
-        into; and the rest as it is."""
+    def _entered(self, state: Kept, first: int, end: int) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
+        """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may
+        write into; and the rest as it is."""
         record, entries = self.program, state.entries
         used = record.used_between(first, end) & entries.keys()
         for number in tuple(used):

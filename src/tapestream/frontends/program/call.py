@@ -61,6 +61,7 @@ class Replays:
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first = kept[0]
+        self._users = found.record.runs_users_code()
         self._running = _obeyed(actions, self.steps, self._kept)
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
@@ -75,8 +76,9 @@ class Replays:
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
-            stack.enter_context(heard_by(Deaf()))
-            stack.enter_context(unchanged_generators())
+            if self._users or self.record.draws_nbytes:
+                stack.enter_context(heard_by(Deaf()))
+                stack.enter_context(unchanged_generators())
             if self.record.hidden:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:

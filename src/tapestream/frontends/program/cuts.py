@@ -11,7 +11,7 @@ from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
-FEWER = (12, 16, 20, 24, 28, 48)
+FEWER = (12, 16, 20, 24, 28)
 """Other numbers that the quick ones of those are tried with: which one suits blocks that come again, they show."""
 
 
@@ -82,6 +82,11 @@ class Borders:
             end = b if last < a else last if record.saves_given(last) else last + 1
             found.append(float(seconds[end] - seconds[a]))
         return found
+
+    def tail_nbytes(self, start: int, end: int) -> int:
+        """Bytes that keeping what a stretch saves takes, with the states that its backward reads."""
+        (one,), alive = stages_of(self.sizes, [start, end]), self.sizes.alive
+        return one.saved + int(one.reads_input and alive[start]) + int(one.reads_output and alive[end])
 
     def profile(self, cuts: Sequence[int]) -> Profile:
         """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""

@@ -1,7 +1,7 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -13,6 +13,7 @@ from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
+from tapestream.frontends.program.tails import with_tails
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Phase, Restore, Schedule
 from tapestream.planners import planners
@@ -24,6 +25,8 @@ from tapestream.units import format_nbytes
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; `make_plan`'s best follows when the same sequence has come again."""
 _FINEST = 4 * MANY
+_SHARES = (1, 0.9, 0.8, 0.7, 0.6)
+"""Of the budget, for a plan to which tails are added (see `with_tails`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Prepared:
 
     shape: Any
     plan: Plan | None
-    cuts: list[int] = field(default_factory=list)
+    cuts: Sequence[int] = field(default_factory=list)
     reversal: Reversal | None = None
     turns: dict[int, Turn] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
@@ -49,18 +52,21 @@ class Prepared:
 
 def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Prepared | None) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found quickly."""
-    found: list[tuple[Plan, list[int]]] = []
+    found: list[tuple[Plan, Sequence[int]]] = []
     if before is not None and before.plan is not None:
-        found = [(before.plan, before.cuts), *_plans(borders, FEW, budget, ("auto",))]
-        found += [one for most in FEWER for one in _plans(borders, most, budget, ("rotor",))]
+        found = [(before.plan, before.cuts), *_plans(borders, borders.cuts(FEW), budget, ("auto",))]
+        found += [one for most in FEWER for one in _plans(borders, borders.cuts(most), budget, ("rotor",))]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
-        tried = (_plans(borders, most, budget, names, timed=timed) for timed in (True, False) for most in sizes)
+        cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
+        tried = (_plans(borders, cuts, budget, names) for cuts in cuts_tried)
         found = next(filter(None, tried), [])
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, reversal = _fastest(borders, found)
+    if before is not None and reversal.reruns:
+        plan, cuts, reversal = _fastest(borders, [(plan, cuts), *_with_tails(borders, cuts, budget)])
     by_operation = borders.sizes.saved_before()
     saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
     turns = {
@@ -72,7 +78,7 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, final)
 
 
-def _fastest(borders: Borders, found: Sequence[tuple[Plan, list[int]]]) -> tuple[Plan, list[int], Reversal]:
+def _fastest(borders: Borders, found: Sequence[tuple[Plan, Sequence[int]]]) -> tuple[Plan, Sequence[int], Reversal]:
     """By what backward runs again: the first sweep is the same for all, and planners do not know that a stretch that is
     run for what it saves need not be run to its end."""
     timed = []
@@ -82,10 +88,18 @@ def _fastest(borders: Borders, found: Sequence[tuple[Plan, list[int]]]) -> tuple
     return min(timed, key=lambda one: one[:2])[2]
 
 
+def _with_tails(borders: Borders, cuts: Sequence[int], budget: int) -> Iterator[tuple[Plan, Sequence[int]]]:
+    """Plans that leave more or less room for the tails of their stretches, with as many of them as fit."""
+    for share in _SHARES:
+        for plan, _ in _plans(borders, cuts, int(share * budget), ("rotor",)):
+            found = with_tails(plan, cuts, borders, budget)
+            if found is not None:
+                yield found
+
+
 def _plans(
-    borders: Borders, most: int, budget: int, names: Sequence[str], *, timed: bool = True
-) -> list[tuple[Plan, list[int]]]:
-    cuts = borders.cuts(most, timed=timed)
+    borders: Borders, cuts: Sequence[int], budget: int, names: Sequence[str]
+) -> list[tuple[Plan, Sequence[int]]]:
     profile, found = borders.profile(cuts), []
     for name in names:
         with contextlib.suppress(BudgetError):

@@ -1,0 +1,127 @@
+"""The ends of stretches kept from the first sweep, while their beginnings are run again.
+
+A stretch that is run again for what it saves ends as soon as it has (see `ProgramSteps.record`). Its last operations
+may save little that takes long to make: the mask of a dropout, for which the product before it has to be computed; the
+input and statistics of a normalisation. With that kept from the first sweep the stretch is two: a beginning, which is
+run again and ends earlier, and a tail, which never is.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tapestream.costs import Budget
+from tapestream.errors import BudgetError, ScheduleError
+from tapestream.frontends.program.cuts import Borders
+from tapestream.ir import (  # fmt: skip
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Phase,
+    PhaseKind,
+    Record,
+    Restore,
+    Schedule,
+    Series,
+    Value,
+)
+from tapestream.planning.plan import Plan
+
+_LONGEST = 24  # operations of a tail
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Of stretch ``stage`` from operation ``start`` on: bytes to keep it, seconds that this saves."""
+
+    stage: int
+    start: int
+    nbytes: int
+    seconds: float
+
+
+def with_tails(plan: Plan, cuts: Sequence[int], borders: Borders, budget: int) -> tuple[Plan, Sequence[int]] | None:
+    """``plan`` with as many tails as fit into ``budget`` bytes, those first that save the most seconds for a byte; None
+    where there is none."""
+    actions = list(plan.schedule)
+    tails = sorted(_best(actions, cuts, borders), key=lambda tail: tail.nbytes / tail.seconds)
+    found, least, most = None, 0, len(tails)
+    while least < most:  # more tails never take less memory
+        count = (least + most + 1) // 2
+        one = _split(plan, actions, cuts, borders, {tail.stage: tail.start for tail in tails[:count]}, budget)
+        if one is None:
+            most = count - 1
+        else:
+            found, least = one, count
+    return found
+
+
+def _best(actions: Sequence[Action], cuts: Sequence[int], borders: Borders) -> Iterator[_Tail]:
+    """Of each stretch that is run again for what it saves, the tail that saves the most seconds for a byte."""
+    back = actions[actions.index(Phase(PhaseKind.BACKWARD)) :]
+    for stage in [a.stage for a, b in pairwise(back) if isinstance(a, Record) and isinstance(b, Backward)]:
+        a, b = cuts[stage], cuts[stage + 1]
+        starts = [t for t in range(max(a + 1, b - _LONGEST), b) if borders.allowed[t]]
+        found = []
+        for start in starts:
+            before, _ = borders.again([a, start, b])
+            seconds = borders.again([a, b])[0] - before
+            if seconds > 0:
+                found.append(_Tail(stage, start, borders.tail_nbytes(start, b), seconds))
+        if found:
+            yield min(found, key=lambda tail: tail.nbytes / tail.seconds)
+
+
+def _split(
+    plan: Plan, actions: Sequence[Action], cuts: Sequence[int], borders: Borders, starts: Mapping[int, int], budget: int
+) -> tuple[Plan, list[int]] | None:
+    finer = sorted({*cuts, *starts.values()})
+    with contextlib.suppress(BudgetError, ScheduleError):
+        schedule = _rewritten(actions, len(cuts) - 1, frozenset(starts), plan.planner)
+        return Plan.judged(schedule, borders.profile(finer), Budget(budget), None, plan.alternatives), finer
+    return None
+
+
+def _rewritten(actions: Sequence[Action], n: int, split: frozenset[int], planner: str) -> Schedule:
+    """The same with the stages ``split`` in two, of which the second is recorded in the first sweep. Raises
+    ScheduleError for an action that no such plan has."""
+    place, at = [], 0
+    for stage in range(n + 1):
+        place.append(at)
+        at += 2 if stage in split else 1
+    out: list[Action] = []
+    backward = False
+    for action in actions:
+        match action:
+            case Phase(kind):
+                out.append(action)
+                backward = kind is PhaseKind.BACKWARD
+                if backward and n - 1 in split:
+                    out.append(Backward(place[n - 1] + 1))
+            case Forward(start, stop):
+                inside = [] if backward else [stage for stage in range(start, stop) if stage in split]
+                first = place[start]
+                for stage in inside:
+                    out += (Forward(first, place[stage] + 1), Record(place[stage] + 1))
+                    first = place[stage] + 2
+                if first < place[stop]:
+                    out.append(Forward(first, place[stop]))
+            case Record(stage):
+                out.append(Record(place[stage]))
+            case Backward(stage):
+                out.append(Backward(place[stage]))
+                if stage - 1 in split:
+                    out.append(Backward(place[stage - 1] + 1))
+            case Keep(stage):
+                out.append(Keep(place[stage]))
+            case Restore(stage):
+                out.append(Restore(place[stage]))
+            case Free(Value(Kind.STATE, stage), tier):
+                out.append(Free(Value(Kind.STATE, place[stage]), tier))
+            case _:
+                raise ScheduleError(f"no stage is split in a plan with {action}")
+    return Schedule(Series(tuple(out)), place[n], planner=planner)
