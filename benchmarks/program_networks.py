@@ -3,8 +3,8 @@ and no longer than `checkpoint_sequential`, placed by hand as well as can be, at
 
 Convolutional networks, of wide and of very narrow layers, and a transformer, with dropout and without, loss included,
 nothing marked; the tape is what plain PyTorch's forward leaves behind. Each runs in turn with plain PyTorch, with the
-fastest checkpoint_sequential whose measured peak is no higher than ours, and compiled with `activation_memory_budget` of
-a quarter. What that gets wrong shows in the last columns: the largest difference of a gradient from that of plain
+fastest checkpoint_sequential whose measured peak is no higher than ours, and compiled with `activation_memory_budget`
+of a quarter. What that gets wrong shows in the last columns: the largest difference of a gradient from that of plain
 PyTorch with the same random numbers, as a part of that gradient's largest number.
 """
 

@@ -30,10 +30,8 @@ class Draws:
         """The states before a call; None where it does not draw."""
         return None if id(pattern) in self._quiet or id(function) in self._quiet else TorchGenerators.capture()
 
-    def after(self, before: TorchGenerators | None, function: Callable[..., Any], like: Any) -> bool:
+    def after(self, before: TorchGenerators, function: Callable[..., Any], like: Any) -> bool:
         """Whether the call has drawn, or has set a generator. ``like``: what tells calls that will not either."""
-        if before is None:
-            return False
         now, sets = TorchGenerators.capture(), getattr(function, "__name__", "") in _SETTING
         if sets:
             self._seed = torch.initial_seed()

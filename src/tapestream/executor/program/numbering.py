@@ -1,5 +1,7 @@
 """`Numbering`: which tensor of a running program is which value, external tensor and storage of its record."""
 
+from collections.abc import Iterable
+
 import torch
 
 from tapestream.executor.program.ambients import unshown
@@ -62,7 +64,7 @@ class Numbering:
         """The number of a result of operation ``k``: a new value, or an argument given back."""
         known = self.of(tensor)
         if known is not None:
-            self.used(known, k)
+            self.used((known,), k)
             return known
         record = self.record
         value, storage, entry = len(record.birth), *self._entry(tensor)
@@ -81,12 +83,14 @@ class Numbering:
         record.storage.append(storage)
         return value
 
-    def used(self, number: int, k: int) -> None:
-        """Operation ``k`` uses a value or an external tensor."""
-        if number >= 0:
-            self.record.last_use[number] = k
-        else:
-            self.record.externals[~number].last_use = k
+    def used(self, numbers: Iterable[int], k: int) -> None:
+        """Operation ``k`` uses values and external tensors."""
+        last_use, externals = self.record.last_use, self.record.externals
+        for number in numbers:
+            if number >= 0:
+                last_use[number] = k
+            else:
+                externals[~number].last_use = k
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, a new one where nothing alive shows it."""

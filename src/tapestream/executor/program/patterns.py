@@ -147,8 +147,9 @@ class Patterns:
 
     def number(self, call: Call, results: Sequence[torch.Tensor]) -> int:
         """That of the pattern of a call that is recorded, whose objects live as long as the graph of its results."""
-        for one in call.pattern.foreign:
-            one.keep_with(results)
+        if call.pattern.foreign:
+            for one in call.pattern.foreign:
+                one.keep_with(results)
         if call.number is None:
             call.number = self._numbers.setdefault(call.pattern.key, len(self.all))
             if call.number == len(self.all):

@@ -138,7 +138,9 @@ class Recorder(TorchFunctionMode):
         numbers = [self.numbers.given(t) for t in tensors]
         announced = self._announce(func, args, kwargs) if call.writes else _NONE
         before = [(t._version, t.requires_grad) for t in tensors]
-        self._begin(k)
+        self.numbers.made_nbytes = 0
+        if self._packs:  # of a call that failed
+            self._begin(k)
         if self._hidden is not None:
             self._hidden.begin(pattern.foreign)
         drawing = self._draws.before(pattern, func)
@@ -156,7 +158,8 @@ class Recorder(TorchFunctionMode):
         fresh = [] if call.attribute == "grad" else [t for t in made if self.numbers.of(t) is None]
         noted = bool(fresh or touched or changed or always)
         like = pattern if noted else None if made else func
-        if not (self._draws.after(drawing, func, like) or noted):
+        drawn = drawing is not None and self._draws.after(drawing, func, like)
+        if not (drawn or noted):
             self._begin(k)
             return result
         if touched:
@@ -164,7 +167,8 @@ class Recorder(TorchFunctionMode):
                 func, tensors, before, self.numbers.storage_of, record.storage_external, announced
             ):
                 self.keeper.spoilt(storage)
-        self._check_bypassed(call, tensors, changed)
+        if changed or call.attribute == "data":
+            self._check_bypassed(call, tensors, changed)
         for storage in changed:
             record.writes.setdefault(storage, array("i")).append(k)
         record.calls.append(record.patterns.number(call, fresh))
@@ -172,34 +176,33 @@ class Recorder(TorchFunctionMode):
         record.seconds.append(seconds)
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
-        for number in numbers:
-            self.numbers.used(number, k)
+        self.numbers.used(numbers, k)
         record.results.extend([self.numbers.made(t, k) for t in made])
         record.result_ends.append(len(record.results))
         self._saved()
-        reverse = measured.reverse_nbytes
-        record.reverse_nbytes.append(
-            self._reverse(measured, tensors, before, announced, fresh) if reverse is None else reverse
-        )
-        transient = measured.transient_nbytes or 0
-        record.transient_nbytes.append(transient)
-        taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
-        self._largest_nbytes = max(self._largest_nbytes, taken)
+        self._costs(measured, tensors, before, announced, fresh)
         return result
 
-    def _reverse(
+    def _costs(
         self,
         measured: Measured,
         tensors: list[torch.Tensor],
         before: list[tuple[int, bool]],
         announced: Set[int],
         fresh: list[torch.Tensor],
-    ) -> int:
-        """Bytes that backward of the last call takes, which is the first such one."""
-        wanted = [flag for _, flag in before]
-        into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
-        spare = self.spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
-        return self._trials.tried(self.record, measured, tensors, wanted, into, self.numbers.made_nbytes, spare)
+    ) -> None:
+        """Note what the last call has taken, and what its backward will."""
+        record, reverse = self.record, measured.reverse_nbytes
+        if reverse is None:
+            wanted = [flag for _, flag in before]
+            into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
+            spare = self.spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
+            reverse = self._trials.tried(record, measured, tensors, wanted, into, self.numbers.made_nbytes, spare)
+        transient = measured.transient_nbytes or 0
+        record.reverse_nbytes.append(reverse)
+        record.transient_nbytes.append(transient)
+        taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
+        self._largest_nbytes = max(self._largest_nbytes, taken)
 
     def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""
@@ -214,7 +217,7 @@ class Recorder(TorchFunctionMode):
         return announced | {self.numbers.storage_of(t) for t in changed}
 
     def _check_bypassed(self, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
-        if changed and changed & self._bypassed:
+        if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
                 "not see; write into it under torch.no_grad(), or into a clone()"
@@ -223,14 +226,12 @@ class Recorder(TorchFunctionMode):
             self._bypassed.add(self.numbers.storage_of(tensors[0]))
 
     def _begin(self, k: int) -> None:
-        """Nothing has been saved in operation ``k`` so far."""
-        self.numbers.made_nbytes = 0
-        if self._packs:
-            record = self.record
-            del record.saves[record.save_ends[k - 1] if k else 0 :]
-            self._packs = self._look = 0
-            self._unknown.clear()
-            self.tape.saved.pop(k, None)
+        """Forget what operation ``k`` has saved so far."""
+        record = self.record
+        del record.saves[record.save_ends[k - 1] if k else 0 :]
+        self._packs = self._look = 0
+        self._unknown.clear()
+        self.tape.saved.pop(k, None)
 
     # -- what a call did ------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
-FEWER = (12, 16, 20, 24, 28)
-"""Other numbers that the quick ones of those are tried with: which one suits blocks that come again, they show."""
+FEWER = (16, 20, 24, 28)
+"""Other numbers that the quickest of those is tried with: which one suits blocks that come again, it shows."""
 
 
 class Borders:

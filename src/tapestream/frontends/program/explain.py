@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -76,7 +76,7 @@ def explained(
 
 def _plan(
     found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str, known: Prepared | None
-) -> tuple[list[int], Reversal]:
+) -> tuple[Sequence[int], Reversal]:
     shape = found.record.shape()
     fits = known is not None and known.plan is not None and known.plan.peak_nbytes <= budget
     prepared = known if fits and known is not None and known.shape == shape else None
@@ -167,7 +167,7 @@ class _Planned:
     """A recorded program and the plan for it."""
 
     def __init__(
-        self, record: Record, notes: _Notes, borders: Borders, cuts: list[int], reversal: Reversal, budget: int
+        self, record: Record, notes: _Notes, borders: Borders, cuts: Sequence[int], reversal: Reversal, budget: int
     ) -> None:
         self.record, self.notes, self.borders, self.budget = record, notes, borders, budget
         self.sizes: Sizes = borders.sizes

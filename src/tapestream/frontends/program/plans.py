@@ -13,7 +13,7 @@ from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
-from tapestream.frontends.program.tails import with_tails
+from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Phase, Restore, Schedule
 from tapestream.planners import planners
@@ -23,16 +23,19 @@ from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
 
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
-"""What "auto" tries at once, in milliseconds; `make_plan`'s best follows when the same sequence has come again."""
+"""What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
 _FINEST = 4 * MANY
-_SHARES = (1, 0.9, 0.8, 0.7, 0.6)
-"""Of the budget, for a plan to which tails are added (see `with_tails`)."""
+_SHARES = (1, 0.9, 0.8, 0.65, 0.5)
+"""Of the budget, for a plan to which tails are added (see `Tails`)."""
+LOOKS = 2
+"""How often a better plan is looked for by "auto": all planners, then several numbers of stretches with tails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A plan for the program whose record has this ``shape``. ``turns``: what the first sweep does at each stretch;
-    ``saved``: bytes saved before each. ``final``: no better plan is looked for. ``slots``: of a second backward."""
+    ``saved``: bytes saved before each. ``looks``: how often a better plan has been looked for, `LOOKS` times at most.
+    ``slots``: of a second backward."""
 
     shape: Any
     plan: Plan | None
@@ -42,7 +45,7 @@ class Prepared:
     saved: dict[int, int] = field(default_factory=dict)
     operations: int = 0
     slots: int = 1
-    final: bool = False
+    looks: int = 0
 
     @classmethod
     def unplanned(cls, shape: Any) -> "Prepared":
@@ -51,11 +54,13 @@ class Prepared:
 
 
 def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Prepared | None) -> Prepared:
-    """The plan for the next call that makes the same operations. ``before``: what "auto" has found quickly."""
-    found: list[tuple[Plan, Sequence[int]]] = []
+    """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
+    often a sequence comes, the longer it may look."""
+    looks, found = 0, list[tuple[Plan, Sequence[int]]]()
     if before is not None and before.plan is not None:
-        found = [(before.plan, before.cuts), *_plans(borders, borders.cuts(FEW), budget, ("auto",))]
-        found += [one for most in FEWER for one in _plans(borders, borders.cuts(most), budget, ("rotor",))]
+        looks = before.looks + 1
+        better = _plans(borders, borders.cuts(FEW), budget, ("auto",)) if looks == 1 else _with_tails(borders, budget)
+        found = [(before.plan, before.cuts), *better]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
@@ -65,17 +70,16 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, reversal = _fastest(borders, found)
-    if before is not None and reversal.reruns:
-        plan, cuts, reversal = _fastest(borders, [(plan, cuts), *_with_tails(borders, cuts, budget)])
     by_operation = borders.sizes.saved_before()
     saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
     turns = {
         cut: Turn(borders.sizes.needed(cut) if stage in reversal.kept else None, stage in reversal.recorded)
         for stage, cut in enumerate(cuts[:-1])
     }
-    final = before is not None or len(reversal.recorded) == len(plan.profile) or planner != "auto"
+    if len(reversal.recorded) == len(plan.profile) or planner != "auto":
+        looks = LOOKS
     slots = binomial_slots(plan.profile, budget)
-    return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, final)
+    return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, looks)
 
 
 def _fastest(borders: Borders, found: Sequence[tuple[Plan, Sequence[int]]]) -> tuple[Plan, Sequence[int], Reversal]:
@@ -88,13 +92,17 @@ def _fastest(borders: Borders, found: Sequence[tuple[Plan, Sequence[int]]]) -> t
     return min(timed, key=lambda one: one[:2])[2]
 
 
-def _with_tails(borders: Borders, cuts: Sequence[int], budget: int) -> Iterator[tuple[Plan, Sequence[int]]]:
-    """Plans that leave more or less room for the tails of their stretches, with as many of them as fit."""
-    for share in _SHARES:
-        for plan, _ in _plans(borders, cuts, int(share * budget), ("rotor",)):
-            found = with_tails(plan, cuts, borders, budget)
-            if found is not None:
-                yield found
+def _with_tails(borders: Borders, budget: int) -> Iterator[tuple[Plan, Sequence[int]]]:
+    """Plans that leave more or less room for the tails of their stretches, without these and with as many as fit."""
+    for most in FEWER:
+        cuts = borders.cuts(most)
+        tails = Tails(cuts, borders)
+        for share in _SHARES:
+            for one in _plans(borders, cuts, int(share * budget), ("rotor",)):
+                yield one
+                found = tails.added(one[0], budget)
+                if found is not None:
+                    yield found
 
 
 def _plans(

@@ -26,7 +26,7 @@ from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.orders import Reversal
-from tapestream.frontends.program.plans import Prepared, after_sweep, again, prepare
+from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
@@ -161,7 +161,7 @@ class Program:
         ):
             assert before.reversal is not None
             cuts, reversal, slots = before.cuts, before.reversal, before.slots
-            if not before.final and self.planner == "auto":
+            if before.looks < LOOKS and self.planner == "auto":
                 self._remember(key, prepare(Borders(record, found.numbers), shape, budget, "auto", before))
         else:
             planned, borders = False, Borders(record, found.numbers)

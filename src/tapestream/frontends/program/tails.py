@@ -7,7 +7,7 @@ run again and ends earlier, and a tail, which never is.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,46 +44,50 @@ class _Tail:
     seconds: float
 
 
-def with_tails(plan: Plan, cuts: Sequence[int], borders: Borders, budget: int) -> tuple[Plan, Sequence[int]] | None:
-    """``plan`` with as many tails as fit into ``budget`` bytes, those first that save the most seconds for a byte; None
-    where there is none."""
-    actions = list(plan.schedule)
-    tails = sorted(_best(actions, cuts, borders), key=lambda tail: tail.nbytes / tail.seconds)
-    found, least, most = None, 0, len(tails)
-    while least < most:  # more tails never take less memory
-        count = (least + most + 1) // 2
-        one = _split(plan, actions, cuts, borders, {tail.stage: tail.start for tail in tails[:count]}, budget)
-        if one is None:
-            most = count - 1
-        else:
-            found, least = one, count
-    return found
+class Tails:
+    """Those of the stretches between ``cuts``."""
 
+    def __init__(self, cuts: Sequence[int], borders: Borders) -> None:
+        self._cuts, self._borders = cuts, borders
+        self._best: dict[int, _Tail | None] = {}
 
-def _best(actions: Sequence[Action], cuts: Sequence[int], borders: Borders) -> Iterator[_Tail]:
-    """Of each stretch that is run again for what it saves, the tail that saves the most seconds for a byte."""
-    back = actions[actions.index(Phase(PhaseKind.BACKWARD)) :]
-    for stage in [a.stage for a, b in pairwise(back) if isinstance(a, Record) and isinstance(b, Backward)]:
-        a, b = cuts[stage], cuts[stage + 1]
-        starts = [t for t in range(max(a + 1, b - _LONGEST), b) if borders.allowed[t]]
-        found = []
-        for start in starts:
-            before, _ = borders.again([a, start, b])
-            seconds = borders.again([a, b])[0] - before
-            if seconds > 0:
-                found.append(_Tail(stage, start, borders.tail_nbytes(start, b), seconds))
-        if found:
-            yield min(found, key=lambda tail: tail.nbytes / tail.seconds)
+    def added(self, plan: Plan, budget: int) -> tuple[Plan, Sequence[int]] | None:
+        """``plan`` with as many tails as fit into ``budget`` bytes, those first that save the most seconds for a byte,
+        and where its stretches begin; None where none fits."""
+        actions = list(plan.schedule)
+        back = actions[actions.index(Phase(PhaseKind.BACKWARD)) :]
+        again = [a.stage for a, b in pairwise(back) if isinstance(a, Record) and isinstance(b, Backward)]
+        tails = sorted(filter(None, map(self._best_of, again)), key=lambda tail: tail.nbytes / tail.seconds)
+        found, least, most = None, 0, len(tails)
+        while least < most:  # more tails never take less memory
+            count = (least + most + 1) // 2
+            one = self._split(plan, actions, {tail.stage: tail.start for tail in tails[:count]}, budget)
+            if one is None:
+                most = count - 1
+            else:
+                found, least = one, count
+        return found
 
+    def _best_of(self, stage: int) -> _Tail | None:
+        """Of a stretch that is run again for what it saves, the tail that saves the most seconds for a byte."""
+        if stage not in self._best:
+            a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
+            found, whole = [], borders.again([a, b])[0]
+            for start in range(max(a + 1, b - _LONGEST), b):
+                seconds = whole - borders.again([a, start])[0]
+                if seconds > 0 and borders.allowed[start]:
+                    found.append(_Tail(stage, start, borders.tail_nbytes(start, b), seconds))
+            self._best[stage] = min(found, key=lambda tail: tail.nbytes / tail.seconds, default=None)
+        return self._best[stage]
 
-def _split(
-    plan: Plan, actions: Sequence[Action], cuts: Sequence[int], borders: Borders, starts: Mapping[int, int], budget: int
-) -> tuple[Plan, list[int]] | None:
-    finer = sorted({*cuts, *starts.values()})
-    with contextlib.suppress(BudgetError, ScheduleError):
-        schedule = _rewritten(actions, len(cuts) - 1, frozenset(starts), plan.planner)
-        return Plan.judged(schedule, borders.profile(finer), Budget(budget), None, plan.alternatives), finer
-    return None
+    def _split(
+        self, plan: Plan, actions: Sequence[Action], starts: Mapping[int, int], budget: int
+    ) -> tuple[Plan, Sequence[int]] | None:
+        finer = sorted({*self._cuts, *starts.values()})
+        with contextlib.suppress(BudgetError, ScheduleError):
+            schedule = _rewritten(actions, len(self._cuts) - 1, frozenset(starts), plan.planner)
+            return Plan.judged(schedule, self._borders.profile(finer), Budget(budget), None, plan.alternatives), finer
+        return None
 
 
 def _rewritten(actions: Sequence[Action], n: int, split: frozenset[int], planner: str) -> Schedule:
