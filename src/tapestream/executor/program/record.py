@@ -90,7 +90,8 @@ class Record:
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
     before which the program let go of it (`ALIVE`: it has not), its storage, the bytes of its cotangent. An argument
     is a value's number, or ``~k`` for external tensor k. ``writes``: by storage, the operations that write into it.
-    ``draws_nbytes``: what a restart checkpoint takes for the states of generators, 0 where the program draws nothing.
+    ``drawn``: the operations that draw; ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
+    0 where the program draws nothing.
     ``hidden``: of each opaque operation. ``spoilt``: why nothing may be run again.
     """
 
@@ -120,6 +121,7 @@ class Record:
     storage_external: "array[int]" = field(default_factory=lambda: array("b"))
     writes: "dict[int, array[int]]" = field(default_factory=dict)
     externals: list[External] = field(default_factory=list)
+    drawn: "array[int]" = field(default_factory=lambda: array("I"))
     draws_nbytes: int = 0
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
@@ -141,13 +143,6 @@ class Record:
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
         return any(isinstance(pattern.function, (Apply, Whole)) for pattern in self.patterns.all)
-
-    def saves_given(self, k: int) -> bool:
-        """Whether all that operation ``k`` saves is what it is given: that is there before it computes. Not so of what
-        users have written, which may do anything before."""
-        saves = set(self.saves[self.save_ends[k - 1] if k else 0 : self.save_ends[k]])
-        made = {self.storage[number] for number in self.results_of(k) if number >= 0}
-        return not (self.inner_nbytes[k] or saves & made or isinstance(self.pattern(k).function, (Apply, Whole)))
 
     def used_between(self, first: int, end: int) -> set[int]:
         """What the operations ``first`` .. ``end`` - 1 are given."""

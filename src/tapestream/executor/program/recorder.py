@@ -171,6 +171,8 @@ class Recorder(TorchFunctionMode):
             self._check_bypassed(call, tensors, changed)
         for storage in changed:
             record.writes.setdefault(storage, array("i")).append(k)
+        if drawn:
+            record.drawn.append(k)
         record.calls.append(record.patterns.number(call, fresh))
         record.ambient.append(ambient)
         record.seconds.append(seconds)

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.ambients import surroundings
 from tapestream.executor.program.keeper import Entry, Kept
+from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.tape import Saved, inside
@@ -37,7 +38,7 @@ class ProgramSteps:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
         self._opaque = sorted(record.hidden)
-        self._writing = {k for operations in record.writes.values() for k in operations}
+        self._needed, self._most = Needed(record), -1  # after so many saved tensors an operation need not go on
         self._draws = record.draws_nbytes > 0 or record.runs_users_code()
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
@@ -55,9 +56,9 @@ class ProgramSteps:
             start = end
 
     def record(self, stage: int, *, go_on: bool = True) -> None:
-        """Run a stretch; what it saves is kept. Without ``go_on`` the state after it is not made, and the run ends as
-        soon as all is saved, mostly before the last operation computes anything."""
-        self._run(stage, stage + 1, [], None if go_on else self._enough(stage))
+        """Run a stretch; what it saves is kept. Without ``go_on`` the state after it is not made, and only that is
+        computed which is needed for what it saves (see `Needed`)."""
+        self._run(stage, stage + 1, [], go_on=go_on)
 
     def _go_together(self, start: int, stop: int) -> bool:
         """What enters and leaves a stretch takes longer than a few small operations. Opaque ones may hold tensors in
@@ -102,45 +103,27 @@ class ProgramSteps:
 
     # -- stretches that are run at once ---------------------------------------------------------------------------
 
-    def _run(self, start: int, stop: int, into: Saved | None, enough: tuple[int, int] | None = None) -> None:
-        """Without saved tensors where ``into`` is None. ``enough``: see `_enough`; the state afterwards is not made
-        then."""
-        record, first, after = self.program, self.cuts[start], self.cuts[stop]
-        end, most = enough or (after, -1)
-        last = False
+    def _run(self, start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> None:
+        """Without saved tensors where ``into`` is None, without the state afterwards where not ``go_on``."""
+        record, first, end = self.program, self.cuts[start], self.cuts[stop]
+        todo, self._most = None if go_on else self._needed.of(first, end, self._live_at(start).entries), -1
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
                 into.append((tensor.detach(), tensor._version))
-                if last and len(into) == most:
+                if len(into) == self._most:
                     raise _Enough
 
         values, left = self._entered(self._live_at(start), first, end)
         self._live = None  # what is used up on the way goes on the way
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
-            self._replay(values, first, end - 1, enter, into)
-            last = True
-            with contextlib.suppress(_Enough):
-                self._replay(values, end - 1, end, enter, into)
-            if into:
-                self._took(end - 1, into)
+            self._replay(values, first, end, enter, into, todo)
         self.stages += stop - start
-        if enough is None:
+        if go_on:
             self._own = self._own & left.keys() | values.keys()
             for number, tensor in values.items():
                 left[number] = Entry.of(tensor, record.storage_of(number), private=True)
-            self._live = Kept(after, left)
-
-    def _enough(self, stage: int) -> tuple[int, int] | None:
-        """The end of the operations of a stretch that have to run for what it saves, and after how many saved tensors
-        the last of them need not go on, -1 where it must. None for all, where a later operation would tell that what
-        is saved has changed."""
-        record, first, end = self.program, self.cuts[stage], self.cuts[stage + 1]
-        last = next((k for k in range(end - 1, first - 1, -1) if record.packs[k]), end - 1)
-        if any(k in self._writing for k in range(last + 1, end)):
-            return None
-        early = last not in self._writing and record.saves_given(last)
-        return last + 1, record.packs[last] if early else -1
+            self._live = Kept(end, left)
 
     def _entered(self, state: Kept, first: int, end: int) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
         """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may
@@ -166,37 +149,58 @@ class ProgramSteps:
             return showing
         return [number for number, entry in entries.items() if entry.storage == storage]
 
-    def _replay(self, values: dict[int, torch.Tensor], first: int, end: int, enter: Any, into: Saved | None) -> None:
+    def _replay(
+        self,
+        values: dict[int, torch.Tensor],
+        first: int,
+        end: int,
+        enter: Any,
+        into: Saved | None,
+        todo: bytearray | None,
+    ) -> None:
         record = self.program
         last_use, externals = record.last_use, record.externals
         before = -1
         for k in range(first, end):
-            if record.ambient[k] != before:
-                enter(record.ambients[record.ambient[k]])
-                before = record.ambient[k]
+            what = RUN if todo is None else todo[k - first]
             numbers = record.arguments_of(k)
-            given = [values[n] if n in values else externals[~n].again() for n in numbers]
-            hidden = record.hidden.get(k)
-            if hidden is not None:
-                hidden.check(name_of(record, k), record.pattern(k).foreign)
-            made = tensors_of(record.pattern(k).call(iter(given)), [])
-            del given
-            if hidden is not None:
-                hidden.check(name_of(record, k), record.pattern(k).foreign)
-            results = record.results_of(k)
-            if len(made) != len(results):
-                raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
-            for number, tensor in zip(results, made, strict=True):
-                if number >= 0 and number not in values and last_use[number] > k:
-                    values[number] = tensor
-                del tensor
-            del made
+            if what != SKIP:
+                if record.ambient[k] != before:
+                    enter(record.ambients[record.ambient[k]])
+                    before = record.ambient[k]
+                made = self._made(k, values, numbers, what)
+                results = record.results_of(k) if what == RUN else ()
+                if len(made) != len(results):
+                    raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
+                for number, tensor in zip(results, made, strict=True):
+                    if number >= 0 and number not in values and last_use[number] > k:
+                        values[number] = tensor
+                    del tensor
+                del made
+                if into:
+                    self._took(k, into)
+                self.operations += 1
             for n in numbers:
                 if (last_use[n] if n >= 0 else externals[~n].last_use) == k:
                     values.pop(n, None)
-            if into:
-                self._took(k, into)
-        self.operations += end - first
+
+    def _made(self, k: int, values: dict[int, torch.Tensor], numbers: Iterable[int], what: int) -> list[torch.Tensor]:
+        """The results of operation ``k``; none where only what it saves is asked for."""
+        record = self.program
+        pattern, hidden = record.pattern(k), record.hidden.get(k)
+        given = iter([values[n] if n in values else record.externals[~n].again() for n in numbers])
+        if what == SAVE:
+            self._most = record.packs[k]
+            with contextlib.suppress(_Enough):
+                pattern.call(given)
+            self._most = -1
+            return []
+        if hidden is None:
+            return tensors_of(pattern.call(given), [])
+        hidden.check(name_of(record, k), pattern.foreign)
+        made = tensors_of(pattern.call(given), [])
+        hidden.check(name_of(record, k), pattern.foreign)
+        return made
 
     def _took(self, k: int, into: Saved) -> None:
         """Operation ``k`` has saved ``into``, which is emptied."""

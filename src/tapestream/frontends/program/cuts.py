@@ -1,11 +1,12 @@
 """Where a recorded program is cut into stretches, and what these cost: the `Profile` that planners see."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 
 import numpy
 
 from tapestream.costs import Profile, StageCost
+from tapestream.executor.program.needed import RUN, Needed
 from tapestream.executor.program.record import Record
 from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
@@ -24,6 +25,7 @@ class Borders:
     def __init__(self, record: Record, results: Iterable[int]) -> None:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results)
+        self._needed, self._seconds = Needed(record), self.sizes.seconds()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -75,13 +77,12 @@ class Borders:
     def again(self, cuts: Sequence[int]) -> list[float]:
         """Seconds of each of the stretches between ``cuts`` where it is run for what it saves alone (see
         `ProgramSteps.record`)."""
-        record, sizes, found = self.record, self.sizes, []
-        seconds = numpy.concatenate(([0.0], numpy.cumsum(sizes.seconds())))
-        for a, b in pairwise(cuts):
-            last = sizes.last_saver(b)
-            end = b if last < a else last if record.saves_given(last) else last + 1
-            found.append(float(seconds[end] - seconds[a]))
-        return found
+        return [self.needed_seconds(a, b) for a, b in pairwise(cuts)]
+
+    def needed_seconds(self, first: int, end: int, there: Container[int] = ()) -> float:
+        """Seconds of what has to run again of a stretch, of which the values ``there`` are kept (see `Needed`)."""
+        todo = numpy.frombuffer(self._needed.of(first, end, there), dtype=numpy.uint8)
+        return float(self._seconds[first:end][todo == RUN].sum())
 
     def tail_nbytes(self, start: int, end: int) -> int:
         """Bytes that keeping what a stretch saves takes, with the states that its backward reads."""
