@@ -140,7 +140,7 @@ def resnet(blocks_per_size: int, batch: int, device: str) -> Case:
 
 
 def imagenet_resnet(blocks: Sequence[int], width: int, batch: int, size: int, device: str) -> Case:
-    """A ResNet of bottleneck blocks; (3, 4, 6, 3) of width 64 is ResNet-50."""
+    """A ResNet of bottleneck blocks; (3, 8, 36, 3) of width 64 is ResNet-152."""
 
     def network() -> Network:
         found: list[nn.Module] = []

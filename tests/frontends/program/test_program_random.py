@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +13,9 @@ from side_by_side import outcome, same
 from torch.nn import functional
 
 from tapestream.errors import BudgetError, GradientError
+from tapestream.frontends.program import plans
 from tapestream.frontends.program.program import Program
+from tapestream.frontends.program.sizes import Sizes
 
 SIDE = 4
 Pool = list[torch.Tensor]
@@ -73,7 +77,11 @@ OPERATIONS: tuple[Operation, ...] = (
 )  # fmt: skip
 
 
-def check(steps: list[int], seed: int) -> None:
+Parts = tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]
+
+
+def made_of(steps: list[int], seed: int) -> Parts:
+    """A program, what gives its arguments, and the tensors whose gradients count."""
     w = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed + 1)).requires_grad_()
     counter = torch.zeros(SIDE, SIDE)
@@ -96,23 +104,28 @@ def check(steps: list[int], seed: int) -> None:
         counter.zero_()
         return (x * 1.0,)
 
+    return program, make, [w, x]
+
+
+def check(steps: list[int], seed: int) -> None:
+    program, make, leaves = made_of(steps, seed)
     try:
-        expected = outcome(program, [w, x], make, seed)
+        expected = outcome(program, leaves, make, seed)
     except RuntimeError as error:  # writes that plain PyTorch refuses
         if "modified by an inplace operation" not in str(error):  # in backward: replays may know the older values
             with pytest.raises(type(error)):
-                outcome(Program(program, budget=1 << 20, planner="revolve"), [w, x], make, seed)
+                outcome(Program(program, budget=1 << 20, planner="revolve"), leaves, make, seed)
         return
     budget = 1
     try:
-        outcome(Program(program, budget=1, planner="revolve"), [w, x], make, seed)
+        outcome(Program(program, budget=1, planner="revolve"), leaves, make, seed)
     except BudgetError as error:
         budget = error.least_nbytes or 1
     for limit in (budget, 4 * budget):
         runs, done = Program(program, budget=limit, planner="revolve"), 0
         while done < 2:
             try:
-                found = outcome(runs, [w, x], make, seed)
+                found = outcome(runs, leaves, make, seed)
             except GradientError as error:
                 raise AssertionError(f"refused: {error}") from error
             except BudgetError as error:  # what runs are cut by is measured, so the least varies a little
@@ -142,3 +155,38 @@ def test_random_programs(steps: list[int], seed: int) -> None:
 @given(programs, st.integers(0, 10**6))
 def test_two_thousand_random_programs(steps: list[int], seed: int) -> None:
     check(steps, seed)
+
+
+@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 200), marks=pytest.mark.full)])
+@pytest.mark.timeout(1800)
+def test_random_programs_with_values_and_tails_kept(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long stretches, and of all plans the one that keeps the most values and tails of them."""
+    monkeypatch.setattr(plans, "FEWER", (3, 6, 10))
+    monkeypatch.setattr(plans._Found, "again", lambda one, borders: -len(one.holding) - len(one.cuts) / 100)
+    monkeypatch.setattr(Sizes, "seconds", lambda sizes: numpy.arange(len(sizes.record)) % 7 + 1.0)
+    holding = tails = 0
+    for seed in seeds:
+        chosen = random.Random(seed)
+        many = [*range(len(OPERATIONS)), *(0, 1, 2, 11, 13, 15) * 5]  # most write into nothing
+        program, make, leaves = made_of(chosen.choices(many, k=chosen.randrange(30, 90)), seed)
+        try:
+            expected = outcome(program, leaves, make, seed)
+        except RuntimeError:  # writes that plain PyTorch refuses
+            continue
+        least = 1
+        try:
+            outcome(Program(program, budget=1), leaves, make, seed)
+        except BudgetError as error:
+            least = error.least_nbytes or 1
+        for part in (1.02, 1.1, 1.25):  # the states of generators take most
+            runs = Program(program, budget=int(part * least))
+            for _ in range(4):
+                found = outcome(runs, leaves, make, seed)
+                assert all(map(same, found[0], expected[0]))
+                assert all(map(same, found[2], expected[2]))
+                assert torch.equal(found[3], expected[3])
+            if runs._last is not None and runs._last.plan is not None:
+                holding += bool(runs._last.holding)
+                tails += len(runs._last.cuts) - 1 not in (3, 6, 10)
+    assert holding > 5
+    assert tails > 5

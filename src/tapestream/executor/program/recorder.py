@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Recorder(TorchFunctionMode):
     the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on (``taking``).
 
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
-    ``spare`` says whether so many bytes may be used for a moment.
+    ``spare`` says whether so many bytes may be used for a moment. ``holding``: values that are to be kept with the
+    restart checkpoint before an earlier operation, which is there, by their number.
     """
 
     only_watches = True
@@ -50,6 +51,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
         self.taking = True
+        self.holding: Mapping[int, int] = {}
         self.saved_nbytes = self.next_nbytes = self._largest_nbytes = 0
         self.numbers = Numbering(record, keeper)
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
@@ -179,7 +181,10 @@ class Recorder(TorchFunctionMode):
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
         self.numbers.used(numbers, k)
-        record.results.extend([self.numbers.made(t, k) for t in made])
+        results = [self.numbers.made(t, k) for t in made]
+        if self.holding:
+            self._hold(results, made)
+        record.results.extend(results)
         record.result_ends.append(len(record.results))
         self._saved()
         self._costs(measured, tensors, before, announced, fresh)
@@ -205,6 +210,12 @@ class Recorder(TorchFunctionMode):
         record.transient_nbytes.append(transient)
         taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
         self._largest_nbytes = max(self._largest_nbytes, taken)
+
+    def _hold(self, results: list[int], made: list[torch.Tensor]) -> None:
+        for number, tensor in zip(results, made, strict=True):
+            operation = self.holding.get(number)
+            if operation is not None:
+                self.keeper.add(operation, number, tensor, self.record.storage[number])
 
     def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""

@@ -12,7 +12,7 @@ from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
-FEWER = (16, 20, 24, 28)
+FEWER = (18, 24, 28)
 """Other numbers that the quickest of those is tried with: which one suits blocks that come again, it shows."""
 
 
@@ -83,6 +83,17 @@ class Borders:
         """Seconds of what has to run again of a stretch, of which the values ``there`` are kept (see `Needed`)."""
         todo = numpy.frombuffer(self._needed.of(first, end, there), dtype=numpy.uint8)
         return float(self._seconds[first:end][todo == RUN].sum())
+
+    def may_be_held(self, first: int, end: int) -> dict[int, int]:
+        """Values that a stretch makes again for what it saves, and that stay as they are made: bytes, by number."""
+        record, found, todo = self.record, dict[int, int](), self._needed.of(first, end, ())
+        for k in range(first, end):
+            for number in record.results_of(k) if todo[k - first] == RUN else ():
+                storage = record.storage_of(number)
+                nbytes = int(self.sizes.nbytes[storage])
+                if number >= 0 and record.birth[number] == k and nbytes and storage not in record.writes:
+                    found[number] = nbytes
+        return found
 
     def tail_nbytes(self, start: int, end: int) -> int:
         """Bytes that keeping what a stretch saves takes, with the states that its backward reads."""

@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,6 @@ from tapestream.executor.program.values import address_of
 from tapestream.frontends.program.call import Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explanation import Explanation, Fate, SavedTensor
-from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.plans import Prepared, after_sweep, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Numbers, Sizes
@@ -70,21 +69,21 @@ def explained(
             "gradient; give it a tensor or parameters with requires_grad"
         )
     borders = Borders(record, found.numbers)
-    cuts, reversal = _plan(found, borders, online.taped, tape, budget, planner, known)
-    return _Planned(record, notes, borders, cuts, reversal, budget).explanation()
+    prepared = _plan(found, borders, online.taped, tape, budget, planner, known)
+    return _Planned(record, notes, borders, prepared, budget).explanation()
 
 
 def _plan(
     found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str, known: Prepared | None
-) -> tuple[Sequence[int], Reversal]:
+) -> Prepared:
     shape = found.record.shape()
     fits = known is not None and known.plan is not None and known.plan.peak_nbytes <= budget
     prepared = known if fits and known is not None and known.shape == shape else None
     prepared = prepared or prepare(borders, shape, budget, planner, None)
     if prepared.reversal is not None:
-        return prepared.cuts, prepared.reversal
+        return prepared
     cuts, reversal, _ = after_sweep(found, borders, taped, tape, budget, planner)
-    return cuts, reversal
+    return Prepared(shape, None, cuts, reversal)
 
 
 class _Notes:
@@ -166,12 +165,12 @@ class _Untouched(Keeper):
 class _Planned:
     """A recorded program and the plan for it."""
 
-    def __init__(
-        self, record: Record, notes: _Notes, borders: Borders, cuts: Sequence[int], reversal: Reversal, budget: int
-    ) -> None:
+    def __init__(self, record: Record, notes: _Notes, borders: Borders, prepared: Prepared, budget: int) -> None:
         self.record, self.notes, self.borders, self.budget = record, notes, borders, budget
         self.sizes: Sizes = borders.sizes
-        self.cuts, self.reversal = cuts, reversal
+        assert prepared.reversal is not None
+        self.plan, self.cuts, self.reversal = prepared.plan, prepared.cuts, prepared.reversal
+        cuts, reversal = self.cuts, self.reversal
         self.restarts = sorted(cuts[stage] for stage in reversal.kept if stage)
         self.runs = [0] * len(cuts)
         for action in reversal.backward():
@@ -185,19 +184,24 @@ class _Planned:
                     pass
         self.storages, self.operations = self.sizes.saves()
         self.taped = {int(s) for s, k in zip(self.storages, self.operations, strict=True) if self._is_taped(int(k))}
-        self.kept = {self.record.storage_of(n) for cut in self.restarts for n in self.sizes.needed(cut)}
+        numbers = {n for cut in self.restarts for n in self.sizes.needed(cut)}
+        self.kept = {self.record.storage_of(n) for n in numbers.union(prepared.holding)}
 
     def explanation(self) -> Explanation:
         """All that is to be said."""
-        profile = self.borders.profile(self.cuts)
-        judged = simulate(self.reversal.schedule, profile, None, Budget(self.budget))
         rows = sorted(self._rows(), key=lambda row: -row.nbytes)
         everything = {int(s) for s in self.storages}
         return Explanation(
-            tuple(rows), tuple(self.cuts), tuple(self.restarts), self.budget, judged.peak_nbytes[Tier.DEVICE],
+            tuple(rows), tuple(self.cuts), tuple(self.restarts), self.budget, self._peak_nbytes(),
             tuple(self._live(self.taped, self.kept, self._is_taped)),
             tuple(self._live(everything, set(), lambda k: True)),
         )  # fmt: skip
+
+    def _peak_nbytes(self) -> int:
+        if self.plan is not None:
+            return self.plan.peak_nbytes
+        profile = self.borders.profile(self.cuts)
+        return simulate(self.reversal.schedule, profile, None, Budget(self.budget)).peak_nbytes[Tier.DEVICE]
 
     def _is_taped(self, k: int) -> bool:
         return self._stage(k) in self.reversal.recorded
@@ -260,9 +264,7 @@ class _Planned:
         stop = sizes.stop.copy()
         numpy.maximum.at(stop, sizes.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
         stop[sorted(taped)] = n
-        for cut in self.restarts if kept else ():
-            storages = [self.record.storage_of(number) for number in sizes.needed(cut)]
-            stop[storages] = n
+        stop[sorted(kept)] = n
         inner: Numbers = numpy.array([self.record.inner_nbytes[k] if is_taped(k) else 0 for k in range(n)])
         live = sizes.spans(sizes.start, stop, sizes.nbytes)[:n] + sizes.made + numpy.cumsum(inner) - inner
         return [int(nbytes) for nbytes in live]

@@ -1,10 +1,11 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
@@ -12,6 +13,7 @@ from tapestream.executor.program.keeper import Kept
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
+from tapestream.frontends.program.holds import Holds
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
 from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
@@ -25,22 +27,23 @@ from tapestream.units import format_nbytes
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
 _FINEST = 4 * MANY
-_SHARES = (1, 0.9, 0.8, 0.65, 0.5)
-"""Of the budget, for a plan to which tails are added (see `Tails`)."""
+_SHARES = (1, 0.85, 0.7, 0.5)
+"""Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 LOOKS = 2
 """How often a better plan is looked for by "auto": all planners, then several numbers of stretches with tails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan for the program whose record has this ``shape``. ``turns``: what the first sweep does at each stretch;
-    ``saved``: bytes saved before each. ``looks``: how often a better plan has been looked for, `LOOKS` times at most.
-    ``slots``: of a second backward."""
+    """A plan for the program whose record has this ``shape``. ``holding``: see `Recorder`; ``turns``: what the first
+    sweep does at each stretch; ``saved``: bytes saved before each. ``looks``: how often a better plan has been looked
+    for, `LOOKS` times at most. ``slots``: of a second backward."""
 
     shape: Any
     plan: Plan | None
     cuts: Sequence[int] = field(default_factory=list)
     reversal: Reversal | None = None
+    holding: Mapping[int, int] = field(default_factory=dict)
     turns: dict[int, Turn] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     operations: int = 0
@@ -56,11 +59,11 @@ class Prepared:
 def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Prepared | None) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
     often a sequence comes, the longer it may look."""
-    looks, found = 0, list[tuple[Plan, Sequence[int]]]()
+    looks, found = 0, list[_Found]()
     if before is not None and before.plan is not None:
         looks = before.looks + 1
-        better = _plans(borders, borders.cuts(FEW), budget, ("auto",)) if looks == 1 else _with_tails(borders, budget)
-        found = [(before.plan, before.cuts), *better]
+        better = _plans(borders, borders.cuts(FEW), budget, ("auto",)) if looks == 1 else _refined(borders, budget)
+        found = [_Found(before.plan, before.cuts, before.holding), *better]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
@@ -69,7 +72,8 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
         found = next(filter(None, tried), [])
     if not found:
         return Prepared.unplanned(shape)
-    plan, cuts, reversal = _fastest(borders, found)
+    plan, cuts, holding = best = min(found, key=lambda one: (one.again(borders), one.plan.peak_nbytes))
+    reversal = best.reversal
     by_operation = borders.sizes.saved_before()
     saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
     turns = {
@@ -79,39 +83,53 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     if len(reversal.recorded) == len(plan.profile) or planner != "auto":
         looks = LOOKS
     slots = binomial_slots(plan.profile, budget)
-    return Prepared(shape, plan, cuts, reversal, turns, saved, len(borders.record), slots, looks)
+    return Prepared(shape, plan, cuts, reversal, holding, turns, saved, len(borders.record), slots, looks)
 
 
-def _fastest(borders: Borders, found: Sequence[tuple[Plan, Sequence[int]]]) -> tuple[Plan, Sequence[int], Reversal]:
-    """By what backward runs again: the first sweep is the same for all, and planners do not know that a stretch that is
-    run for what it saves need not be run to its end."""
-    timed = []
-    for plan, cuts in found:
-        reversal, whole = of_plan(plan.schedule), [cost.forward_seconds for cost in plan.profile.stages]
-        timed.append((reversal.again(whole, borders.again(cuts)), plan.peak_nbytes, (plan, cuts, reversal)))
-    return min(timed, key=lambda one: one[:2])[2]
+class _Found(NamedTuple):
+    """A plan, where its stretches begin, and what it holds (see `Holds`)."""
+
+    plan: Plan
+    cuts: Sequence[int]
+    holding: Mapping[int, int] = {}
+
+    @property
+    def reversal(self) -> Reversal:
+        return of_plan(self.plan.schedule)
+
+    def again(self, borders: Borders) -> float:
+        """Seconds of what backward runs again: the first sweep is the same for all plans, and planners do not know that
+        a stretch that is run for what it saves need not be run as a whole."""
+        there: dict[int, set[int]] = {}
+        for number, operation in self.holding.items():
+            there.setdefault(operation, set()).add(number)
+        saves = [borders.needed_seconds(a, b, there.get(a, ())) for a, b in pairwise(self.cuts)]
+        return self.reversal.again([cost.forward_seconds for cost in self.plan.profile.stages], saves)
 
 
-def _with_tails(borders: Borders, budget: int) -> Iterator[tuple[Plan, Sequence[int]]]:
-    """Plans that leave more or less room for the tails of their stretches, without these and with as many as fit."""
+def _refined(borders: Borders, budget: int) -> Iterator[_Found]:
+    """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of values, and
+    of tails of their stretches and then values."""
     for most in FEWER:
         cuts = borders.cuts(most)
-        tails = Tails(cuts, borders)
+        tails, holds = Tails(cuts, borders), Holds(cuts, borders)
         for share in _SHARES:
             for one in _plans(borders, cuts, int(share * budget), ("rotor",)):
                 yield one
-                found = tails.added(one[0], budget)
-                if found is not None:
-                    yield found
+                held = holds.added(one.plan, budget)
+                if held is not None:
+                    yield _Found(held[0], cuts, held[1])
+                tailed = tails.added(one.plan, budget if held is None else int((1 + share) / 2 * budget))
+                if tailed is not None:
+                    held = Holds(tailed[1], borders).added(tailed[0], budget)
+                    yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
 
 
-def _plans(
-    borders: Borders, cuts: Sequence[int], budget: int, names: Sequence[str]
-) -> list[tuple[Plan, Sequence[int]]]:
+def _plans(borders: Borders, cuts: Sequence[int], budget: int, names: Sequence[str]) -> list[_Found]:
     profile, found = borders.profile(cuts), []
     for name in names:
         with contextlib.suppress(BudgetError):
-            found.append((make_plan(profile, Budget(budget), None, planner=name), cuts))
+            found.append(_Found(make_plan(profile, Budget(budget), None, planner=name), cuts))
     return found
 
 
@@ -125,6 +143,9 @@ def after_sweep(
     start, least = n if taped is None else taped, inf
     for operation in [k for k, one in kept.items() if not (borders.allowed[k] and _complete(one, borders))]:
         del kept[operation]
+    for operation, one in kept.items():  # a plan for another sequence may have had more held
+        needed = borders.sizes.needed(operation)
+        one.entries = {number: entry for number, entry in one.entries.items() if number in needed}
     while True:
         while not borders.allowed[start]:
             start += 1

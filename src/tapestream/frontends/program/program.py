@@ -118,6 +118,8 @@ class Program:
             watch = Planned(prepared.turns, prepared.saved, prepared.operations, online)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
         recorder.spare = watch.spare
+        if followed and prepared is not None:
+            recorder.holding = prepared.holding
         try:
             found = sweep(functools.partial(self.function, *args, **kwargs), record, keeper, recorder)
         finally:

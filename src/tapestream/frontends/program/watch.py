@@ -145,6 +145,8 @@ class Planned:
         # Calls that make nothing come with the number of the next operation, after the last one too.
         if k > self._operations or (turn is not None and self._saved[k] != saved_nbytes):
             self._off = True
+            if self.otherwise.recorder is not None:
+                self.otherwise.recorder.holding = {}
             self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
             self.otherwise(k, saved_nbytes)
         elif turn is not None:

@@ -1,0 +1,153 @@
+"""What of stretches is kept from the first sweep, where that saves much that is long to make; what runs again."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from side_by_side import compare
+from test_program_record import Products
+from torch.nn import functional
+
+from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
+from tapestream.frontends.program.program import Program
+from tapestream.frontends.program.sizes import Sizes
+from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record
+from tapestream.storage.meter import track_memory
+
+WIDTH, ROWS, BLOCKS = 32, 64, 16
+_SECONDS = {"linear": 10.0, "gelu": 2.0, "dropout": 2.0}
+generator = torch.Generator().manual_seed(0)
+UP = [torch.randn(4 * WIDTH, WIDTH, generator=generator).div(8).requires_grad_() for _ in range(BLOCKS)]
+DOWN = [torch.randn(WIDTH, 4 * WIDTH, generator=generator).div(16).requires_grad_() for _ in range(BLOCKS)]
+
+
+def network(x: torch.Tensor) -> torch.Tensor:
+    for up, down in zip(UP, DOWN, strict=True):
+        x = functional.dropout(x + functional.linear(functional.gelu(functional.linear(x, up)), down), 0.1)
+    return x
+
+
+@pytest.fixture(autouse=True)
+def seconds_that_are_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(sizes: Sizes) -> Any:
+        record = sizes.record
+        names = [getattr(record.pattern(k).function, "__name__", "") for k in range(len(record))]
+        return numpy.array([_SECONDS.get(name, 0.1) for name in names])
+
+    monkeypatch.setattr(Sizes, "seconds", seconds)
+
+
+def plain_network(x: torch.Tensor) -> torch.Tensor:
+    for up, down in zip(UP, DOWN, strict=True):
+        x = x + functional.linear(functional.gelu(functional.linear(x, up)), down)
+    return x
+
+
+def tape_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    with track_memory() as meter:
+        y = function(x)
+    assert y.requires_grad
+    return meter.end_nbytes
+
+
+def products_again(run: Program, x: torch.Tensor, budget: int) -> int:
+    """Products that backward of one call makes again. The peak stays within the budget, gradients being outside."""
+    for weight in (*UP, *DOWN):
+        weight.grad = torch.zeros_like(weight)
+    with track_memory() as meter, Products() as products:
+        run(x).sum().backward()
+    assert meter.peak_nbytes <= 1.05 * budget + 2 * UP[0].nbytes + 2 * x.nbytes
+    for weight in (*UP, *DOWN):
+        weight.grad = None
+    return products.count - 2 * BLOCKS - (4 * BLOCKS - 1)  # two reverse one; the first gives no gradient of x
+
+
+def products_planned(run: Program, holding: Mapping[int, int]) -> int:
+    """The same by the plan of its last call, with these values held (see `Holds`)."""
+    assert run._last is not None
+    assert run._last.reversal is not None
+    assert run._replays is not None
+    x = torch.ones(ROWS, WIDTH)
+    y = run(x)
+    replays = run._replays()
+    assert replays is not None
+    record, cuts, actions, found = replays.record, run._last.cuts, run._last.reversal.backward(), 0
+    for action, following in zip_longest(actions, actions[1:]):
+        if isinstance(action, Forward):
+            first, end = cuts[action.start], cuts[action.stop]
+        elif isinstance(action, Record):
+            first, end = cuts[action.stage], cuts[action.stage + 1]
+        else:
+            continue
+        there = {number for number, operation in holding.items() if operation == first}
+        saves = isinstance(action, Record) and isinstance(following, Backward)
+        todo = Needed(record).of(first, end, there) if saves else bytes([RUN]) * (end - first)
+        names = [record.pattern(k).function.__name__ for k in range(first, end)]
+        found += sum(what == RUN and name == "linear" for what, name in zip(todo, names, strict=True))
+    assert y.requires_grad
+    return found
+
+
+def sweep_of(run: Program) -> list[Action]:
+    assert run.plan is not None
+    actions = list(run.plan.schedule)
+    return actions[: actions.index(Phase(PhaseKind.BACKWARD))]
+
+
+def test_what_a_dropout_saves_is_kept_and_the_product_before_it_is_not_made_again() -> None:
+    x = torch.ones(ROWS, WIDTH)
+    budget = 2 * tape_of(network, x) // 5
+    run = compare(network, [*UP, *DOWN], lambda: (x,), budget, calls=4, planner="auto")
+    tails = [a for a, b in pairwise(sweep_of(run)) if isinstance(a, Record) and not isinstance(b, Record)]
+    assert len(tails) >= BLOCKS // 3
+    assert run.report is not None
+    assert run.report.planned
+    assert 0 < products_again(run, x, budget) <= 1.3 * BLOCKS
+
+
+def test_products_are_kept_and_what_is_cheap_runs_again() -> None:
+    x = torch.ones(ROWS, WIDTH)
+    budget = tape_of(plain_network, x) // 2
+    run = compare(plain_network, [*UP, *DOWN], lambda: (x,), budget, calls=4, planner="auto")
+    assert run._last is not None
+    assert len(run._last.holding) >= 3
+    assert run.report is not None
+    assert run.report.reruns >= 3
+    assert products_again(run, x, budget) == products_planned(run, run._last.holding)
+    assert products_planned(run, run._last.holding) <= products_planned(run, {}) - 3
+    explained = run.explain(x)
+    assert run.plan is not None
+    assert explained.peak_nbytes == run.plan.peak_nbytes
+    assert sum(row.fate == "restart checkpoint" for row in explained.rows) >= len(run._last.holding)
+
+
+def test_of_a_stretch_that_runs_again_nothing_is_computed_that_nothing_needs() -> None:
+    kept = torch.ones(ROWS, WIDTH)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        inner = functional.linear(x, UP[0])  # 0
+        bent = functional.gelu(inner)  # 1
+        out = functional.linear(bent, DOWN[0])  # 2
+        out = functional.dropout(out, 0.1)  # 3: draws
+        seen = out.detach()  # 4
+        torch.add(seen, 1.0, out=kept)  # 5: writes
+        return out.sum()  # 6
+
+    run = Program(program, budget="1GiB")
+    loss = run(torch.ones(ROWS, WIDTH))
+    assert run._replays is not None
+    replays = run._replays()
+    assert replays is not None
+    record, needed = replays.record, Needed(replays.record)
+    assert len(record) == 7
+    assert list(record.drawn) == [3]
+    assert list(needed.of(0, 7, ())) == [RUN, RUN, RUN, RUN, RUN, RUN, SKIP]
+    assert list(needed.of(0, 3, ())) == [RUN, RUN, SAVE]
+    inner, bent = record.results_of(0)[0], record.results_of(1)[0]
+    assert list(needed.of(0, 3, {inner})) == [SAVE, RUN, SAVE]
+    assert list(needed.of(0, 3, {inner, bent})) == [SAVE, SAVE, SAVE]
+    assert list(needed.of(4, 7, ())) == [RUN, RUN, SKIP]
+    loss.backward()
