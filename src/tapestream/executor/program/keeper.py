@@ -86,9 +86,11 @@ class Keeper:
         self.kept[operation] = Kept(operation, entries, self.generators())
 
     def add(self, operation: int, number: int, tensor: torch.Tensor, storage: int) -> None:
-        """To the restart checkpoint before ``operation``, a value that was made after it."""
-        self.kept[operation].entries[number] = Entry.of(tensor, storage, private=False)
-        self._held.setdefault(storage, []).append((operation, number))
+        """To the restart checkpoint before ``operation``, if it is still there, a value that was made after it."""
+        kept = self.kept.get(operation)
+        if kept is not None:
+            kept.entries[number] = Entry.of(tensor, storage, private=False)
+            self._held.setdefault(storage, []).append((operation, number))
 
     def generators(self) -> TorchGenerators:
         """The states of torch's generators; equal ones are held once."""

@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.fit import most_that_fit
 from tapestream.ir import Action, Backward, Free, Keep, Phase, PhaseKind, Record, Restore
 from tapestream.planning.plan import Plan
 
@@ -41,15 +42,11 @@ class Holds:
         """``plan`` with as many values kept as fit into ``budget`` bytes, those first that save the most seconds for a
         byte, and by their numbers the restart checkpoints that they belong to; None where none fits."""
         held = list(self._in_order(_run_again_once(list(plan.schedule))))
-        found, least, most = None, 0, len(held)
-        while least < most:  # more values never take less memory
-            count = (least + most + 1) // 2
-            one = self._judged(plan, held[:count], budget)
-            if one is None:
-                most = count - 1
-            else:
-                found, least = one, count
-        return None if found is None else (found, {one.number: self._cuts[one.stage] for one in held[:least]})
+        found = most_that_fit(held, lambda some: _judged(plan, some, budget))
+        if found is None:
+            return None
+        better, count = found
+        return better, {one.number: self._cuts[one.stage] for one in held[:count]}
 
     def _in_order(self, stages: Sequence[int]) -> Iterator[_Held]:
         """Of all these stretches, the most seconds for a byte first; of each in its own order."""
@@ -83,13 +80,14 @@ class Holds:
             there.add(number)
             seconds -= saved[number]
 
-    def _judged(self, plan: Plan, held: Sequence[_Held], budget: int) -> Plan | None:
-        profile = plan.profile
-        for one in held:
-            profile = _with_larger_state(profile, one.stage, one.nbytes)
-        with contextlib.suppress(BudgetError):
-            return Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
-        return None
+
+def _judged(plan: Plan, held: Sequence[_Held], budget: int) -> Plan | None:
+    profile = plan.profile
+    for one in held:
+        profile = _with_larger_state(profile, one.stage, one.nbytes)
+    with contextlib.suppress(BudgetError):
+        return Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
+    return None
 
 
 def _run_again_once(actions: Sequence[Action]) -> list[int]:

@@ -7,13 +7,14 @@ run again and ends earlier, and a tail, which never is.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, ScheduleError
 from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.fit import most_that_fit
 from tapestream.ir import (  # fmt: skip
     Action,
     Backward,
@@ -58,15 +59,8 @@ class Tails:
         back = actions[actions.index(Phase(PhaseKind.BACKWARD)) :]
         again = [a.stage for a, b in pairwise(back) if isinstance(a, Record) and isinstance(b, Backward)]
         tails = sorted(filter(None, map(self._best_of, again)), key=lambda tail: tail.nbytes / tail.seconds)
-        found, least, most = None, 0, len(tails)
-        while least < most:  # more tails never take less memory
-            count = (least + most + 1) // 2
-            one = self._split(plan, actions, {tail.stage: tail.start for tail in tails[:count]}, budget)
-            if one is None:
-                most = count - 1
-            else:
-                found, least = one, count
-        return found
+        found = most_that_fit(tails, lambda some: self._split(plan, actions, some, budget))
+        return None if found is None else found[0]
 
     def _best_of(self, stage: int) -> _Tail | None:
         """Of a stretch that is run again for what it saves, the tail that saves the most seconds for a byte."""
@@ -81,11 +75,12 @@ class Tails:
         return self._best[stage]
 
     def _split(
-        self, plan: Plan, actions: Sequence[Action], starts: Mapping[int, int], budget: int
+        self, plan: Plan, actions: Sequence[Action], tails: Sequence[_Tail], budget: int
     ) -> tuple[Plan, Sequence[int]] | None:
-        finer = sorted({*self._cuts, *starts.values()})
+        finer = sorted({*self._cuts, *(tail.start for tail in tails)})
         with contextlib.suppress(BudgetError, ScheduleError):
-            schedule = _rewritten(actions, len(self._cuts) - 1, frozenset(starts), plan.planner)
+            split = frozenset(tail.stage for tail in tails)
+            schedule = _rewritten(actions, len(self._cuts) - 1, split, plan.planner)
             return Plan.judged(schedule, self._borders.profile(finer), Budget(budget), None, plan.alternatives), finer
         return None
 
