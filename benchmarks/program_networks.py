@@ -1,11 +1,12 @@
 """Claim: in a quarter of the tape's memory a network that is one `ts.Program` takes at most 1.25 times plain PyTorch,
-and no longer than `checkpoint_sequential`, placed by hand as well as can be, at no lower a peak.
+and no longer than `checkpoint_sequential`, placed by hand as well as can be, at the same peak.
 
 Convolutional networks, of wide and of very narrow layers, and a transformer, with dropout and without, loss included,
 nothing marked; the tape is what plain PyTorch's forward leaves behind. Each runs in turn with plain PyTorch, with the
-fastest checkpoint_sequential whose measured peak is no higher than ours, and compiled with `activation_memory_budget`
-of a quarter. What that gets wrong shows in the last columns: the largest difference of a gradient from that of plain
-PyTorch with the same random numbers, as a part of that gradient's largest number.
+fastest checkpoint_sequential whose measured peak is no higher than ours, with a program whose budget is the largest
+found that has no higher a peak than that, and compiled with `activation_memory_budget` of a quarter. What that gets
+wrong shows in the last columns: the largest difference of a gradient from that of plain PyTorch with the same random
+numbers, as a part of that gradient's largest number.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,16 +53,15 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     plain = _step(theirs, case, theirs)
     plain()
     stored, tape = peak_of_step(theirs, plain, case), _tape_nbytes(theirs, case)
-    program = _within(ours, case, tape // 4)
+    program, peak = _within(ours, case, tape // 4)
     steps = {"Program": _step(ours, case, program), "plain": plain}
-    for _ in range(3):  # the plan is final from then on
-        steps["Program"]()
-    peak = peak_of_step(ours, steps["Program"], case)
     rivals = [rival for rival in rivals_of(network, case) if rival.peak_nbytes <= peak]
     seconds = first_look(rivals, chosen)
     best = min(rivals, key=lambda rival: seconds[rival.name], default=None)
     if best is not None:
         steps["checkpoint_sequential"] = best.step
+        equal, like = _at_peak(case, best.peak_nbytes, tape // 4)
+        steps["Program at its peak"] = _step(equal, case, like)
     compiled = case.network()
     steps["compiled"] = _step(compiled, case, _compiled(compiled))
     with torch._functorch.config.patch(activation_memory_budget=0.25):
@@ -79,12 +79,20 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
         "run again": program.report.reruns,
     }  # fmt: skip
     if best is not None:
-        beside = timings.ratio("Program", "checkpoint_sequential")["ratio"]
         yield {
             **first, "way": f"checkpoint_sequential, {best.name}", "MiB": mebibytes(best.peak_nbytes),
             "ms": milliseconds(timings.seconds("checkpoint_sequential")),
-            **timings.ratio("checkpoint_sequential", "plain"), "Program over it": beside,
-            "Program over it, claim": "at most 1.00", "Program over it met": yes(beside <= 1),
+            **timings.ratio("checkpoint_sequential", "plain"),
+        }  # fmt: skip
+        beside = timings.ratio("Program at its peak", "checkpoint_sequential")["ratio"]
+        peak = peak_of_step(equal, steps["Program at its peak"], case)
+        yield {
+            **first, "way": "ts.Program, peak of the above", "MiB allowed": mebibytes(like.budget.device_nbytes or 0),
+            "MiB": mebibytes(peak),
+            "ms": milliseconds(timings.seconds("Program at its peak")),
+            **timings.ratio("Program at its peak", "plain"), "over checkpoint_sequential": beside,
+            "claim over it": "at most 1.00", "met over it": yes(beside <= 1 and peak <= best.peak_nbytes),
+            "same bits": yes(same_bits([p.grad for p in equal.parameters()], wanted)),
         }  # fmt: skip
     yield {
         **first, "way": "torch.compile, activation_memory_budget=0.25",
@@ -104,16 +112,35 @@ def _tape_nbytes(network: Network, case: Case) -> int:
     return meter.end_nbytes
 
 
-def _within(network: Network, case: Case, budget: int) -> ts.Program:
-    """A program that has run once within ``budget``, or within the least that works where that is more."""
+def _within(network: Network, case: Case, budget: int) -> tuple[ts.Program, int]:
+    """A program whose plan is final within ``budget``, or within the least that works where that is more, and its
+    measured peak in bytes."""
     program = ts.Program(network, budget=budget)
+    step = _step(network, case, program)
     try:
-        _step(network, case, program)()
+        for _ in range(4):
+            step()
     except ts.BudgetError as error:
         if error.least_nbytes is None:
             raise
         return _within(network, case, error.least_nbytes)
-    return program
+    return program, peak_of_step(network, step, case)
+
+
+def _at_peak(case: Case, limit: int, quarter: int) -> tuple[Network, ts.Program]:
+    """A network and the program over it with the largest budget tried whose measured peak is at most ``limit``: as a
+    backward goes on the tape gets smaller and the gradients of parameters more, which are no program's."""
+    found: tuple[Network, ts.Program] | None = None
+    low, high = 0.6 * quarter, 4.0 * quarter
+    for _ in range(6):
+        budget = (low + high) / 2
+        network = case.network()
+        program, peak = _within(network, case, int(budget))
+        if peak <= limit or found is None:
+            found = network, program
+        low, high = (budget, high) if peak <= limit else (low, budget)
+    assert found is not None
+    return found
 
 
 def _step(network: Network, case: Case, loss: Loss) -> Run:
