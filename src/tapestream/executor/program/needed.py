@@ -20,8 +20,7 @@ class Needed:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.writing = {k for operations in record.writes.values() for k in operations}
-        self._always = self.writing | set(record.drawn)
+        self._always = {k for operations in record.writes.values() for k in operations}.union(record.drawn)
         self._users = [isinstance(pattern.function, (Apply, Whole)) for pattern in record.patterns.all]
 
     def of(self, first: int, end: int, there: Container[int]) -> bytearray:
@@ -29,12 +28,8 @@ class Needed:
         from the beginning."""
         record, todo, needed = self.record, bytearray(end - first), set[int]()
         for k in range(end - 1, first - 1, -1):
-            results = record.results_of(k)
-            if (
-                k in self._always
-                or self._users[record.calls[k]]
-                or any(n in needed and n not in there for n in results)
-            ):
+            wanted = any(n in needed and n not in there for n in record.results_of(k))
+            if wanted or k in self._always or self._users[record.calls[k]]:
                 todo[k - first] = RUN
             elif record.packs[k]:
                 todo[k - first] = SAVE if self._saves_given(k) else RUN

@@ -258,9 +258,8 @@ class Recorder(TorchFunctionMode):
             self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
         address = address_of(tensor)
         storage = self.numbers.storage_at(address)
-        if (
-            storage is None
-        ):  # held until the operation ends, so that addresses tell its results from what it does inside
+        if storage is None:
+            # Held until the operation ends, so that addresses tell its results from what it does inside.
             self._unknown[address] = tensor.detach()
         else:
             self._count(storage)

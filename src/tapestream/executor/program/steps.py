@@ -31,20 +31,27 @@ _TOGETHER = 256
 class ProgramSteps:
     """``cuts``: the operations before which stretches begin, and the end. ``saved``: see `Tape`.
 
-    ``stages`` and ``operations`` count those run again.
+    ``stages`` and ``operations`` count those run again; ``draws``: they may draw random numbers.
     """
 
     def __init__(self, record: Record, cuts: Sequence[int], device: torch.device, saved: dict[int, Saved]) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
         self._opaque = sorted(record.hidden)
-        self._needed, self._most = Needed(record), -1  # after so many saved tensors an operation need not go on
-        self._draws = record.draws_nbytes > 0 or record.runs_users_code()
+        self._most = -1  # after so many saved tensors an operation need not go on
+        self.draws = record.draws_nbytes > 0 or record.runs_users_code()
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
-        self._showing = record.showing_written()
         self._root = torch.empty(0, requires_grad=True)
         self._first: TorchGenerators | None = None
+
+    @functools.cached_property
+    def _needed(self) -> Needed:
+        return Needed(self.program)  # of no use where nothing runs again
+
+    @functools.cached_property
+    def _showing(self) -> dict[int, list[int]]:
+        return self.program.showing_written()
 
     def forward(self, start: int, stop: int) -> None:
         """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
@@ -86,7 +93,7 @@ class ProgramSteps:
         """Make a restart checkpoint live."""
         self._live = None
         kept.check()
-        if self._draws:
+        if self.draws:
             assert kept.generators is not None
             kept.generators.restore()
         self._live, self._own = kept, frozenset()

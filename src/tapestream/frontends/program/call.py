@@ -61,7 +61,6 @@ class Replays:
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first = kept[0]
-        self._users = found.record.runs_users_code()
         self._running = _obeyed(actions, self.steps, self._kept)
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
@@ -76,7 +75,7 @@ class Replays:
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
-            if self._users or self.record.draws_nbytes:
+            if self.steps.draws:
                 stack.enter_context(heard_by(Deaf()))
                 stack.enter_context(unchanged_generators())
             if self.record.hidden:

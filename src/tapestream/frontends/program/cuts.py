@@ -74,11 +74,6 @@ class Borders:
                 found.add(int(window[numpy.argmin(sizes.alive[window] + sizes.held[window])]))
         return sorted(found)
 
-    def again(self, cuts: Sequence[int]) -> list[float]:
-        """Seconds of each of the stretches between ``cuts`` where it is run for what it saves alone (see
-        `ProgramSteps.record`)."""
-        return [self.needed_seconds(a, b) for a, b in pairwise(cuts)]
-
     def needed_seconds(self, first: int, end: int, there: Container[int] = ()) -> float:
         """Seconds of what has to run again of a stretch, of which the values ``there`` are kept (see `Needed`)."""
         todo = numpy.frombuffer(self._needed.of(first, end, there), dtype=numpy.uint8)

@@ -118,11 +118,8 @@ class Sizes:
     def waiting(self, k: int) -> int:
         """The most bytes of cotangents while what lies before border ``k`` has to be recorded again: that happens when
         backward asks for the last thing saved before it, and what is later than that is reversed by then."""
-        return int(self.cotangent[self.last_saver(k) + 1 : k + 1].max())
-
-    def last_saver(self, k: int) -> int:
-        """The last operation before border ``k`` that saves anything, -1 for none."""
-        return int(self._packed[k - 1]) if k else -1
+        before = int(self._packed[k - 1]) if k else -1
+        return int(self.cotangent[before + 1 : k + 1].max())
 
     def copied(self, k: int) -> int:
         """Bytes of the state before operation ``k`` that it or later ones write into: these are copied."""

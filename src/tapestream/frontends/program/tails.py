@@ -66,9 +66,9 @@ class Tails:
         """Of a stretch that is run again for what it saves, the tail that saves the most seconds for a byte."""
         if stage not in self._best:
             a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
-            found, whole = [], borders.again([a, b])[0]
+            found, whole = [], borders.needed_seconds(a, b)
             for start in range(max(a + 1, b - _LONGEST), b):
-                seconds = whole - borders.again([a, start])[0]
+                seconds = whole - borders.needed_seconds(a, start)
                 if seconds > 0 and borders.allowed[start]:
                     found.append(_Tail(stage, start, borders.tail_nbytes(start, b), seconds))
             self._best[stage] = min(found, key=lambda tail: tail.nbytes / tail.seconds, default=None)
