@@ -21,6 +21,7 @@ from tapestream.executor.program.ambients import Ambients
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.patterns import Call, Measured, tensors_of
 from tapestream.executor.program.record import Record, look
@@ -41,7 +42,8 @@ class Recorder(TorchFunctionMode):
 
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
     ``spare`` says whether so many bytes may be used for a moment. ``holding``: values that are to be kept with the
-    restart checkpoint before an earlier operation, which is there, by their number.
+    restart checkpoint before an earlier operation, which is there, by their number. ``moves``: what goes below the
+    device meanwhile.
     """
 
     only_watches = True
@@ -52,6 +54,7 @@ class Recorder(TorchFunctionMode):
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
         self.taking = True
         self.holding: Mapping[int, int] = {}
+        self.moves: Moves | None = None
         self.saved_nbytes = self.next_nbytes = self._largest_nbytes = 0
         self.numbers = Numbering(record, keeper)
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
@@ -220,7 +223,10 @@ class Recorder(TorchFunctionMode):
     def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""
         of, storage_of = self.numbers.of, self.numbers.storage_of
-        announced = {storage_of(t) for t in written(func, args, kwargs) if of(t) is not None}
+        into = written(func, args, kwargs)
+        announced = {storage_of(t) for t in into if of(t) is not None}
+        if self.moves is not None:
+            self.moves.before_write(into)
         for storage in announced:
             self.keeper.before_write(storage, self.numbers.shown.get(storage, []))
         return announced

@@ -96,7 +96,11 @@ class ProgramSteps:
         if self.draws:
             assert kept.generators is not None
             kept.generators.restore()
-        self._live, self._own = kept, frozenset()
+        self._live, self._own = Kept(kept.operation, kept.entries), frozenset()
+
+    def state(self) -> list[torch.Tensor]:
+        """What is live now."""
+        return [] if self._live is None else [entry.tensor for entry in self._live.entries.values()]
 
     def leave(self, stage: int) -> None:
         """The state before a stretch is not needed any more."""
@@ -195,7 +199,7 @@ class ProgramSteps:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
-        given = iter([values[n] if n in values else record.externals[~n].again() for n in numbers])
+        given = iter([values[n] if n in values else self._outside(n) for n in numbers])
         if what == SAVE:
             self._most = record.packs[k]
             with contextlib.suppress(_Enough):
@@ -208,6 +212,11 @@ class ProgramSteps:
         made = tensors_of(pattern.call(given), [])
         hidden.check(name_of(record, k), pattern.foreign)
         return made
+
+    def _outside(self, number: int) -> torch.Tensor:
+        if number >= 0:
+            raise ScheduleError(f"value {number} is not there")
+        return self.program.externals[~number].again()
 
     def _took(self, k: int, into: Saved) -> None:
         """Operation ``k`` has saved ``into``, which is emptied."""

@@ -20,13 +20,15 @@ class Tape:
     """Lives as long as some node of the program's graph that has not been reversed.
 
     ``saved``: by operation, what is there now. ``bring`` records the stretch of an operation again; None while the
-    program runs. Plain autograd reverses operations in their order, last first, so of two operations that ask, the
+    program runs; where something moves it is called for all operations before ``heed``, too, whatever is there. Plain
+    autograd reverses operations in their order, last first, so of two operations that ask, the
     earlier one is done with what the later one had.
     """
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
         self.bring: Callable[[int], None] | None = None
+        self.heed = 0
         self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -37,7 +39,7 @@ class Tape:
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
-            if operation not in self.saved:
+            if operation < self.heed or operation not in self.saved:
                 if self.bring is None:
                     raise inside()
                 self.bring(operation)

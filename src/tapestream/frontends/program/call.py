@@ -1,21 +1,36 @@
 """One live call of a program: its first sweep, and backward by replays."""
 
 import contextlib
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.keeper import Keeper, Kept
+from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.seams import Deaf, heard_by
 from tapestream.executor.program.steps import ProgramSteps
 from tapestream.executor.program.tape import Tape
+from tapestream.frontends.program.orders import with_following
 from tapestream.frontends.program.results import found_in
-from tapestream.ir import Action, Backward, Forward, Free, Keep, Kind, Restore, Value
+from tapestream.ir import (  # fmt: skip
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Offload,
+    Prefetch,
+    Restore,
+    Tier,
+    Value,
+    Wait,
+)
 from tapestream.ir import Record as RecordStage
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 
@@ -51,17 +66,27 @@ class Replays:
     """Brings back what stretches have saved, as the tape asks: last stretch first, by the actions of a schedule.
 
     Whoever asks in another order (a second backward, several devices) starts a schedule of its own from the state
-    before the first stretch, which always stays.
+    before the first stretch, which always stays. ``moves``: of a plan by which something does.
     """
 
-    def __init__(self, found: Sweep, cuts: Sequence[int], actions: Sequence[Action], again: Again, tape: Tape) -> None:
+    def __init__(
+        self,
+        found: Sweep,
+        cuts: Sequence[int],
+        actions: Sequence[Action],
+        again: Again,
+        tape: Tape,
+        moves: Moves | None = None,
+    ) -> None:
         kept = found.keeper.kept
         self.record, self._again = found.record, again
         self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved)
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
-        self._first = kept[0]
-        self._running = _obeyed(actions, self.steps, self._kept)
+        self._first, self._moves, self._tape = kept[0], moves, weakref.ref(tape)
+        if moves is not None:
+            moves.kept, tape.heed = self._kept.get, len(found.record)
+        self._running = _obeyed(actions, self.steps, self._kept, moves)
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
 
@@ -84,11 +109,21 @@ class Replays:
                 self._generators.restore()
             if not self._reached(stage, operation):
                 self._kept, self._last = {0: self._first}, None
-                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept)
+                if self._moves is not None:
+                    self._moves.abandon()
+                    self._moves = None
+                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept, None)
                 if not self._reached(stage, operation):
                     raise ScheduleError(f"the schedule never records stage {stage}")
+            self._heed()
             if self.record.draws_nbytes:
                 self._generators = TorchGenerators.capture()
+
+    def _heed(self) -> None:
+        """What moves has to go on when backward comes to another stretch, even if all is there for that."""
+        tape = self._tape()
+        if tape is not None:
+            tape.heed = 0 if self._moves is None or self._last is None else self.steps.cuts[self._last]
 
     def _reached(self, stage: int, operation: int) -> bool:
         """Go on until ``stage`` is to be reversed; False where that has been already."""
@@ -115,24 +150,35 @@ def _nothing_drawn() -> Iterator[None]:
         )
 
 
-def _obeyed(actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept]) -> Iterator[int]:
+def _obeyed(
+    actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept], moves: Moves | None
+) -> Iterator[int]:
     """Obey the actions; gives each stage that is to be reversed, when what it has saved is there."""
-    for action, following in zip_longest(actions, actions[1:]):
+    for action, following in with_following(actions):
         match action:
             case Forward(start, stop):
                 steps.forward(start, stop)
             case RecordStage(stage):
+                if moves is not None:
+                    moves.border(stage, steps.state())
                 steps.record(stage, go_on=not isinstance(following, Backward))
+                if moves is not None:
+                    moves.border(stage + 1, steps.state())
             case Backward(stage):
                 steps.leave(stage + 1)
+                if moves is not None:
+                    moves.reversed(stage)
                 yield stage
             case Keep(stage):
                 kept[stage] = steps.keep(stage)
             case Restore(stage):
                 steps.restore(kept[stage])
-            case Free(Value(Kind.STATE, stage)):
+            case Free(Value(Kind.STATE, stage) as value, Tier.DEVICE) if moves is None or not moves.holds(value):
                 kept.pop(stage, None)
-            case Free():
+            case Free(value, Tier.DEVICE) if moves is None or not moves.holds(value):
                 pass  # saved tensors go when backward has used them
+            case Offload() | Prefetch() | Wait() | Free() if moves is not None:
+                if not moves.obey(action):
+                    raise GradientError("Program: something was written into while backward moved it")
             case _:
                 raise ScheduleError(f"the backward of a program met {action}")

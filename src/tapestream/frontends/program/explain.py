@@ -22,6 +22,7 @@ from tapestream.executor.program.record import ALIVE, Record
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.tape import Tape
 from tapestream.executor.program.values import address_of
+from tapestream.frontends.below import Below
 from tapestream.frontends.program.call import Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explanation import Explanation, Fate, SavedTensor
@@ -41,14 +42,20 @@ Shown = tuple[tuple[int, ...], torch.dtype, int]
 
 
 def explained(
-    function: Callable[[], Any], device: torch.device, budget: int, planner: str, kinds: Kinds, known: Prepared | None
+    function: Callable[[], Any],
+    device: torch.device,
+    room: Budget,
+    planner: str,
+    kinds: Kinds,
+    known: Prepared | None,
+    below: Below,
 ) -> Explanation:
     """Run ``function`` once, as a call does, and say what the plan for it does. ``known``: the plan that there is.
 
     Generators, and tensors of others that the function writes into (buffers), are afterwards as they were. Raises
     InputError where the function returns no tensor or saves nothing for backward, BudgetError where no plan fits.
     """
-    record, tape = Record(kinds.copy()), Tape()
+    record, tape, budget = Record(kinds.copy()), Tape(), room.device_nbytes or 0
     keeper = _Untouched(device, record)
     online = Online(record, keeper, tape, budget)
     notes = _Notes(tape, online)
@@ -69,21 +76,13 @@ def explained(
             "gradient; give it a tensor or parameters with requires_grad"
         )
     borders = Borders(record, found.numbers)
-    prepared = _plan(found, borders, online.taped, tape, budget, planner, known)
+    shape = record.shape()
+    prepared = known if known is not None and known.shape == shape and known.fits(room) else None
+    prepared = prepared or prepare(borders, shape, room, planner, None, below)
+    if prepared.reversal is None:
+        cuts, reversal, _ = after_sweep(found, borders, online.taped, tape, budget, planner)
+        prepared = Prepared(shape, None, cuts, reversal)
     return _Planned(record, notes, borders, prepared, budget).explanation()
-
-
-def _plan(
-    found: Sweep, borders: Borders, taped: int | None, tape: Tape, budget: int, planner: str, known: Prepared | None
-) -> Prepared:
-    shape = found.record.shape()
-    fits = known is not None and known.plan is not None and known.plan.peak_nbytes <= budget
-    prepared = known if fits and known is not None and known.shape == shape else None
-    prepared = prepared or prepare(borders, shape, budget, planner, None)
-    if prepared.reversal is not None:
-        return prepared
-    cuts, reversal, _ = after_sweep(found, borders, taped, tape, budget, planner)
-    return Prepared(shape, None, cuts, reversal)
 
 
 class _Notes:

@@ -1,8 +1,9 @@
 """What the first sweep of a program keeps and what backward runs again, from a planner's schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
+from typing import TypeAlias
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
@@ -14,8 +15,10 @@ from tapestream.ir import (  # fmt: skip
     Keep,
     Kind,
     Node,
+    Offload,
     Phase,
     PhaseKind,
+    Prefetch,
     Record,
     Restore,
     Schedule,
@@ -23,9 +26,11 @@ from tapestream.ir import (  # fmt: skip
     Shift,
     Tier,
     Value,
+    Wait,
 )
 
 Plan = Callable[[Profile, Budget], Schedule]
+Transfer: TypeAlias = Offload | Prefetch | Wait | Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Reversal:
     def again(self, whole: Sequence[float], saves: Sequence[float]) -> float:
         """Seconds of what backward runs again: ``whole`` by stage, ``saves`` where only what it saves is asked for."""
         found, actions = 0.0, self.backward()
-        for action, following in zip_longest(actions, actions[1:]):
+        for action, following in with_following(actions):
             if isinstance(action, Forward):
                 found += sum(whole[action.start : action.stop])
             elif isinstance(action, Record):
@@ -58,9 +63,39 @@ class Reversal:
         return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.backward())
 
 
+def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
+    """Actions, each with the next one that is no copy and frees nothing."""
+    following = iter([action for action in actions if not isinstance(action, Transfer)])
+    coming = next(following, None)
+    for action in actions:
+        if not isinstance(action, Transfer):
+            coming = next(following, None)
+        yield action, coming
+
+
+def transfers(schedule: Schedule) -> dict[int, list[Transfer]]:
+    """What the first sweep does before it runs a stage, or after the last one, with what moves below the device."""
+    moved = {action.value for action in schedule if isinstance(action, Offload)}
+    found: dict[int, list[Transfer]] = {}
+    stage = 0
+    for action in schedule:
+        match action:
+            case Phase(PhaseKind.BACKWARD):
+                break
+            case Forward(_, stage):
+                pass
+            case Record(k):
+                stage = k + 1
+            case Offload(value) | Prefetch(value) | Wait(value) | Free(value) if value in moved:
+                found.setdefault(stage, []).append(action)
+            case _:
+                pass
+    return found
+
+
 def of_plan(schedule: Schedule) -> Reversal:
     """A plan for the whole program."""
-    kept, recorded = set[int](), set[int]()
+    kept, recorded, below = set[int](), set[int](), set[int]()
     for action in schedule:
         match action:
             case Phase(PhaseKind.BACKWARD):
@@ -69,7 +104,9 @@ def of_plan(schedule: Schedule) -> Reversal:
                 kept.add(stage)
             case Record(stage):
                 recorded.add(stage)
-            case Free(Value(Kind.STATE, index)):
+            case Offload(Value(Kind.STATE, index)):
+                below.add(index)
+            case Free(Value(Kind.STATE, index)) if index not in below:
                 kept.discard(index)
             case _:
                 pass

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.program.keeper import Kept
+from tapestream.executor.program.moves import Reads
 from tapestream.executor.program.tape import Tape
+from tapestream.frontends.below import NEVER_MOVE, Below, plan_with
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
 from tapestream.frontends.program.holds import Holds
-from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan
+from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan, transfers
 from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
-from tapestream.ir import Action, Phase, Restore, Schedule
+from tapestream.ir import Action, Kind, Offload, Phase, Restore, Schedule
+from tapestream.passes.memory import compute_seconds
 from tapestream.planners import planners
-from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
@@ -36,8 +38,8 @@ LOOKS = 2
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A plan for the program whose record has this ``shape``. ``holding``: see `Recorder`; ``turns``: what the first
-    sweep does at each stretch; ``saved``: bytes saved before each. ``looks``: how often a better plan has been looked
-    for, `LOOKS` times at most. ``slots``: of a second backward."""
+    sweep does at each stretch, and at the end; ``saved``: bytes saved before each; ``reads``: see `Moves`. ``looks``:
+    how often a better plan has been looked for, `LOOKS` times at most. ``slots``: of a second backward."""
 
     shape: Any
     plan: Plan | None
@@ -46,6 +48,7 @@ class Prepared:
     holding: Mapping[int, int] = field(default_factory=dict)
     turns: dict[int, Turn] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, Reads] = field(default_factory=dict)
     operations: int = 0
     slots: int = 1
     looks: int = 0
@@ -55,20 +58,34 @@ class Prepared:
         """The shape alone, to know it again."""
         return cls(shape, None)
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes below the device."""
+        return self.plan is not None and bool(self.plan.simulation.bytes_moved)
 
-def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Prepared | None) -> Prepared:
+    def fits(self, room: Budget) -> bool:
+        """Whether there is a plan that fits into ``room``."""
+        peaks = {} if self.plan is None else self.plan.simulation.peak_nbytes
+        limits = ((nbytes, room.nbytes(tier)) for tier, nbytes in peaks.items())
+        return self.plan is not None and all(limit is None or nbytes <= limit for nbytes, limit in limits)
+
+
+def prepare(
+    borders: Borders, shape: Any, room: Budget, planner: str, before: Prepared | None, below: Below
+) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
     often a sequence comes, the longer it may look."""
     looks, found = 0, list[_Found]()
     if before is not None and before.plan is not None:
         looks = before.looks + 1
-        better = _plans(borders, borders.cuts(FEW), budget, ("auto",)) if looks == 1 else _refined(borders, budget)
+        quick = looks == 1
+        better = _plans(borders, borders.cuts(FEW), room, ("auto",), below) if quick else _refined(borders, room, below)
         found = [_Found(before.plan, before.cuts, before.holding), *better]
     else:
         sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
-        tried = (_plans(borders, cuts, budget, names) for cuts in cuts_tried)
+        tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)
         found = next(filter(None, tried), [])
     if not found:
         return Prepared.unplanned(shape)
@@ -76,14 +93,27 @@ def prepare(borders: Borders, shape: Any, budget: int, planner: str, before: Pre
     reversal = best.reversal
     by_operation = borders.sizes.saved_before()
     saved = {cut: int(by_operation[cut]) for cut in cuts[:-1]}
-    turns = {
-        cut: Turn(borders.sizes.needed(cut) if stage in reversal.kept else None, stage in reversal.recorded)
-        for stage, cut in enumerate(cuts[:-1])
-    }
-    if len(reversal.recorded) == len(plan.profile) or planner != "auto":
+    turns, reads = _turns(best, reversal, borders)
+    if (len(reversal.recorded) == len(plan.profile) and not reads) or planner != "auto":
         looks = LOOKS
-    slots = binomial_slots(plan.profile, budget)
-    return Prepared(shape, plan, cuts, reversal, holding, turns, saved, len(borders.record), slots, looks)
+    slots = binomial_slots(plan.profile, room.device_nbytes or 0)
+    return Prepared(shape, plan, cuts, reversal, holding, turns, saved, reads, len(borders.record), slots, looks)
+
+
+def _turns(found: "_Found", reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:
+    """By operation what the first sweep does, by stretch whose saved tensors move what its backward reads."""
+    plan, cuts, _ = found
+    moves = transfers(plan.schedule) if plan.simulation.bytes_moved else {}
+    offloads = (action.value for action in plan.schedule if isinstance(action, Offload))
+    moving = {value.index for value in offloads if value.kind is Kind.SAVED}
+    stages = plan.profile.stages
+    reads = {stage: (stages[stage].reads_input, stages[stage].reads_output) for stage in moving}
+    turns = {}
+    for stage, cut in enumerate(cuts):
+        needed = borders.sizes.needed(cut) if stage in reversal.kept or {stage - 1, stage} & moving else None
+        keep = needed if stage in reversal.kept else None
+        turns[cut] = Turn(keep, stage in reversal.recorded, stage, needed, moves.get(stage, ()))
+    return turns, reads
 
 
 class _Found(NamedTuple):
@@ -104,17 +134,22 @@ class _Found(NamedTuple):
         for number, operation in self.holding.items():
             there.setdefault(operation, set()).add(number)
         saves = [borders.needed_seconds(a, b, there.get(a, ())) for a, b in pairwise(self.cuts)]
-        return self.reversal.again([cost.forward_seconds for cost in self.plan.profile.stages], saves)
+        profile = self.plan.profile
+        again, waits = self.reversal.again([cost.forward_seconds for cost in profile.stages], saves), 0.0
+        if self.plan.simulation.bytes_moved:
+            waits = self.plan.seconds - sum(compute_seconds(action, profile) for action in self.plan.schedule)
+        return again + waits
 
 
-def _refined(borders: Borders, budget: int) -> Iterator[_Found]:
+def _refined(borders: Borders, room: Budget, below: Below) -> Iterator[_Found]:
     """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of values, and
     of tails of their stretches and then values."""
+    budget = room.device_nbytes or 0
     for most in FEWER:
         cuts = borders.cuts(most)
         tails, holds = Tails(cuts, borders), Holds(cuts, borders)
         for share in _SHARES:
-            for one in _plans(borders, cuts, int(share * budget), ("rotor",)):
+            for one in _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below):
                 yield one
                 held = holds.added(one.plan, budget)
                 if held is not None:
@@ -125,11 +160,11 @@ def _refined(borders: Borders, budget: int) -> Iterator[_Found]:
                     yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
 
 
-def _plans(borders: Borders, cuts: Sequence[int], budget: int, names: Sequence[str]) -> list[_Found]:
+def _plans(borders: Borders, cuts: Sequence[int], room: Budget, names: Sequence[str], below: Below) -> list[_Found]:
     profile, found = borders.profile(cuts), []
     for name in names:
         with contextlib.suppress(BudgetError):
-            found.append(_Found(make_plan(profile, Budget(budget), None, planner=name), cuts))
+            found.append(_Found(plan_with(below, profile, room, name, {}), cuts))
     return found
 
 
@@ -205,7 +240,7 @@ def again(slots: int, stages: int) -> list[Action]:
 
 def _planned_by(planner: str) -> Any:
     def plan(profile: Profile, budget: Budget) -> Schedule:
-        if planner != "auto":
+        if planner in NEVER_MOVE:
             return planners[planner](profile, budget, None)
         for name in ("store_all", "periodic", "revolve"):
             with contextlib.suppress(BudgetError):

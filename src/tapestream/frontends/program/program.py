@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tapestream.costs import Budget
+from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, InputError
+from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.keeper import Keeper, held_nbytes
+from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
@@ -21,13 +24,15 @@ from tapestream.executor.program.seams import listener_now
 from tapestream.executor.program.taken import TakingWhole
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
-from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
+from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.watch import Online, Planned
+from tapestream.ir import Tier
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
@@ -74,6 +79,10 @@ class Program:
         planner: str = "auto",
         device: torch.device | str | None = None,
         opaque: type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] = (),
+        folder: str | os.PathLike[str] | None = None,
+        home: str = "auto",
+        machine: Machine | None = None,
+        engine: str = "auto",
     ) -> None:
         if not callable(function):
             raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
@@ -89,11 +98,14 @@ class Program:
         self._device = None if device is None else torch.device(device)
         if planner != "auto":
             planners[planner]  # refuses unknown names
+        check_home(home, folder, host=True)
+        self._tiers: dict[str, Any] = {"folder": folder, "home": home, "machine": machine, "engine": engine}
+        self._below: Below | None = None
         self._kinds = Kinds()
         self._prepared: dict[Any, Prepared] = {}
         self._last: Prepared | None = None
         self._replays: weakref.ref[Replays] | None = None
-        self._live = 0
+        self._live = dict.fromkeys(Tier, 0)
         self.report: Report | None = None
 
     @property
@@ -101,37 +113,54 @@ class Program:
         """The plan for the last sequence of operations, None before the first call that needs gradients."""
         return None if self._last is None else self._last.plan
 
+    @property
+    def copies(self) -> EngineStatistics:
+        """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
+        return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:
             return self.function(*args, **kwargs)
         device = self._device or _device_of((args, kwargs))
         self._kinds.trim()
-        budget, key = self._room(device), _kind_of((args, kwargs))
+        room, key = self._room(device), _kind_of((args, kwargs))
         record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
-        online = Online(record, keeper, tape, budget)
+        online = Online(record, keeper, tape, room.device_nbytes or 0)
         prepared = self._prepared.get(key)
-        followed = prepared is not None and prepared.plan is not None and prepared.plan.peak_nbytes <= budget
         watch: Online | Planned = online
-        if followed:
-            assert prepared is not None
-            watch = Planned(prepared.turns, prepared.saved, prepared.operations, online)
+        if prepared is not None and prepared.fits(room):
+            watch = self._following(prepared, online, device)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
         recorder.spare = watch.spare
-        if followed and prepared is not None:
-            recorder.holding = prepared.holding
+        if isinstance(watch, Planned) and prepared is not None:
+            recorder.holding, recorder.moves = prepared.holding, watch.moves
         try:
             found = sweep(functools.partial(self.function, *args, **kwargs), record, keeper, recorder)
+            if any(record.packs):
+                self._finish(found, tape, watch, room, key)
+        except BaseException:
+            if isinstance(watch, Planned):
+                watch.give_up()
+            raise
         finally:
             online.recorder = None  # the tape is to go when the graph does, and not when cycles are collected
-        del recorder, online
-        if any(record.packs):
-            self._finish(found, tape, watch, budget, key)
         return found.result
+
+    def _following(self, prepared: Prepared, online: Online, device: torch.device) -> Planned:
+        moves = None
+        if prepared.moves:
+            below, record, keeper = self._below_on(device), online.record, online.keeper
+            moves = Moves(below.parcels(()), record, device, prepared.cuts, online.tape.saved, prepared.reads)
+            cuts = prepared.cuts
+            moves.kept = lambda stage: keeper.kept.get(cuts[stage])
+            weakref.finalize(online.tape, below.leave, moves.parcels).atexit = False
+        return Planned(prepared.turns, prepared.saved, prepared.operations, online, moves)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, begins anew: without plans and without calls that wait for backward."""
-        return vars(type(self)(self.function, budget=self.budget, planner=self.planner, device=self._device))
+        options = {"budget": self.budget, "planner": self.planner, "device": self._device, **self._tiers}
+        return vars(type(self)(self.function, **options))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
@@ -147,44 +176,46 @@ class Program:
         function = functools.partial(self.function, *args, **kwargs)
         known = self._prepared.get(_kind_of((args, kwargs)))
         limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
-        return explained(
-            function, device, free_nbytes(device) if limit is None else limit, self.planner, self._kinds, known
-        )
+        room = Budget(
+            free_nbytes(device) if limit is None else limit,
+            host=self._below_on(device).host_nbytes(), disk=self.budget.disk_nbytes,
+        )  # fmt: skip
+        return explained(function, device, room, self.planner, self._kinds, known, self._below_on(device))
 
-    def _finish(self, found: Sweep, tape: Tape, watch: Online | Planned, budget: int, key: Any) -> None:
+    def _finish(self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any) -> None:
         """Make the call ready for its backward, and the plan for the next one."""
         record, kept, shape = found.record, found.keeper.kept, found.record.shape()
         before = self._prepared.get(key)
-        planned = isinstance(watch, Planned) and watch.followed and before is not None and before.shape == shape
-        if (
-            planned
-            and before is not None
-            and kept.keys() == {0, *(k for k, turn in before.turns.items() if turn.keep is not None)}
-        ):
+        planned = isinstance(watch, Planned) and before is not None and _as_planned(found, watch, before, shape)
+        moves = watch.moves if isinstance(watch, Planned) and planned else None
+        below, waiting = self._below_on(found.keeper.device), dict.fromkeys(Tier, 0)
+        if planned and before is not None:
             assert before.reversal is not None
+            assert before.plan is not None
             cuts, reversal, slots = before.cuts, before.reversal, before.slots
+            if moves is not None:
+                waiting.update(before.plan.simulation.peak_nbytes)
             if before.looks < LOOKS and self.planner == "auto":
-                self._remember(key, prepare(Borders(record, found.numbers), shape, budget, "auto", before))
+                self._remember(key, prepare(Borders(record, found.numbers), shape, room, "auto", before, below))
         else:
-            planned, borders = False, Borders(record, found.numbers)
+            if isinstance(watch, Planned):
+                watch.give_up()
+            borders, budget = Borders(record, found.numbers), room.device_nbytes or 0
             try:
                 cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
             except BudgetError as error:
                 raise self._among_others(error) from None
-            if before is None or before.shape == shape or before.plan is None or before.plan.peak_nbytes > budget:
-                self._remember(key, prepare(borders, shape, budget, self.planner, None))
+            if before is None or before.shape == shape or not before.fits(room):
+                self._remember(key, prepare(borders, shape, room, self.planner, None, below))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
-        nbytes = _held_nbytes(found, tape)
+        nbytes = waiting[Tier.DEVICE] = _held_nbytes(found, tape)
         self.report = Report(
             len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
         )
-        self._live += nbytes
-        weakref.finalize(tape, self._give_back, nbytes).atexit = False
-        self._attach(found, cuts, reversal, slots, tape)
-
-    def _attach(self, found: Sweep, cuts: Sequence[int], reversal: Reversal, slots: int, tape: Tape) -> None:
-        replays = Replays(found, cuts, reversal.backward(), functools.partial(again, slots), tape)
+        self._count(waiting, +1)
+        weakref.finalize(tape, self._count, waiting, -1).atexit = False
+        replays = Replays(found, cuts, reversal.backward(), functools.partial(again, slots), tape, moves)
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
 
@@ -194,31 +225,48 @@ class Program:
         if len(self._prepared) > _REMEMBERED:
             del self._prepared[next(iter(self._prepared))]
 
-    def _room(self, device: torch.device) -> int:
-        limit = self.budget.device_nbytes
-        room = (free_nbytes(device) if limit is None else limit) - self._live
+    def _below_on(self, device: torch.device) -> Below:
+        if self._below is None or self._below.device != device:
+            self._below = Below(device, budget=self.budget, **self._tiers)
+        return self._below
+
+    def _room(self, device: torch.device) -> Budget:
+        """What calls whose backward has not run yet leave of the budget."""
+        limit, live = self.budget.device_nbytes, self._live
+        room = (free_nbytes(device) if limit is None else limit) - live[Tier.DEVICE]
         if room <= 0:
             raise BudgetError(
                 f"Program: the budget of {limit} bytes is taken by calls whose backward has not run yet; run their "
                 "backward first, drop their results, or allow more"
             )
-        return room
+        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: self.budget.disk_nbytes}
+        host, disk = (None if n is None else max(0, n - live[tier]) for tier, n in below.items())
+        return Budget(room, host=host, disk=disk)
 
     def _among_others(self, error: BudgetError) -> BudgetError:
         """The error of the whole budget, of which other calls hold a part."""
-        if not self._live or error.least_nbytes is None:
+        live = self._live[Tier.DEVICE]
+        if not live or error.least_nbytes is None:
             return error
-        least = error.least_nbytes + self._live
+        least = error.least_nbytes + live
         return BudgetError(
-            f"Program: calls whose backward has not run yet hold {format_nbytes(self._live)} of the budget "
+            f"Program: calls whose backward has not run yet hold {format_nbytes(live)} of the budget "
             f"({self.budget.device_nbytes or 'what is free'} bytes), and the least found to work beside them is "
             f"{format_nbytes(least)} ({least} bytes) in all; run their backward first, drop their results, or allow "
             "that much",
             least_nbytes=least,
         )
 
-    def _give_back(self, nbytes: int) -> None:
-        self._live -= nbytes
+    def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
+        for tier, n in nbytes.items():
+            self._live[tier] += calls * n
+
+
+def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) -> bool:
+    """Whether the first sweep has done all that its plan said."""
+    kept = {0, *(k for k, turn in prepared.turns.items() if turn.keep is not None)}
+    as_planned = watch.followed and prepared.shape == shape and found.keeper.kept.keys() == kept
+    return as_planned and watch.ended(prepared.turns[prepared.operations], found_in(found.result))
 
 
 def _runs_later(function: Callable[..., Any]) -> bool:

@@ -1,12 +1,16 @@
 """What the first sweep keeps, restart checkpoints and saved tensors: by a plan, or, while none applies, as it goes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
 from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.tape import Tape
+from tapestream.ir import Action
 
 
 class Watch(Protocol):
@@ -107,19 +111,31 @@ class Online:
 
 class Turn(NamedTuple):
     """At the beginning of a stretch: the values to keep as a restart checkpoint, None for none; whether to keep what it
-    saves."""
+    saves. ``stage``: its number; ``state``: values alive there, where that matters for what moves; ``moves``: what
+    does."""
 
     keep: frozenset[int] | None
     take: bool
+    stage: int = 0
+    state: frozenset[int] | None = None
+    moves: Sequence[Action] = ()
 
 
 class Planned:
     """Does what ``turns`` say, by operation; goes on by ``otherwise`` once the program differs from the one planned for
-    (``saved``: bytes saved before each of these; ``operations``: how many there are)."""
+    (``saved``: bytes saved before each of these; ``operations``: how many there are; ``moves``: below the device)."""
 
-    def __init__(self, turns: Mapping[int, Turn], saved: Mapping[int, int], operations: int, otherwise: Online) -> None:
+    def __init__(
+        self,
+        turns: Mapping[int, Turn],
+        saved: Mapping[int, int],
+        operations: int,
+        otherwise: Online,
+        moves: Moves | None = None,
+    ) -> None:
         self._turns, self._saved, self._operations, self.otherwise = turns, saved, operations, otherwise
-        self._off = False
+        self.moves = moves
+        self._off = self._void = False
         self._taped: int | None = None
 
     def spare(self, nbytes: int) -> bool:
@@ -128,8 +144,8 @@ class Planned:
 
     @property
     def followed(self) -> bool:
-        """Whether the program has made no other operations so far."""
-        return not self._off
+        """Whether the program has made no other operations so far, and the plan still holds."""
+        return not (self._off or self._void)
 
     @property
     def taped(self) -> int | None:
@@ -141,14 +157,10 @@ class Planned:
         if self._off:
             self.otherwise(k, saved_nbytes)
             return
-        turn = self._turns.get(k)
+        turn = self._turns.get(k) if k < self._operations else None
         # Calls that make nothing come with the number of the next operation, after the last one too.
         if k > self._operations or (turn is not None and self._saved[k] != saved_nbytes):
-            self._off = True
-            if self.otherwise.recorder is not None:
-                self.otherwise.recorder.holding = {}
-            self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
-            self.otherwise(k, saved_nbytes)
+            self._differs(k, saved_nbytes)
         elif turn is not None:
             recorder = self.otherwise.recorder
             assert recorder is not None
@@ -156,3 +168,41 @@ class Planned:
             self._taped = (k if self._taped is None else self._taped) if turn.take else None
             if turn.keep is not None and k:
                 self.otherwise.keeper.keep(k, recorder.numbers.alive(), turn.keep)
+            if self.moves is not None and not self._moved(self.moves, turn, recorder):
+                self._differs(k, saved_nbytes)
+
+    def ended(self, last: Turn, results: Sequence[torch.Tensor]) -> bool:
+        """The program has made the operations planned for: do what is left. Whether the plan still holds."""
+        if self.moves is not None:
+            if last.state is not None:
+                self.moves.border(last.stage, results)
+            if not all(map(self.moves.obey, last.moves)):
+                self.give_up()
+        return self.followed
+
+    def give_up(self) -> None:
+        """The plan is of no use: what is below the device goes, and restart checkpoints of which that was a part."""
+        self._void = True
+        if self.moves is None:
+            return
+        keeper = self.otherwise.keeper
+        for operation in self.moves.abandon():
+            if operation in keeper.kept:
+                keeper.drop(operation)
+        if self._taped is not None and self._taped < self.moves.left_until:
+            self._taped = None
+
+    @staticmethod
+    def _moved(moves: Moves, turn: Turn, recorder: Recorder) -> bool:
+        if turn.state is not None:
+            alive = recorder.numbers.alive()
+            moves.border(turn.stage, [alive[number][0] for number in turn.state if number in alive])
+        return all(map(moves.obey, turn.moves))
+
+    def _differs(self, k: int, saved_nbytes: int) -> None:
+        self.give_up()
+        self._off = True
+        if self.otherwise.recorder is not None:
+            self.otherwise.recorder.holding = {}
+        self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
+        self.otherwise(k, saved_nbytes)
