@@ -49,6 +49,7 @@ def compare(
     calls: int = 2,
     planner: str = "revolve",
     modules: Sequence[nn.Module] = (),
+    **options: Any,
 ) -> Program:
     """Raises AssertionError unless ``calls`` calls of the program equal plain PyTorch; gives the program.
 
@@ -64,7 +65,7 @@ def compare(
     if budget is None:
         budget = 2 * max(least(function, leaves, make, seed) for seed in range(calls))
         restore(buffers, before)
-    program = Program(function, budget=budget, planner=planner)
+    program = Program(function, budget=budget, planner=planner, **options)
     for seed in range(calls):
         values, flags, gradients, generator = outcome(program, leaves, make, seed)
         wanted = expected[seed]

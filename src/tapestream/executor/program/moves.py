@@ -1,6 +1,7 @@
 """`Moves`: restart checkpoints and saved tensors of one call on their way below the device, and back."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ class Moves:
     stretch whose saved tensors move; states that it reads are no part of these. ``kept``: the restart checkpoint before
     a stretch, None where there is none any more.
 
-    An operation that says what it writes into waits for the copies of that (see `before_write`). Where something else
+    An operation that says what it writes into waits for the copies of that (see `written`). Where something else
     has written into what was being copied, the copy is of no use, and the call goes on without its plan (see `obey`).
     """
 
@@ -48,9 +49,10 @@ class Moves:
         self._leaving: dict[Value, tuple[Tier, Saved]] = {}  # what is being copied from the device, with versions
         self._waited: set[Value] = set()  # earlier than the plan says
         self._spoilt = False
+        self._travels: dict[Value, list[bool]] = {}  # of each tensor, in their order
         self._entries: dict[int, list[tuple[int, int, bool]]] = {}  # by stretch: number, storage, need of a gradient
         self._places: dict[int, list[tuple[int, int]]] = {}  # by stretch: operation, place
-        self._rest: dict[int, dict[int, Saved]] = {}  # by stretch and operation, with what was there for what is away
+        self._rest: dict[int, dict[int, Saved]] = {}  # by stretch and operation, with gaps for what is away
 
     def border(self, stage: int, state: Iterable[torch.Tensor]) -> None:
         """Stretch ``stage`` is about to run, or the one before it has; ``state`` is there now."""
@@ -92,8 +94,9 @@ class Moves:
         """A stretch is about to be reversed, the last use of what it has saved."""
         self.parcels.drop(Value(Kind.SAVED, stage))
 
-    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An operation is about to write into these."""
+    def written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An operation is about to write into these, or has without saying so."""
+        self.parcels.written(tensors)
         if self._leaving:
             addresses = {address_of(t) for t in tensors}
             for value, (tier, read) in list(self._leaving.items()):
@@ -105,7 +108,7 @@ class Moves:
         """Drop all copies; what has no other is gone. Gives the operations of the restart checkpoints concerned."""
         self._spoilt, concerned = True, [self._cuts[stage] for stage in self._entries]
         self.parcels.close()
-        for table in (self._leaving, self._entries, self._places, self._rest, self._states):
+        for table in (self._leaving, self._travels, self._entries, self._places, self._rest, self._states):
             table.clear()
         return concerned
 
@@ -119,17 +122,22 @@ class Moves:
             entries = {} if kept is None else kept.entries
             read = [(entry.tensor, entry.version) for entry in entries.values()]
             self._spoilt |= kept is None or any(tensor._version != version for tensor, version in read)
-            self._entries[k] = [(number, entry.storage, entry.requires) for number, entry in entries.items()]
             outside = (e for e in entries.values() if self._record.storage_external[e.storage] and not e.private)
             staying = {address_of(entry.tensor) for entry in outside}
         else:
-            self._places[k], read = self._clean(k)
+            places, read = self._clean(k)
             before, after = (self._states.get(k + i, {}) if reads else {} for i, reads in enumerate(self.reads[k]))
             staying = self._externals() | before.keys() | after.keys()
         if not self._spoilt:
             tensors = [tensor for tensor, _ in read]
-            self.parcels.pack(value, tensors, lambda t: t.device != device or address_of(t) in staying)
-            self._leaving[value] = target, read
+            travels = self.parcels.pack(value, tensors, lambda t: t.device != device or address_of(t) in staying)
+            self._travels[value] = travels
+            if value.kind is Kind.STATE:
+                all_entries = ((number, entry.storage, entry.requires) for number, entry in entries.items())
+                self._entries[k] = list(compress(all_entries, travels))
+            else:
+                self._places[k] = list(compress(places, travels))
+            self._leaving[value] = target, list(compress(read, travels))
         return not self._spoilt
 
     def _clean(self, stage: int) -> tuple[list[tuple[int, int]], Saved]:
@@ -168,8 +176,8 @@ class Moves:
             rest[operation][place] = (_NOTHING, 0)
         self.left_until = max(self.left_until, end)
 
-    def _came(self, value: Value, tensors: Sequence[torch.Tensor]) -> None:
-        k = value.index
+    def _came(self, value: Value, tensors: Iterable[torch.Tensor]) -> None:
+        k, tensors = value.index, compress(tensors, self._travels[value])
         if value.kind is Kind.STATE:
             kept = self.kept(k)
             assert kept is not None

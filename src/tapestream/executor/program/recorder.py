@@ -172,6 +172,8 @@ class Recorder(TorchFunctionMode):
                 func, tensors, before, self.numbers.storage_of, record.storage_external, announced
             ):
                 self.keeper.spoilt(storage)
+                if self.moves is not None:
+                    self.moves.written([t for t in tensors if self.numbers.storage_of(t) == storage])
         if changed or call.attribute == "data":
             self._check_bypassed(call, tensors, changed)
         for storage in changed:
@@ -226,7 +228,7 @@ class Recorder(TorchFunctionMode):
         into = written(func, args, kwargs)
         announced = {storage_of(t) for t in into if of(t) is not None}
         if self.moves is not None:
-            self.moves.before_write(into)
+            self.moves.written(into)
         for storage in announced:
             self.keeper.before_write(storage, self.numbers.shown.get(storage, []))
         return announced

@@ -1,6 +1,6 @@
 """Parcels: states and saved tensors on their way between tiers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -9,7 +9,7 @@ import torch
 
 from tapestream.errors import GradientError, ScheduleError, StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
-from tapestream.executor.travel.cargo import Cargo, Origin, Origins
+from tapestream.executor.travel.cargo import Cargo, Origin, Origins, has_storage, head_of
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
@@ -58,13 +58,20 @@ class Parcels:
 
     def pack(
         self, value: Value, tensors: Sequence[torch.Tensor], stays: Callable[[torch.Tensor], bool] | None = None
-    ) -> None:
-        """Make what is behind ``tensors``, on the device, the value's DEVICE copy."""
+    ) -> list[bool]:
+        """Make what is behind ``tensors``, on the device, the value's DEVICE copy. Says of each whether it travels."""
         cargo, memories = Cargo.of(tensors, stays or self.stays, self._known)
         known = self._parcels.get(value)
         copies: dict[Tier, list[Region | torch.Tensor]] = {} if known is None else known.copies
         copies[Tier.DEVICE] = [Region(Tier.DEVICE, m.nbytes, m) for m in memories]
         self._parcels[value] = _Parcel(cargo, copies)
+        return [not isinstance(window, torch.Tensor) for window in cargo.windows]
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Other bytes are about to be behind these: what is packed of them from now on is not what was before."""
+        for tensor in tensors:
+            if has_storage(tensor):
+                self._known.pop(head_of(tensor), None)
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Start copying. Raises StorageError or BudgetError where ``target`` is full."""

@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from tapestream.frontends.program.plans import Prepared, after_sweep, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Numbers, Sizes
 from tapestream.frontends.program.watch import Online
-from tapestream.ir import Forward, Tier
+from tapestream.ir import Forward, Free, Kind, Tier, Value
 from tapestream.ir import Record as RecordStage
 from tapestream.runner.ambient import unchanged_generators
 from tapestream.simulate import simulate
@@ -182,9 +182,17 @@ class _Planned:
                 case _:
                     pass
         self.storages, self.operations = self.sizes.saves()
-        self.taped = {int(s) for s, k in zip(self.storages, self.operations, strict=True) if self._is_taped(int(k))}
-        numbers = {n for cut in self.restarts for n in self.sizes.needed(cut)}
-        self.kept = {self.record.storage_of(n) for n in numbers.union(prepared.holding)}
+        turns = prepared.turns.items()
+        gone = [(a.value, cut) for cut, turn in turns for a in turn.moves if isinstance(a, Free) and not a.tier]
+        self._gone = dict(gone)  # from the device, before which operation
+        self._always = len(record) + 1
+        self.taped, self.kept = dict[int, int](), dict[int, int]()  # by storage, the operation until which it stays
+        for storage, k in zip(self.storages, self.operations, strict=True):
+            if self._is_taped(k):
+                self.taped[int(storage)] = max(self.taped.get(int(storage), 0), self._taped_until(int(k)))
+        for stage in filter(None, reversal.kept):
+            self._keep(self.sizes.needed(cuts[stage]), self._gone.get(Value(Kind.STATE, stage), self._always))
+        self._keep(prepared.holding, self._always)
 
     def explanation(self) -> Explanation:
         """All that is to be said."""
@@ -192,9 +200,17 @@ class _Planned:
         everything = {int(s) for s in self.storages}
         return Explanation(
             tuple(rows), tuple(self.cuts), tuple(self.restarts), self.budget, self._peak_nbytes(),
-            tuple(self._live(self.taped, self.kept, self._is_taped)),
-            tuple(self._live(everything, set(), lambda k: True)),
+            tuple(self._live([self.kept, self.taped], lambda k: self._taped_until(k) if self._is_taped(k) else k)),
+            tuple(self._live([dict.fromkeys(everything, self._always)], lambda k: self._always)),
         )  # fmt: skip
+
+    def _taped_until(self, k: int) -> int:
+        """Operation ``k`` is recorded in the first sweep: what it saves stays until this one."""
+        return self._gone.get(Value(Kind.SAVED, self._stage(k)), self._always)
+
+    def _keep(self, numbers: Iterable[int], until: int) -> None:
+        for storage in {self.record.storage_of(number) for number in numbers}:
+            self.kept[storage] = max(self.kept.get(storage, 0), until)
 
     def _peak_nbytes(self) -> int:
         if self.plan is not None:
@@ -222,7 +238,8 @@ class _Planned:
                 yield self._row(made, shape, dtype, nbytes, seconds, self._fate(storage, made))
         for k, inner in self.notes.inside.items():
             for shape, dtype, nbytes in inner:
-                fate: Fate = "kept" if self._is_taped(k) else "recomputed"
+                taped: Fate = "kept" if self._taped_until(k) == self._always else "moved"
+                fate: Fate = taped if self._is_taped(k) else "recomputed"
                 yield self._row(k, shape, dtype, nbytes, seconds, fate)
 
     def _row(
@@ -238,8 +255,10 @@ class _Planned:
 
     def _fate(self, storage: int, made: int) -> Fate:
         if storage in self.taped:
-            return "kept"
-        return "restart checkpoint" if storage in self.kept else "recomputed"
+            return "kept" if self.taped[storage] == self._always else "moved"
+        if storage in self.kept:
+            return "restart checkpoint" if self.kept[storage] == self._always else "moved"
+        return "recomputed"
 
     def _seconds(self) -> dict[int, float]:
         """Of each operation: the median of those of its kind on tensors of the same shapes."""
@@ -257,15 +276,20 @@ class _Planned:
             found.update(dict.fromkeys(operations, seconds))
         return found
 
-    def _live(self, taped: set[int], kept: set[int], is_taped: Callable[[int], bool]) -> list[int]:
-        """Bytes while each operation of the first sweep runs."""
+    def _live(self, until: Sequence[Mapping[int, int]], inner_until: Callable[[int], int]) -> list[int]:
+        """Bytes while each operation of the first sweep runs; ``until``: by storage, before which operation it goes,
+        ``inner_until``: the same of what only an operation knows."""
         n, sizes, death = len(self.record), self.sizes, numpy.array(self.record.death, dtype=numpy.int64)
         stop = sizes.stop.copy()
         numpy.maximum.at(stop, sizes.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
-        stop[sorted(taped)] = n
-        stop[sorted(kept)] = n
-        inner: Numbers = numpy.array([self.record.inner_nbytes[k] if is_taped(k) else 0 for k in range(n)])
-        live = sizes.spans(sizes.start, stop, sizes.nbytes)[:n] + sizes.made + numpy.cumsum(inner) - inner
+        for storage, operation in (pair for one in until for pair in one.items()):
+            stop[storage] = max(stop[storage], min(operation - 1, n))
+        inner: Numbers = numpy.zeros(n + 1, dtype=numpy.int64)
+        for k, nbytes in enumerate(self.record.inner_nbytes):
+            if (end := inner_until(k)) > k:
+                inner[k + 1] += nbytes
+                inner[min(end, n)] -= nbytes if end <= n else 0
+        live = sizes.spans(sizes.start, stop, sizes.nbytes)[:n] + sizes.made + numpy.cumsum(inner)[:n]
         return [int(nbytes) for nbytes in live]
 
 

@@ -8,9 +8,12 @@ from typing import Literal
 from tapestream.planning.picture import figure_of, saved, unit_of
 from tapestream.units import format_nbytes, format_seconds
 
-Fate = Literal["kept", "restart checkpoint", "recomputed"]
+Fate = Literal["kept", "restart checkpoint", "moved", "recomputed"]
 COLUMNS = ("line", "operation", "shape", "dtype", "bytes", "to compute", "what the plan does")
-_WORDS = {"kept": "kept in the first sweep", "restart checkpoint": "restart checkpoint", "recomputed": "recomputed"}
+_WORDS = {
+    "kept": "kept in the first sweep", "restart checkpoint": "restart checkpoint", "moved": "moved away and back",
+    "recomputed": "recomputed",
+}  # fmt: skip
 _SHOWN = 20
 _BINS = 2000
 _FEW = 300
@@ -21,8 +24,8 @@ class SavedTensor:
     """One storage that backward needs. ``file``, ``line``: where the program's code called the ``operation`` that made
     it (innermost line outside torch); ``seconds``: of that operation, the median of its kind and shapes.
 
-    ``fate``: "kept" from the first sweep on, part of a "restart checkpoint" of it, or "recomputed" by running its
-    operation again ``times`` times.
+    ``fate``: "kept" from the first sweep on, part of a "restart checkpoint" of it, one or the other and "moved" to a
+    slower tier and back, or "recomputed" by running its operation again ``times`` times.
     """
 
     file: str
@@ -81,9 +84,9 @@ class Explanation:
 
     def sums(self) -> dict[Fate, tuple[int, int]]:
         """By fate: how many tensors, and their bytes."""
-        fates: tuple[Fate, ...] = ("kept", "restart checkpoint", "recomputed")
+        fates: tuple[Fate, ...] = ("kept", "restart checkpoint", "moved", "recomputed")
         of = {fate: [row.nbytes for row in self.rows if row.fate == fate] for fate in fates}
-        return {fate: (len(sizes), sum(sizes)) for fate, sizes in of.items()}
+        return {fate: (len(sizes), sum(sizes)) for fate, sizes in of.items() if sizes or fate != "moved"}
 
     def summary(self) -> str:
         """The plan in a sentence or two."""

@@ -137,6 +137,7 @@ class Planned:
         self.moves = moves
         self._off = self._void = False
         self._taped: int | None = None
+        self._turned = -1  # the last operation before which something was to be done
 
     def spare(self, nbytes: int) -> bool:
         """Nothing beside what is planned for."""
@@ -157,12 +158,12 @@ class Planned:
         if self._off:
             self.otherwise(k, saved_nbytes)
             return
-        turn = self._turns.get(k) if k < self._operations else None
         # Calls that make nothing come with the number of the next operation, after the last one too.
+        turn = self._turns.get(k) if self._turned < k < self._operations else None
         if k > self._operations or (turn is not None and self._saved[k] != saved_nbytes):
             self._differs(k, saved_nbytes)
         elif turn is not None:
-            recorder = self.otherwise.recorder
+            recorder, self._turned = self.otherwise.recorder, k
             assert recorder is not None
             recorder.taking = turn.take
             self._taped = (k if self._taped is None else self._taped) if turn.take else None
