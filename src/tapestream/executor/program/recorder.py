@@ -168,12 +168,7 @@ class Recorder(TorchFunctionMode):
             self._begin(k)
             return result
         if touched:
-            for storage in check_changed(
-                func, tensors, before, self.numbers.storage_of, record.storage_external, announced
-            ):
-                self.keeper.spoilt(storage)
-                if self.moves is not None:
-                    self.moves.written([t for t in tensors if self.numbers.storage_of(t) == storage])
+            self._spoil(func, tensors, before, announced)
         if changed or call.attribute == "data":
             self._check_bypassed(call, tensors, changed)
         for storage in changed:
@@ -232,6 +227,16 @@ class Recorder(TorchFunctionMode):
         for storage in announced:
             self.keeper.before_write(storage, self.numbers.shown.get(storage, []))
         return announced
+
+    def _spoil(
+        self, func: Any, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]
+    ) -> None:
+        """What was written into without a word, or has a need of a gradient that it had not before."""
+        of, external = self.numbers.storage_of, self.record.storage_external
+        for storage in check_changed(func, tensors, before, of, external, announced):
+            self.keeper.spoilt(storage)
+            if self.moves is not None:
+                self.moves.written([t for t in tensors if of(t) == storage])
 
     def _changed(self, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]) -> Set[int]:
         changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)

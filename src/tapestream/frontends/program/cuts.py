@@ -115,6 +115,7 @@ class Borders:
                     record_extra_nbytes=max(0, one.record - states - one.saved),
                     backward_extra_nbytes=max(-one.saved - cotangents[1], one.backward - one.saved - sum(cotangents)),
                     cotangent_nbytes=cotangents[1],
+                    saved_storages=max(1, one.copies),
                 )
             )
         # State 0 and the generators that backward is to leave as they were are there all the time.

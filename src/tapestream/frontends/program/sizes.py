@@ -8,6 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from tapestream.executor.program.record import ALIVE, Record
+from tapestream.executor.travel.cargo import SMALL_NBYTES
 from tapestream.frontends.program.parts import parts
 
 Numbers = NDArray[Any]
@@ -169,7 +170,8 @@ def stages_of(sizes: Sizes, cuts: list[int]) -> list["StageBytes"]:
 
 
 class StageBytes:
-    """Bytes of the operations a .. b-1 as one stage: ``saved`` beyond the states that backward is said to read,
+    """Bytes of the operations a .. b-1 as one stage: ``saved`` beyond the states that backward is said to read, in so
+    many ``copies`` when they move,
     ``forward``, ``record`` and ``backward`` those of all that is there at the peak of each."""
 
     def __init__(self, sizes: Sizes, a: int, b: int, storages: Numbers, operations: Numbers) -> None:
@@ -186,6 +188,9 @@ class StageBytes:
         counted = ~((before & self.reads_input) | (after & self.reads_output))
         inner = numpy.array(sizes.record.inner_nbytes[a:b], dtype=numpy.int64)
         self.saved = int(nbytes[counted].sum() + inner.sum())
+        pieces = numpy.concatenate((nbytes[counted], inner[inner > 0]))
+        large = int((pieces >= SMALL_NBYTES).sum())
+        self.copies = large + (len(pieces) > large)
         self.copied = sizes.copied(a)
         # The state before the stage counts as long as the stage runs: it may be a restart checkpoint.
         entering = sizes.ending(a, b - 1)
