@@ -278,6 +278,21 @@ def test_second_backwards_and_parts_of_one(tmp_path: Path) -> None:
     assert all(map(torch.equal, torch.autograd.grad(half, parameters), wanted))
 
 
+def test_a_plan_may_say_that_the_first_state_moves(tmp_path: Path) -> None:
+    """It stays, for those who ask for gradients a second time; the plan goes on."""
+    net, x = network()
+    net.eval()
+    run = ts.Program(net, budget=peak_budget(net, x, 0.25), planner="superneurons", **options("threads", tmp_path))
+    leaves = [x, *net.parameters()]
+    wanted = outcome(net, leaves, lambda: (x * 1.0,))
+    for _ in range(3):
+        assert all(map(same, outcome(run, leaves, lambda: (x * 1.0,))[2], wanted[2]))
+    assert run.plan is not None
+    first = ts.ir.Value(ts.ir.Kind.STATE, 0)
+    moved = {action.value for action in run.plan.schedule if isinstance(action, ts.ir.Offload)}
+    assert first in moved, "choose another budget"
+
+
 def test_what_is_dropped_gives_its_bytes_back(tmp_path: Path) -> None:
     net, x = network()
     run = ts.Program(net, budget=peak_budget(net, x, 0.5), planner="offload", **options("threads", tmp_path))

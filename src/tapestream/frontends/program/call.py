@@ -174,7 +174,8 @@ def _obeyed(
             case Restore(stage):
                 steps.restore(kept[stage])
             case Free(Value(Kind.STATE, stage) as value, Tier.DEVICE) if moves is None or not moves.holds(value):
-                kept.pop(stage, None)
+                if stage:  # the first one stays anyway, and has not left where a plan says that it has
+                    kept.pop(stage, None)
             case Free(value, Tier.DEVICE) if moves is None or not moves.holds(value):
                 pass  # saved tensors go when backward has used them
             case Offload() | Prefetch() | Wait() | Free() if moves is not None:
