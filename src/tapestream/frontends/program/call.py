@@ -159,10 +159,11 @@ def _obeyed(
             case Forward(start, stop):
                 steps.forward(start, stop)
             case RecordStage(stage):
-                if moves is not None:
+                leaving = moves is not None and stage in moves.reads
+                if leaving and moves is not None:
                     moves.border(stage, steps.state())
                 steps.record(stage, go_on=not isinstance(following, Backward))
-                if moves is not None:
+                if leaving and moves is not None:
                     moves.border(stage + 1, steps.state())
             case Backward(stage):
                 steps.leave(stage + 1)

@@ -19,7 +19,7 @@ from tapestream.frontends.program.holds import Holds
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan, transfers
 from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
-from tapestream.ir import Action, Kind, Offload, Phase, Restore, Schedule
+from tapestream.ir import Action, Forward, Kind, Offload, Phase, Record, Restore, Schedule
 from tapestream.passes.memory import compute_seconds
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
@@ -29,6 +29,10 @@ from tapestream.units import format_nbytes
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
 _FINEST = 4 * MANY
+_FITTING = (FEW, 2 * FEW, 4 * FEW, MANY)
+"""Stretches, where fewer do not fit."""
+_SLOW = 2
+"""Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
 _SHARES = (1, 0.85, 0.7, 0.5)
 """Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 LOOKS = 2
@@ -78,15 +82,16 @@ def prepare(
     looks, found = 0, list[_Found]()
     if before is not None and before.plan is not None:
         looks = before.looks + 1
-        quick = looks == 1
-        better = _plans(borders, borders.cuts(FEW), room, ("auto",), below) if quick else _refined(borders, room, below)
+        better = _looked_for(borders, room, below) if looks == 1 else _refined(borders, before, room, below)
         found = [_Found(before.plan, before.cuts, before.holding), *better]
     else:
-        sizes = (MANY, _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
+        sizes = (MANY, *_FITTING[1:3], _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
         names = _QUICK if planner == "auto" else (planner,)
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
         tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)
         found = next(filter(None, tried), [])
+        if found and planner == "auto" and min(one.plan.overhead for one in found) > _SLOW:
+            found += _looked_for(borders, room, below)
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, holding = best = min(found, key=lambda one: (one.again(borders), one.plan.peak_nbytes))
@@ -141,23 +146,37 @@ class _Found(NamedTuple):
         return again + waits
 
 
-def _refined(borders: Borders, room: Budget, below: Below) -> Iterator[_Found]:
+def _looked_for(borders: Borders, room: Budget, below: Below) -> list[_Found]:
+    """Plans by all planners, for as few stretches as do."""
+    found = list[_Found]()
+    for cuts in (borders.cuts(most, timed=timed) for timed in (True, False) for most in _FITTING):
+        found += _plans(borders, cuts, room, ("auto",), below)
+        if found and found[-1].plan.overhead <= _SLOW:
+            break
+    return found
+
+
+def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> list[_Found]:
+    """Plans by `rotor` for several numbers of stretches; for those of ``before`` where these do not fit."""
+    found = [one for most in FEWER for one in _added(borders, borders.cuts(most), room, below)]
+    return found or list(_added(borders, before.cuts, room, below))
+
+
+def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) -> Iterator[_Found]:
     """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of values, and
     of tails of their stretches and then values."""
     budget = room.device_nbytes or 0
-    for most in FEWER:
-        cuts = borders.cuts(most)
-        tails, holds = Tails(cuts, borders), Holds(cuts, borders)
-        for share in _SHARES:
-            for one in _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below):
-                yield one
-                held = holds.added(one.plan, budget)
-                if held is not None:
-                    yield _Found(held[0], cuts, held[1])
-                tailed = tails.added(one.plan, budget if held is None else int((1 + share) / 2 * budget))
-                if tailed is not None:
-                    held = Holds(tailed[1], borders).added(tailed[0], budget)
-                    yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
+    tails, holds = Tails(cuts, borders), Holds(cuts, borders)
+    for share in _SHARES:
+        for one in _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below):
+            yield one
+            held = holds.added(one.plan, budget)
+            if held is not None:
+                yield _Found(held[0], cuts, held[1])
+            tailed = tails.added(one.plan, budget if held is None else int((1 + share) / 2 * budget))
+            if tailed is not None:
+                held = Holds(tailed[1], borders).added(tailed[0], budget)
+                yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
 
 
 def _plans(borders: Borders, cuts: Sequence[int], room: Budget, names: Sequence[str], below: Below) -> list[_Found]:
@@ -201,7 +220,7 @@ def after_sweep(
             elif timed:
                 timed = False
             elif most < _FINEST and most < n:
-                most *= 8
+                most *= 2
             else:
                 raise _too_small(0 if least == inf else int(least), budget) from None
     _drop_unneeded(kept, tape, start)
@@ -242,12 +261,24 @@ def _planned_by(planner: str) -> Any:
     def plan(profile: Profile, budget: Budget) -> Schedule:
         if planner in NEVER_MOVE:
             return planners[planner](profile, budget, None)
-        for name in ("store_all", "periodic", "revolve"):
+        for name in ("store_all", "periodic"):
             with contextlib.suppress(BudgetError):
                 return planners[name](profile, budget, None)
+        schedule: Schedule | None = None
+        with contextlib.suppress(BudgetError):
+            schedule = planners["revolve"](profile, budget, None)
+        if len(profile) <= MANY and (schedule is None or _forwards(schedule) > _SLOW * len(profile)):
+            with contextlib.suppress(BudgetError):
+                return planners["rotor"](profile, budget, None)
+        if schedule is not None:
+            return schedule
         return planners["revolve"](profile, None, None, slots=binomial_slots(profile, budget.device_nbytes or 0))
 
     return plan
+
+
+def _forwards(schedule: Schedule) -> int:
+    return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in schedule)
 
 
 def _too_small(least: int, budget: int) -> BudgetError:

@@ -62,8 +62,8 @@ class Program:
     int, Budget; None: what is free now less 5%). ``planner``: a name in `tapestream.planners` or ``"auto"``.
     ``device``: where the budget counts (None: that of the first tensor given). ``opaque``: modules, or classes of
     modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled.
-    ``folder``, ``home``, ``machine``, ``engine``: where restart checkpoints and saved tensors may move, as in `Chain`: to
-    host memory on a GPU, to a folder where one is given. ``copies`` counts them.
+    ``folder``, ``home``, ``machine``, ``engine``: where restart checkpoints and saved tensors may move, as in `Chain`:
+    to host memory on a GPU, to a folder where one is given. ``copies`` counts them.
 
     The first call keeps all that is saved while it fits, and restart checkpoints as it goes; later calls that make the
     same operations follow a plan for them. A call that turns out otherwise is never wrong, only less well placed.
