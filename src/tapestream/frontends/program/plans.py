@@ -33,6 +33,8 @@ _FITTING = (FEW, 2 * FEW, 4 * FEW, MANY)
 """Stretches, where fewer do not fit."""
 _SLOW = 2
 """Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
+_WORTH_SECONDS = 1.0
+"""Of what runs again, that is: about as long as a plan takes."""
 _SHARES = (1, 0.85, 0.7, 0.5)
 """Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 LOOKS = 2
@@ -90,7 +92,7 @@ def prepare(
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
         tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)
         found = next(filter(None, tried), [])
-        if found and planner == "auto" and min(one.plan.overhead for one in found) > _SLOW:
+        if found and planner == "auto" and all(_slow(one, borders) for one in found):
             found += _looked_for(borders, room, below)
     if not found:
         return Prepared.unplanned(shape)
@@ -147,13 +149,19 @@ class _Found(NamedTuple):
 
 
 def _looked_for(borders: Borders, room: Budget, below: Below) -> list[_Found]:
-    """Plans by all planners, for as few stretches as do."""
-    found = list[_Found]()
+    """Plans for as few stretches as do: by all planners, and where the fewest do not fit, by the best alone."""
+    found, names = list[_Found](), ("auto",)
     for cuts in (borders.cuts(most, timed=timed) for timed in (True, False) for most in _FITTING):
-        found += _plans(borders, cuts, room, ("auto",), below)
-        if found and found[-1].plan.overhead <= _SLOW:
+        found += _plans(borders, cuts, room, names, below)
+        if found and not _slow(found[-1], borders):
             break
+        names = ("joint",) if below.tiers else ("rotor",)
     return found
+
+
+def _slow(found: "_Found", borders: Borders) -> bool:
+    """Whether it pays to look for something better at once."""
+    return found.plan.overhead > _SLOW and found.again(borders) > _WORTH_SECONDS
 
 
 def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> list[_Found]:
