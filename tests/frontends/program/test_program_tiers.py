@@ -412,3 +412,28 @@ def test_refused_by_name(tmp_path: Path) -> None:
     for _ in range(3):
         run(x * 1.0).sum().backward()  # as without a folder
     assert run.copies.copies == 0
+
+
+def test_a_result_written_into_before_backward_is_refused_or_right(tmp_path: Path) -> None:
+    """Plain PyTorch refuses; what was copied before is still what it was."""
+    net, x = network()
+    net.eval()
+    leaves = list(net.parameters())
+    for engine in ("threads", "adversarial"):
+        given = options(engine, tmp_path / engine)
+        run = ts.Program(net, budget=peak_budget(net, x, 0.4), planner="offload", **given)
+        for _ in range(3):
+            run(x * 1.0).sum().backward()
+        result = run(x * 1.0)
+        assert run.report is not None
+        assert run.report.planned
+        wanted = torch.autograd.grad(net(x * 1.0).sum(), leaves)
+        total = result.sum()
+        with torch.no_grad():
+            result.zero_()
+        try:
+            found = torch.autograd.grad(total, leaves)
+        except RuntimeError as error:  # GradientErrors are
+            assert "modified" in str(error)  # noqa: PT017
+        else:
+            assert all(map(torch.equal, found, wanted))
