@@ -80,8 +80,7 @@ class Below:
         """For one call. What lies in the same memory as one of ``fixed`` (the caller's), or not on the device, does
         not move. Raises StorageError where the folder cannot be used."""
         pool, engine = self._open()
-        while self._left:
-            self._left.pop().close()
+        self.settle()
         heads, device = frozenset(head_of(t) for t in fixed if has_storage(t)), self.device
 
         def stays(tensor: torch.Tensor) -> bool:
@@ -93,6 +92,11 @@ class Below:
         """Give back what a call holds that is being garbage-collected: at the next call, as it is no time to wait for
         copies, nor, at the end of the program, for PyTorch to do anything at all."""
         self._left.append(parcels)
+
+    def settle(self) -> None:
+        """Give back what calls have left that are gone."""
+        while self._left:
+            self._left.pop().close()
 
     def statistics(self) -> EngineStatistics:
         """What was moved, and how long calls were blocked, since the chain was made."""

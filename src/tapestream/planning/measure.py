@@ -37,7 +37,7 @@ from tapestream.units import format_nbytes
 _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
-_TRIPS, _TRIPS_SECONDS, _STATE_NBYTES = 32, 0.1, 2**16
+_TRIPS, _TRIPS_SECONDS, _STATE_NBYTES, _CACHES_NBYTES = 32, 0.3, 2**16, 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,9 @@ def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
 
 
 def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
-    """The links with the processor time that one state costs the computing thread, on its way out and back."""
+    """The links with the processor time that one state costs the computing thread, on its way out and back, where
+    something else has been computed since the last one: the caches have forgotten how."""
+    other = torch.ones(_CACHES_NBYTES, dtype=torch.uint8)
     out: list[float] = []
     back: list[float] = []
     value = Value(Kind.STATE, 0)
@@ -221,17 +223,19 @@ def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
         parcels, end = Parcels(pool, engine), time.monotonic() + _TRIPS_SECONDS
         while len(out) < _TRIPS and (len(out) < _LEAST_SAMPLES or time.monotonic() < end):
             state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
+            other.add_(1)
             begin = time.thread_time()
             parcels.pack(value, (state,))
             parcels.start(value, Tier.DEVICE, Tier.DISK)
             parcels.wait(value, Tier.DISK)
-            middle = time.thread_time()
+            out.append(time.thread_time() - begin)
+            other.add_(1)
+            begin = time.thread_time()
             parcels.start(value, Tier.DISK, Tier.DEVICE)
             parcels.wait(value, Tier.DEVICE)
             parcels.unpack(value)
             parcels.drop(value)
-            out.append(middle - begin)
-            back.append(time.thread_time() - middle)
+            back.append(time.thread_time() - begin)
     return replace(read, busy_seconds=median(back)), replace(write, busy_seconds=median(out))
 
 

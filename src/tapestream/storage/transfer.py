@@ -40,11 +40,16 @@ def lean_empty(nbytes: int) -> torch.Tensor:
 
 
 def landing_empty(nbytes: int) -> torch.Tensor:
-    """``nbytes`` uint8 in RAM that most devices can fill directly, at most 448 bytes of it for that."""
+    """``nbytes`` uint8 in RAM that most devices can fill directly, at most 448 bytes of it for that, in a storage that
+    starts with them: programs may count on where in its storage a tensor begins."""
     if nbytes > _STAGE or nbytes % SECTOR:
-        return lean_empty(nbytes)
-    whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
-    return whole.narrow(0, -whole.data_ptr() % SECTOR, nbytes)
+        found = lean_empty(nbytes)
+    else:
+        whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
+        found = whole.narrow(0, -whole.data_ptr() % SECTOR, nbytes)
+    start = found.storage_offset()
+    storage: torch.UntypedStorage = found.untyped_storage()[start : start + nbytes]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tapestream as ts
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import GradientError, InputError, StorageError
 from tapestream.executor.program.moves import Moves
 from tapestream.frontends.program.sizes import Sizes
 
@@ -304,7 +304,7 @@ def test_what_is_dropped_gives_its_bytes_back(tmp_path: Path) -> None:
         del loss
         gc.collect()
         assert not any(run._live.values())
-    run(x * 1.0).sum().backward()
+    run(x[:8] * 1.0)  # any call
     assert run._below is not None
     pool, _ = run._below._open()
     assert pool.held_nbytes(DISK) == 0
@@ -437,3 +437,109 @@ def test_a_result_written_into_before_backward_is_refused_or_right(tmp_path: Pat
             assert "modified" in str(error)  # noqa: PT017
         else:
             assert all(map(torch.equal, found, wanted))
+
+
+def test_where_in_its_storage_a_tensor_begins_is_the_same_when_it_comes_back(tmp_path: Path) -> None:
+    """A program may say so itself: `as_strided` with an offset counts from the beginning of the storage."""
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).div(7).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        for k in range(10):
+            x = torch.tanh(x @ weight)
+            x = x.as_strided((64, WIDTH), (2 * WIDTH, 1), k % 2 * WIDTH).repeat(2, 1) * 0.7 + x
+        return x
+
+    x = torch.randn(128, WIDTH).requires_grad_()
+    for planner in ("offload", "superneurons"):
+        given = options("threads", tmp_path / planner)
+        run = compare(
+            function, [weight, x], lambda: (x * 1.0,), 8 * x.nbytes, calls=4, planner=planner, **given
+        )  # fmt: skip
+        assert run.copies.copies > 0
+
+
+class SquareInPlace(torch.autograd.Function):
+    """Its backward writes into what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.mul_(gradient) * 2
+
+
+@pytest.mark.parametrize("part", [0.3, 0.45, 0.7])
+@pytest.mark.parametrize("planner", ["offload", "joint"])
+def test_what_a_backward_writes_into_is_right_or_refused(planner: str, part: float, tmp_path: Path) -> None:
+    """Plain PyTorch is right, as nobody else needs it; here restart checkpoints may show the same memory."""
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).div(7).requires_grad_()
+    x = torch.randn(128, WIDTH).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(5):
+            h = x + 0.1
+            u = torch.tanh(h + 0.2)
+            for _ in range(3):
+                u = torch.tanh(u @ weight)
+            x = 0.5 * u + 0.1 * SquareInPlace.apply(h)  # type: ignore[no-untyped-call]
+        return x
+
+    wanted = outcome(function, [weight, x], lambda: (x * 1.0,))
+    stored = ts.Program(function, budget="1GiB", planner="store_all")
+    outcome(stored, [weight, x], lambda: (x * 1.0,))
+    assert stored.plan is not None
+    budget = int(part * stored.plan.peak_nbytes)
+    run = ts.Program(function, budget=budget, planner=planner, **options("threads", tmp_path))
+    for _ in range(4):
+        try:
+            found = outcome(run, [weight, x], lambda: (x * 1.0,))
+        except GradientError as error:
+            assert "modified by an in-place operation" in str(error)  # noqa: PT017
+        else:
+            assert all(map(same, found[2], wanted[2]))
+
+
+def test_a_number_behind_the_device_is_no_other_device(tmp_path: Path) -> None:
+    net, x = network()
+    budget = peak_budget(net, x, 0.5)
+    run = ts.Program(net, budget=budget, planner="offload", device="cpu:0", **options("threads", tmp_path))
+    for _ in range(3):
+        run(x * 1.0).sum().backward()
+    assert run.copies.copies > 0
+
+
+@pytest.mark.parametrize("part", [0.45, 0.6, 0.8])
+def test_what_the_user_writes_into_while_it_is_under_way_is_run_again(part: float, tmp_path: Path) -> None:
+    """The tensors were saved by operations that nobody differentiates, so plain PyTorch does not mind."""
+    torch.manual_seed(0)
+    weights = [torch.randn(WIDTH, WIDTH).div(7).requires_grad_() for _ in range(12)]
+    x, wide = torch.randn(64, WIDTH).requires_grad_(), torch.randn(4 * WIDTH, WIDTH).requires_grad_()
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        others = []
+        for weight in weights:
+            y = F.gelu(F.layer_norm(x, (WIDTH,)) @ weight)
+            others.append(torch.tanh(y).detach())
+            x = x + y @ wide.t()[:, :WIDTH] + others[-1]
+        return torch.tanh(x), *others
+
+    def gradients(call: Any) -> tuple[Tensor, ...]:
+        result, *others = call(x * 1.0)
+        for other in others:
+            other.add_(1.0)
+        return torch.autograd.grad(result.sum(), [x, wide, *weights])
+
+    wanted = gradients(function)
+    stored = ts.Program(function, budget="1GiB", planner="store_all")
+    for _ in range(2):
+        gradients(stored)
+    assert stored.plan is not None
+    budget = int(part * stored.plan.peak_nbytes)
+    run = ts.Program(function, budget=budget, planner="joint", **options("threads", tmp_path))
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(run), wanted))
+    assert run.copies.copies > 0

@@ -48,7 +48,8 @@ class Moves:
         self._seen = 0
         self._leaving: dict[Value, tuple[Tier, Saved]] = {}  # what is being copied from the device, with versions
         self._waited: set[Value] = set()  # earlier than the plan says
-        self._spoilt = False
+        self.spoilt = False
+        """Something that was on its way has been written into."""
         self._travels: dict[Value, list[bool]] = {}  # of each tensor, in their order
         self._entries: dict[int, list[tuple[int, int, bool]]] = {}  # by stretch: number, storage, need of a gradient
         self._places: dict[int, list[tuple[int, int]]] = {}  # by stretch: operation, place
@@ -63,8 +64,8 @@ class Moves:
 
     def obey(self, action: Action) -> bool:
         """Whether all is well: nothing has written into what was on its way."""
-        if self._spoilt or _stays(action):
-            return not self._spoilt
+        if self.spoilt or _stays(action):
+            return not self.spoilt
         match action:
             case Offload(value, Tier.DEVICE as source, target):
                 if self._pack(value, target):
@@ -84,7 +85,7 @@ class Moves:
                 self.parcels.free(value, tier)
             case _:
                 raise ScheduleError(f"nothing of a program moves by {action}")
-        return not self._spoilt
+        return not self.spoilt
 
     def holds(self, value: Value) -> bool:
         """Whether there is a copy below the device."""
@@ -106,7 +107,7 @@ class Moves:
 
     def abandon(self) -> list[int]:
         """Drop all copies; what has no other is gone. Gives the operations of the restart checkpoints concerned."""
-        self._spoilt, concerned = True, [self._cuts[stage] for stage in self._entries]
+        self.spoilt, concerned = True, [self._cuts[stage] for stage in self._entries]
         self.parcels.close()
         for table in (self._leaving, self._travels, self._entries, self._places, self._rest, self._states):
             table.clear()
@@ -121,14 +122,14 @@ class Moves:
             kept = self.kept(k)
             entries = {} if kept is None else kept.entries
             read = [(entry.tensor, entry.version) for entry in entries.values()]
-            self._spoilt |= kept is None or any(tensor._version != version for tensor, version in read)
+            self.spoilt |= kept is None or any(tensor._version != version for tensor, version in read)
             outside = (e for e in entries.values() if self._record.storage_external[e.storage] and not e.private)
             staying = {address_of(entry.tensor) for entry in outside}
         else:
             places, read = self._clean(k)
             before, after = (self._states.get(k + i, {}) if reads else {} for i, reads in enumerate(self.reads[k]))
             staying = self._externals() | before.keys() | after.keys()
-        if not self._spoilt:
+        if not self.spoilt:
             tensors = [tensor for tensor, _ in read]
             travels = self.parcels.pack(value, tensors, lambda t: t.device != device or address_of(t) in staying)
             self._travels[value] = travels
@@ -138,7 +139,7 @@ class Moves:
             else:
                 self._places[k] = list(compress(places, travels))
             self._leaving[value] = target, list(compress(read, travels))
-        return not self._spoilt
+        return not self.spoilt
 
     def _clean(self, stage: int) -> tuple[list[tuple[int, int]], Saved]:
         """What a stretch has saved that nothing has written into since; of all else backward is to say so."""
@@ -160,7 +161,7 @@ class Moves:
         self.parcels.wait(value, tier)
         _, read = self._leaving.pop(value, (tier, list[tuple[torch.Tensor, int]]()))
         void = value.kind is Kind.STATE and self.kept(value.index) is None
-        self._spoilt |= void or any(tensor._version != version for tensor, version in read)
+        self.spoilt |= void or any(tensor._version != version for tensor, version in read)
 
     def _leave(self, value: Value) -> None:
         """Its bytes on the device go."""

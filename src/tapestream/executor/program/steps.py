@@ -133,7 +133,9 @@ class ProgramSteps:
         if go_on:
             self._own = self._own & left.keys() | values.keys()
             for number, tensor in values.items():
-                left[number] = Entry.of(tensor, record.storage_of(number), private=True)
+                storage = record.storage_of(number)
+                private = not record.storage_external[storage] or storage in record.writes
+                left[number] = Entry.of(tensor, storage, private=private)
             self._live = Kept(end, left)
 
     def _entered(self, state: Kept, first: int, end: int) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:

@@ -13,22 +13,56 @@ SMALL_NBYTES = 16 * 2**10
 _ALIGNMENT = 64  # bytes at whose multiples PyTorch's allocators start every storage, and ours too
 
 
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """A storage that something came back to, from ``start`` on. ``counter``: an empty tensor with the version of all
+    tensors made over it, which was ``version`` first."""
+
+    storage: StorageWeakRef
+    start: int
+    counter: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, base: torch.Tensor) -> "_Landed":
+        counter = base.detach()
+        counter.data = torch.empty(0, dtype=base.dtype, device=base.device)  # a version stays when its tensor changes
+        storage = StorageWeakRef(base.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(storage, int(base.storage_offset()), counter, base._version)
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody has written into it since."""
+        return self.counter._version != self.version
+
+    def bytes(self, nbytes: int) -> torch.Tensor | None:
+        """Its bytes, with the version of the others; None where nobody holds it any more."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            return None
+        found = self.counter.detach()
+        found.data = _bytes_of(storage, self.start, nbytes)
+        return found
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Origin:
     """One storage of the program, wherever its bytes are now. ``first``: that on the device when it was packed;
-    ``landed``: that which it came back to, and how many bytes after its start."""
+    ``landed``: that which it came back to."""
 
     nbytes: int
     first: StorageWeakRef
-    landed: tuple[StorageWeakRef, int] | None = None
+    landed: _Landed | None = None
 
     def living(self) -> torch.Tensor | None:
-        """The bytes on the device, where somebody still holds what came back last. (Not the storage that was packed:
-        others may have written into it since.)"""
-        if self.landed is None:
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.landed[0].cdata)
-        return None if storage is None else _bytes_of(storage, self.landed[1], self.nbytes)
+        """The bytes on the device, where somebody still holds what came back last and nobody has written into it. (Not
+        the storage that was packed: others may have written into it since.)"""
+        return None if self.landed is None or self.landed.written else self.landed.bytes(self.nbytes)
+
+    def spoilt(self, memory: torch.Tensor) -> bool:
+        """Whether it came back to ``memory``, and somebody has written into that since."""
+        landed = self.landed
+        return landed is not None and landed.written and head_of(memory) == landed.storage.cdata
 
 
 Origins: TypeAlias = "WeakValueDictionary[int, Origin]"
@@ -99,7 +133,8 @@ class Cargo:
             start = 0
             for number in load:
                 origin = self.origins[number]
-                bases[number] = self._land(origin, memory[start : start + origin.nbytes])
+                part = memory if len(load) == 1 else memory[start : start + origin.nbytes]
+                bases[number] = self._land(origin, part)
                 start += origin.nbytes
         return tuple(w if isinstance(w, torch.Tensor) else _opened(w, bases[w.storage]) for w in self.windows)
 
@@ -108,9 +143,8 @@ class Cargo:
         if living is not None:
             return living
         base = memory.clone() if origin.nbytes < SMALL_NBYTES else memory
-        storage = base.untyped_storage()
-        origin.landed = StorageWeakRef(storage), int(base.storage_offset())  # type: ignore[no-untyped-call]
-        self.known[storage._cdata] = origin
+        origin.landed = _Landed.of(base)
+        self.known[head_of(base)] = origin
         return base
 
 
@@ -154,7 +188,7 @@ def head_of(tensor: torch.Tensor) -> int:
 def _origin(storage: torch.UntypedStorage, known: Origins) -> Origin:
     head = storage._cdata
     found = known.get(head)
-    if found is not None and head in (found.first.cdata, found.landed and found.landed[0].cdata):
+    if found is not None and (head == found.first.cdata or not (found.landed is None or found.landed.written)):
         return found
     found = known[head] = Origin(storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
     return found

@@ -107,7 +107,7 @@ class Parcels:
     def unpack(self, value: Value) -> tuple[torch.Tensor, ...]:
         """The tensors over the DEVICE copy, waited for; the bytes go when these go."""
         parcel = self._parcels[value]
-        arrived = parcel.copies.pop(Tier.DEVICE)
+        arrived = [self._unspoilt(parcel, load, it) for load, it in enumerate(parcel.copies.pop(Tier.DEVICE))]
         for origin in parcel.cargo.origins:
             self._coming.pop(origin, None)  # there from now on, see `Origin.living`
         tensors = parcel.cargo.unload([it.memory if isinstance(it, Region) else it for it in arrived])
@@ -115,6 +115,18 @@ class Parcels:
             if isinstance(it, Region):
                 it.generation += 1  # the tensors' own from here on
         return tensors
+
+    def _unspoilt(self, parcel: _Parcel, load: int, arrived: Region | torch.Tensor) -> Region | torch.Tensor:
+        """What has arrived; once more, where another value showed it first and somebody has written into that."""
+        origin = parcel.cargo.alone(load)
+        memory = arrived.memory if isinstance(arrived, Region) else arrived
+        if origin is None or not origin.spoilt(memory):
+            return arrived
+        below = parcel.copies[min(parcel.copies)][load]
+        assert isinstance(below, Region)
+        again = Region(Tier.DEVICE, below.nbytes, _empty(parcel.cargo, below.nbytes))
+        self._engine.wait(self._engine.copy(below, again))
+        return again
 
     def holds(self, value: Value) -> bool:
         """Whether there is a copy below the device."""
@@ -163,6 +175,10 @@ def _landing(cargo: Cargo, load: int) -> Region | torch.Tensor:
     if living is not None:
         return living
     nbytes = cargo.nbytes(load)
-    on_host = cargo.device.type == "cpu"
-    memory = landing_empty(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)
-    return Region(Tier.DEVICE, nbytes, memory)
+    return Region(Tier.DEVICE, nbytes, _empty(cargo, nbytes))
+
+
+def _empty(cargo: Cargo, nbytes: int) -> torch.Tensor:
+    if cargo.device.type == "cpu":
+        return landing_empty(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=cargo.device)

@@ -181,9 +181,6 @@ def _obeyed(
                 pass  # saved tensors go when backward has used them
             case Offload() | Prefetch() | Wait() | Free() if moves is not None:
                 if not moves.obey(action):
-                    raise GradientError(
-                        "Program: a tensor that backward needs was modified by an inplace operation after the program "
-                        "had run, while it was copied to a slower tier; clone() it before"
-                    )
+                    return  # somebody has written into what was on its way: all is run again from the first state
             case _:
                 raise ScheduleError(f"the backward of a program met {action}")

@@ -124,8 +124,10 @@ class Program:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:
             return self.function(*args, **kwargs)
-        device = self._device or _device_of((args, kwargs))
+        device = self._device_of((args, kwargs))
         self._kinds.trim()
+        if self._below is not None:
+            self._below.settle()
         room, key = self._room(device), _kind_of((args, kwargs))
         record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
         online = Online(record, keeper, tape, room.device_nbytes or 0)
@@ -174,7 +176,7 @@ class Program:
         """
         if not torch.is_grad_enabled():
             raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")
-        device = self._device or _device_of((args, kwargs))
+        device = self._device_of((args, kwargs))
         function = functools.partial(self.function, *args, **kwargs)
         known = self._prepared.get(_kind_of((args, kwargs)))
         limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
@@ -226,6 +228,10 @@ class Program:
         self._prepared[key] = self._last = prepared
         if len(self._prepared) > _REMEMBERED:
             del self._prepared[next(iter(self._prepared))]
+
+    def _device_of(self, given: Any) -> torch.device:
+        """As tensors on it say: with the number of a GPU."""
+        return _device_of(given) if self._device is None else torch.empty(0, device=self._device).device
 
     def _below_on(self, device: torch.device) -> Below:
         if self._below is None or self._below.device != device:

@@ -177,7 +177,7 @@ class Planned:
         if self.moves is not None:
             if last.state is not None:
                 self.moves.border(last.stage, results)
-            if not all(map(self.moves.obey, last.moves)):
+            if not all(map(self.moves.obey, last.moves)) or self.moves.spoilt:
                 self.give_up()
         return self.followed
 
