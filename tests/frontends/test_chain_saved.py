@@ -13,6 +13,7 @@ from tiered import DEVICE, DISK, DISKS, HOST, HOSTS, chain_by_hand, moved_by, sa
 from torch import nn
 
 from tapestream.errors import GradientError
+from tapestream.frontends.chain import Chain
 from tapestream.storage.meter import track_memory
 
 
@@ -143,3 +144,26 @@ def test_a_saved_tensor_written_in_place_is_refused_wherever_it_is(tmp_path: Pat
     leaked[0].add_(1)
     with pytest.raises(GradientError, match=r"stage 0 \(leaking\) saved for its backward was modified by an in-place"):
         out.sum().backward()
+
+
+def test_where_in_its_storage_a_state_begins_is_the_same_when_it_comes_back(tmp_path: Path) -> None:
+    """`as_strided` with an offset counts from the beginning of the storage, which may not be that of other bytes."""
+
+    def strided(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((64, 48), (96, 1), 48).repeat(2, 1).tanh() + x
+
+    stages = [strided, torch.sin] * 4
+    x = torch.randn(128, 48, generator=torch.Generator().manual_seed(0))
+    wanted, found = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = wanted
+    for stage in stages:
+        y = stage(y)
+    y.sum().backward()
+    net = Chain(stages, planner="offload", budget=6 * x.nbytes, folder=tmp_path, machine=DISKS)
+    net(found).sum().backward()
+    assert net.plan is not None
+    assert net.plan.simulation.bytes_moved
+    assert net.plan.simulation.forwards > len(stages)
+    assert wanted.grad is not None
+    assert found.grad is not None
+    assert torch.equal(found.grad, wanted.grad)
