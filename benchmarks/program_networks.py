@@ -34,7 +34,7 @@ def main() -> None:
 def _cases(quick: bool) -> list[Case]:
     transformer = gpt(2, 64, 2, 64, "cpu") if quick else gpt(24, 256, 4, 128, "cpu")
     deep = resnet(1, 2, "cpu") if quick else resnet(18, 16, "cpu")
-    wide = imagenet_resnet((1, 1), 8, 2, 32, "cpu") if quick else imagenet_resnet((3, 8, 36, 3), 64, 4, 112, "cpu")
+    wide = imagenet_resnet((1, 1), 8, 2, 32, "cpu") if quick else imagenet_resnet((3, 8, 36, 3), 64, 4, 224, "cpu")
     return [wide, deep, transformer, _with_dropout(transformer)]
 
 
