@@ -54,7 +54,8 @@ class Kept:
 class Keeper:
     """Restart checkpoints of the first sweep, by operation; the one before operation 0 always stays.
 
-    What an operation is about to write into is copied first for all that hold it. ``addresses``: by storage number
+    What an operation is about to write into is copied first for all that hold it; ``unread`` storages of others, by a
+    plan, for the first one alone, which has to do where the program goes on otherwise. ``addresses``: by storage number
     that of the live storage.
     """
 
@@ -63,6 +64,7 @@ class Keeper:
         first = self._generators = TorchGenerators.capture()
         self.kept = {0: Kept(0, {}, first)}
         self.addresses: dict[int, int] = {}
+        self.unread = frozenset[int]()
         # By storage, in which restart checkpoints, by operation and number, it may be without a copy of its own.
         self._held: dict[int, list[tuple[int, int]]] = {}
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
@@ -110,6 +112,8 @@ class Keeper:
         first = [(number, tensor) for number, tensor in externals if number not in self._written]
         if storage not in self._held and not first:
             return
+        if storage in self.unread and storage not in self._held and self._copied_alone(storage, externals):
+            return
         like = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
         places = [(operation, number, entry.requires) for operation in self.kept for number, entry in like.items()]
         for operation, number in self._held.pop(storage, ()):
@@ -122,6 +126,15 @@ class Keeper:
             self.kept[operation].entries[number] = replace(copies[number], requires=requires)
         self._written.update({number: (tensor, storage) for number, tensor in first})
 
+    def _copied_alone(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> bool:
+        """For the first restart checkpoint alone, at little cost: whether it is as simple as that."""
+        (number, tensor), *others = externals
+        if others or tensor.requires_grad or tensor.layout is not torch.strided or not _is_whole(tensor):
+            return False
+        self.kept[0].entries[number] = Entry(tensor.clone(), storage, False, True, 0)
+        self._written[number] = tensor, storage
+        return True
+
     def spoilt(self, storage: int) -> None:
         """An operation wrote into ``storage`` unannounced: what holds it is of no use any more."""
         for operation, kept in list(self.kept.items()):
@@ -132,8 +145,11 @@ class Keeper:
         """The program has ended: drop what nothing uses any more."""
         for operation in [k for k in self.kept if k >= max(1, len(record))]:
             del self.kept[operation]
+        unread = record.unread.storages
         for operation, kept in self.kept.items():
-            kept.entries = {n: e for n, e in kept.entries.items() if last_use(record, n) >= operation}
+            kept.entries = {
+                n: e for n, e in kept.entries.items() if last_use(record, n) >= operation and e.storage not in unread
+            }
         for storage in {storage for _, storage in self._written.values()}:
             self.before_write(storage, [])  # another call may, and of running statistics no version would tell
 

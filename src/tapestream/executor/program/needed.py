@@ -15,12 +15,15 @@ class Needed:
 
     An operation that saves nothing but what it is given has saved that before it computes: it is called until then, if
     nobody needs its results. One that writes, draws, or is what users have written always runs: a later write tells
-    that what was saved has changed, and draws come in their order.
+    that what was saved has changed, and draws come in their order. Not so where nothing reads what it writes into (see
+    `Unread`).
     """
 
     def __init__(self, record: Record) -> None:
-        self.record = record
-        self._always = {k for operations in record.writes.values() for k in operations}.union(record.drawn)
+        self.record, unread = record, record.unread
+        seen = (operations for storage, operations in record.writes.items() if storage not in unread.storages)
+        self._always = {k for operations in seen for k in operations}.union(record.drawn)
+        self._idle = unread.idle
         self._users = [isinstance(pattern.function, (Apply, Whole)) for pattern in record.patterns.all]
 
     def of(self, first: int, end: int, there: Container[int]) -> bytearray:
@@ -28,6 +31,8 @@ class Needed:
         from the beginning."""
         record, todo, needed = self.record, bytearray(end - first), set[int]()
         for k in range(end - 1, first - 1, -1):
+            if k in self._idle:
+                continue
             wanted = any(n in needed and n not in there for n in record.results_of(k))
             if wanted or k in self._always or self._users[record.calls[k]]:
                 todo[k - first] = RUN

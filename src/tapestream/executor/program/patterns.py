@@ -44,10 +44,13 @@ class Pattern:
 
     def call(self, tensors: Iterator[torch.Tensor]) -> Any:
         """The very same call, on ``tensors``."""
+        args, kwargs = self.arguments(tensors)
+        return self.function(*args, **kwargs) if kwargs else self.function(*args)
+
+    def arguments(self, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """What such a call is given, on ``tensors``."""
         args = [next(tensors) if a is PLACE else _filled(a, tensors) for a in self.args]
-        if self.kwargs:
-            return self.function(*args, **{name: _filled(value, tensors) for name, value in self.kwargs.items()})
-        return self.function(*args)
+        return args, {name: _filled(value, tensors) for name, value in self.kwargs.items()} if self.kwargs else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,13 @@ class Kinds:
 class Call:
     """What is known of calls with equal patterns on tensors of the same shapes, dtypes and need of gradients.
 
-    ``writes``: whether they say that they write into something; ``attribute``: the name of the attribute of a tensor
+    ``into``: which of their tensors they say that they write into; ``attribute``: the name of the attribute of a tensor
     that they ask for, if any; ``number``: that of the pattern in its record, None for one that is not recorded.
     """
 
     pattern: Pattern
     measured: Measured
-    writes: bool
+    into: tuple[int, ...]
     attribute: str | None
     number: int | None = None
 
@@ -129,8 +132,7 @@ class Patterns:
             check_allowed(function)
             pattern = self._of(key, function, args, kwargs)
             measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
-            writes = isinstance(function, Whole) or bool(written(function, args, kwargs))
-            found = Call(pattern, measured, writes, _attribute(function), self._numbers.get(key))
+            found = Call(pattern, measured, _into(pattern, tensors), _attribute(function), self._numbers.get(key))
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             if not pattern.foreign:
@@ -168,6 +170,14 @@ def tensors_of(result: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
         for item in result.values():
             tensors_of(item, found)
     return found
+
+
+def _into(pattern: Pattern, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """By place: a later call may give one tensor twice, or two instead."""
+    apart = [torch.empty(0) for _ in tensors]
+    args, kwargs = pattern.arguments(iter(apart))
+    into = written(pattern.function, args, kwargs)
+    return tuple(place for place, tensor in enumerate(apart) if any(tensor is one for one in into))
 
 
 def _attribute(function: Any) -> str | None:

@@ -12,6 +12,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
 from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.unread import Unread, unread_in
 from tapestream.executor.program.values import Ref, address_of
 from tapestream.executor.program.whole import Whole
 
@@ -125,6 +126,7 @@ class Record:
     draws_nbytes: int = 0
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
+    _unread: Unread | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.patterns = Patterns(self.kinds)
@@ -139,6 +141,13 @@ class Record:
     def results_of(self, k: int) -> "array[int]":
         """What operation ``k`` gives."""
         return self.results[self.result_ends[k - 1] if k else 0 : self.result_ends[k]]
+
+    @property
+    def unread(self) -> Unread:
+        """What is written into and never read, when the program has ended."""
+        if self._unread is None:
+            self._unread = unread_in(self)
+        return self._unread
 
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""

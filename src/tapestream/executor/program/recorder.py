@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
 from tapestream.executor.program.trials import Trials, expected
 from tapestream.executor.program.values import address_of
-from tapestream.executor.program.writes import QUESTIONS, check_changed, written
+from tapestream.executor.program.writes import QUESTIONS, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
 Operation = Callable[[int, int], None]
@@ -141,7 +141,7 @@ class Recorder(TorchFunctionMode):
         self.between(k, self.saved_nbytes)
         ambient = self._ambients.now(self._epoch)
         numbers = [self.numbers.given(t) for t in tensors]
-        announced = self._announce(func, args, kwargs) if call.writes else _NONE
+        announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
         before = [(t._version, t.requires_grad) for t in tensors]
         self.numbers.made_nbytes = 0
         if self._packs:  # of a call that failed
@@ -217,10 +217,9 @@ class Recorder(TorchFunctionMode):
             if operation is not None:
                 self.keeper.add(operation, number, tensor, self.record.storage[number])
 
-    def _announce(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Set[int]:
+    def _announce(self, into: Sequence[torch.Tensor]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""
         of, storage_of = self.numbers.of, self.numbers.storage_of
-        into = written(func, args, kwargs)
         announced = {storage_of(t) for t in into if of(t) is not None}
         if self.moves is not None:
             self.moves.written(into)

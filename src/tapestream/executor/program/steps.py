@@ -172,10 +172,10 @@ class ProgramSteps:
         todo: bytearray | None,
     ) -> None:
         record = self.program
-        last_use, externals = record.last_use, record.externals
+        last_use, externals, idle = record.last_use, record.externals, record.unread.idle
         before = -1
         for k in range(first, end):
-            what = RUN if todo is None else todo[k - first]
+            what = (SKIP if k in idle else RUN) if todo is None else todo[k - first]
             numbers = record.arguments_of(k)
             if what != SKIP:
                 if record.ambient[k] != before:
@@ -218,7 +218,10 @@ class ProgramSteps:
     def _outside(self, number: int) -> torch.Tensor:
         if number >= 0:
             raise ScheduleError(f"value {number} is not there")
-        return self.program.externals[~number].again()
+        one = self.program.externals[~number]
+        if one.storage in self.program.unread.storages:  # to be written into again, whatever it holds
+            return one.held.clone()
+        return one.again()
 
     def _took(self, k: int, into: Saved) -> None:
         """Operation ``k`` has saved ``into``, which is emptied."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.whole import Whole, announced
 
-_STATISTICS = {
+STATISTICS = {
     functional.batch_norm: (1, 2, "running_mean", "running_var"),
     torch.batch_norm: (3, 4, "running_mean", "running_var"),
     torch.native_batch_norm: (3, 4, "running_mean", "running_var"),
@@ -60,7 +60,7 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The running statistics that a call is given, and may write into without a new version."""
-    places = _STATISTICS.get(function)
+    places = STATISTICS.get(function)
     if places is None:
         return []
     first, second, *names = places

@@ -118,9 +118,10 @@ class Borders:
                     saved_storages=max(1, one.copies),
                 )
             )
-        # State 0 and the generators that backward is to leave as they were are there all the time.
-        initial = int(sizes.alive[0])
-        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial)
+        # State 0 and the generators that backward is to leave as they were are there all the time; and copies of what
+        # is never read until that is known for sure.
+        initial, unread = int(sizes.alive[0]), sum(self.record.storage_nbytes[s] for s in self.record.unread.storages)
+        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread)
 
 
 def binomial_slots(profile: Profile, budget: int) -> int:

@@ -55,6 +55,7 @@ class Prepared:
     turns: dict[int, Turn] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     reads: dict[int, Reads] = field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
     operations: int = 0
     slots: int = 1
     looks: int = 0
@@ -104,7 +105,10 @@ def prepare(
     if (len(reversal.recorded) == len(plan.profile) and not reads) or planner != "auto":
         looks = LOOKS
     slots = binomial_slots(plan.profile, room.device_nbytes or 0)
-    return Prepared(shape, plan, cuts, reversal, holding, turns, saved, reads, len(borders.record), slots, looks)
+    unread = borders.record.unread.storages
+    return Prepared(
+        shape, plan, cuts, reversal, holding, turns, saved, reads, unread, len(borders.record), slots, looks
+    )
 
 
 def _turns(found: "_Found", reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:

@@ -152,7 +152,7 @@ class Program:
         return found.result
 
     def _following(self, prepared: Prepared, online: Online, device: torch.device) -> Planned:
-        moves = None
+        moves, online.keeper.unread = None, prepared.unread
         if prepared.moves:
             below, record, keeper = self._below_on(device), online.record, online.keeper
             moves = Moves(below.parcels(()), record, device, prepared.cuts, online.tape.saved, prepared.reads)

@@ -38,11 +38,11 @@ class Sizes:
         numpy.minimum.at(self.start, self.storage, self.birth + 1)
         numpy.maximum.at(self.stop, self.storage, self.last)
         numpy.maximum.at(held, self.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
-        for external in record.externals:
-            if external.storage in record.writes:
-                self.start[external.storage] = 0
-                self.stop[external.storage] = max(self.stop[external.storage], external.last_use)
-        self._written_outside = [(~k, e.last_use) for k, e in enumerate(record.externals) if e.storage in record.writes]
+        read = record.writes.keys() - record.unread.storages
+        self._written_outside = [(~k, e.last_use) for k, e in enumerate(record.externals) if e.storage in read]
+        for number, last in self._written_outside:
+            storage = record.externals[~number].storage
+            self.start[storage], self.stop[storage] = 0, max(self.stop[storage], last)
         self.alive = self.spans(self.start, self.stop, self.nbytes)
         self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
         packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n), -1)
@@ -64,7 +64,7 @@ class Sizes:
         written = numpy.full(len(others), -1, dtype=numpy.int32)
         for storage, operations in record.writes.items():
             written[storage] = operations[-1]
-            if record.storage_external[storage]:
+            if record.storage_external[storage] and storage not in record.unread.storages:
                 others[storage] = False
         return numpy.where(others, 0, numpy.asarray(record.storage_nbytes)), written
 

@@ -205,5 +205,6 @@ class Planned:
         self._off = True
         if self.otherwise.recorder is not None:
             self.otherwise.recorder.holding = {}
+        self.otherwise.keeper.unread = frozenset()
         self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
         self.otherwise(k, saved_nbytes)
