@@ -83,8 +83,8 @@ class Below:
         self.settle()
         heads, device = frozenset(head_of(t) for t in fixed if has_storage(t)), self.device
 
-        def stays(tensor: torch.Tensor) -> bool:
-            return tensor.device != device or head_of(tensor) in heads
+        def stays(tensor: torch.Tensor, head: int) -> bool:
+            return head in heads or tensor.device != device
 
         return Parcels(pool, engine, stays)
 

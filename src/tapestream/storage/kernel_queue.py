@@ -38,6 +38,9 @@ class _Order(ctypes.Structure):
     ]  # fmt: skip
 
 
+_Addresses = ctypes.c_uint64 * 1
+
+
 class _Event(ctypes.Structure):
     """struct io_event."""
 
@@ -105,7 +108,7 @@ class KernelQueue:
             order = _Order(
                 data=number, opcode=_WRITE if write else _READ, file=file, address=address, nbytes=length, offset=offset
             )
-            orders = (ctypes.POINTER(_Order) * 1)(ctypes.pointer(order))
+            orders = _Addresses(ctypes.addressof(order))
             self._pending[number] = pending  # before the kernel has it: a signal may come right after
             if self._call(self._submit_number, self._context, ctypes.c_long(1), orders) != 1:
                 self._let_go(number)

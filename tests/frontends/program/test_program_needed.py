@@ -134,7 +134,7 @@ def test_of_a_stretch_that_runs_again_nothing_is_computed_that_nothing_needs() -
         out = functional.dropout(out, 0.1)  # 3: draws
         seen = out.detach()  # 4
         torch.add(seen, 1.0, out=kept)  # 5: writes
-        return out.sum()  # 6
+        return (out * kept).sum()  # 6, 7
 
     run = Program(program, budget="1GiB")
     loss = run(torch.ones(ROWS, WIDTH))
@@ -142,12 +142,12 @@ def test_of_a_stretch_that_runs_again_nothing_is_computed_that_nothing_needs() -
     replays = run._replays()
     assert replays is not None
     record, needed = replays.record, Needed(replays.record)
-    assert len(record) == 7
+    assert len(record) == 8
     assert list(record.drawn) == [3]
-    assert list(needed.of(0, 7, ())) == [RUN, RUN, RUN, RUN, RUN, RUN, SKIP]
+    assert list(needed.of(0, 8, ())) == [RUN, RUN, RUN, RUN, RUN, RUN, SAVE, SKIP]
     assert list(needed.of(0, 3, ())) == [RUN, RUN, SAVE]
     inner, bent = record.results_of(0)[0], record.results_of(1)[0]
     assert list(needed.of(0, 3, {inner})) == [SAVE, RUN, SAVE]
     assert list(needed.of(0, 3, {inner, bent})) == [SAVE, SAVE, SAVE]
-    assert list(needed.of(4, 7, ())) == [RUN, RUN, SKIP]
+    assert list(needed.of(4, 8, ())) == [RUN, RUN, SAVE, SKIP]
     loss.backward()

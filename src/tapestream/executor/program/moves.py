@@ -131,7 +131,7 @@ class Moves:
             staying = self._externals() | before.keys() | after.keys()
         if not self.spoilt:
             tensors = [tensor for tensor, _ in read]
-            travels = self.parcels.pack(value, tensors, lambda t: t.device != device or address_of(t) in staying)
+            travels = self.parcels.pack(value, tensors, lambda t, head: head in staying or t.device != device)
             self._travels[value] = travels
             if value.kind is Kind.STATE:
                 all_entries = ((number, entry.storage, entry.requires) for number, entry in entries.items())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -69,8 +69,7 @@ Origins: TypeAlias = "WeakValueDictionary[int, Origin]"
 """By address of a storage's head, which does not change hands while an Origin refers to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
+class _Window(NamedTuple):
     """A tensor as a window on storage number ``storage``."""
 
     storage: int
@@ -79,6 +78,11 @@ class _Window:
     stride: tuple[int, ...]
     dtype: torch.dtype
     conj: bool
+
+
+Stays: TypeAlias = Callable[[torch.Tensor, int], bool]
+"""Whether a tensor's bytes are not for us to move; its storage's head (see `head_of`) comes with it."""
+_NOWHERE = 0  # the head of no storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +97,23 @@ class Cargo:
     known: Origins
 
     @classmethod
-    def of(
-        cls, tensors: Sequence[torch.Tensor], stays: Callable[[torch.Tensor], bool], known: Origins
-    ) -> "tuple[Cargo, list[torch.Tensor]]":
+    def of(cls, tensors: Sequence[torch.Tensor], stays: Stays, known: Origins) -> "tuple[Cargo, list[torch.Tensor]]":
         """The cargo, and the bytes of each load on the device."""
-        staying = {head_of(t) for t in tensors if has_storage(t) and (not _can_travel(t) or stays(t))}
+        storages, heads = _storages_of(tensors)
+        staying = {head for head, storage in storages.items() if not _begins_well(storage)}
+        for tensor, head in zip(tensors, heads, strict=True):
+            if head not in staying and head != _NOWHERE and (not _is_plain(tensor) or stays(tensor, head)):
+                staying.add(head)
         numbers: dict[int, int] = {}
         found: list[torch.UntypedStorage] = []
         windows: list[_Window | torch.Tensor] = []
-        for tensor in tensors:
-            if not has_storage(tensor) or head_of(tensor) in staying:
+        for tensor, head in zip(tensors, heads, strict=True):
+            if head == _NOWHERE or head in staying:
                 windows.append(tensor)
                 continue
-            number = numbers.setdefault(head_of(tensor), len(numbers))
+            number = numbers.setdefault(head, len(numbers))
             if number == len(found):
-                found.append(tensor.untyped_storage())
+                found.append(storages[head])
             offset = int(tensor.storage_offset())
             windows.append(_Window(number, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj()))
         loads = tuple(_loads([storage.nbytes() for storage in found]))
@@ -171,12 +177,28 @@ def copies_to_move(tensors: Sequence[torch.Tensor]) -> int:
     return sum(1 for _ in _loads([nbytes for head, nbytes in sizes.items() if nbytes and head not in others]))
 
 
-def _can_travel(tensor: torch.Tensor) -> bool:
-    """Whether a window says all about a tensor. An empty one, and one that PyTorch did not align, stays as it is."""
+def _storages_of(tensors: Sequence[torch.Tensor]) -> tuple[dict[int, torch.UntypedStorage], list[int]]:
+    """The storages behind ``tensors`` by their heads, and the head of each tensor's."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    heads: list[int] = []
+    for tensor in tensors:
+        head = _NOWHERE
+        if has_storage(tensor):
+            storage = tensor.untyped_storage()
+            head = storage._cdata
+            storages.setdefault(head, storage)
+        heads.append(head)
+    return storages, heads
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a window says all about a tensor."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
-    if not plain or tensor.is_neg():
-        return False
-    storage = tensor.untyped_storage()
+    return plain and not tensor.is_neg()
+
+
+def _begins_well(storage: torch.UntypedStorage) -> bool:
+    """An empty one, and one that PyTorch did not align, stays as it is."""
     return storage.nbytes() > 0 and storage.data_ptr() % _ALIGNMENT == 0
 
 

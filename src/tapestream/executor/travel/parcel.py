@@ -1,6 +1,6 @@
 """Parcels: states and saved tensors on their way between tiers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -9,7 +9,7 @@ import torch
 
 from tapestream.errors import GradientError, ScheduleError, StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
-from tapestream.executor.travel.cargo import Cargo, Origin, Origins, has_storage, head_of
+from tapestream.executor.travel.cargo import Cargo, Origin, Origins, Stays, has_storage, head_of
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
@@ -48,17 +48,13 @@ class Parcels:
     are not for us to move: the caller's arguments, say.
     """
 
-    def __init__(
-        self, pool: Pool, engine: CopyEngine, stays: Callable[[torch.Tensor], bool] = lambda tensor: False
-    ) -> None:
+    def __init__(self, pool: Pool, engine: CopyEngine, stays: Stays = lambda tensor, head: False) -> None:
         self._pool, self._engine, self.stays = pool, engine, stays
         self._parcels: dict[Value, _Parcel] = {}
         self._known: Origins = WeakValueDictionary()
         self._coming: dict[Origin, _Copy] = {}  # to the device: what several states share comes once
 
-    def pack(
-        self, value: Value, tensors: Sequence[torch.Tensor], stays: Callable[[torch.Tensor], bool] | None = None
-    ) -> list[bool]:
+    def pack(self, value: Value, tensors: Sequence[torch.Tensor], stays: Stays | None = None) -> list[bool]:
         """Make what is behind ``tensors``, on the device, the value's DEVICE copy. Says of each whether it travels."""
         cargo, memories = Cargo.of(tensors, stays or self.stays, self._known)
         known = self._parcels.get(value)

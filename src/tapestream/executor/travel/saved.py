@@ -50,9 +50,9 @@ class SavedTensors:
         """The stage has run, and its states are still held: what only the graph holds may travel, all else stays."""
         self._staying = frozenset(held_by_others(self.tensors()))
 
-    def stays(self, tensor: torch.Tensor) -> bool:
-        """Whether something besides the graph held this tensor's bytes when the stage had run."""
-        return head_of(tensor) in self._staying
+    def stays(self, tensor: torch.Tensor, head: int) -> bool:
+        """Whether something besides the graph held the bytes of the storage ``head`` when the stage had run."""
+        return head in self._staying
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, on the device. Raises GradientError for one that was written into."""
@@ -67,7 +67,11 @@ class SavedTensors:
     def leave(self) -> None:
         """Drop the bytes of those that travel."""
         for handle in self._handles:
-            if handle.tensor is not None and has_storage(handle.tensor) and not self.stays(handle.tensor):
+            if (
+                handle.tensor is not None
+                and has_storage(handle.tensor)
+                and not self.stays(handle.tensor, head_of(handle.tensor))
+            ):
                 handle.tensor = None
 
     def come(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tapestream.costs import Budget
 from tapestream.errors import InputError
-from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.keeper import Entry, Keeper
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import ALIVE, Record
 from tapestream.executor.program.recorder import Recorder
@@ -140,6 +140,7 @@ class _Untouched(Keeper):
     def __init__(self, device: torch.device, record: Record) -> None:
         super().__init__(device)
         self._record, self._versions = record, contextlib.ExitStack()
+        self._copies: dict[int, Entry] = {}
 
     def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
         """See `Keeper`."""
@@ -147,6 +148,11 @@ class _Untouched(Keeper):
             if number not in self.kept[0].entries:
                 self._versions.enter_context(_unsafe_preserve_version_counter(tensor))
         super().before_write(storage, externals)
+
+    def settle(self, record: Record) -> None:
+        """See `Keeper`."""
+        self._copies = dict(self.kept[0].entries)  # those of what is never read go now
+        super().settle(record)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -156,7 +162,7 @@ class _Untouched(Keeper):
                 yield
             finally:
                 with torch.no_grad():
-                    for number, entry in self.kept[0].entries.items():
+                    for number, entry in (self._copies or self.kept[0].entries).items():
                         if number < 0:
                             self._record.externals[~number].tensor.copy_(entry.tensor)
 
