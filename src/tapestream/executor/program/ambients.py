@@ -101,9 +101,15 @@ class Ambients:
         return number
 
 
+def modes_entered() -> list[Any]:
+    """The function modes that are entered here, the innermost last."""
+    found: list[Any] = _modes()  # type: ignore[no-untyped-call]
+    return found
+
+
 def others() -> tuple[Any, ...]:
     """The function modes that are entered here, without those that only watch a program."""
-    return tuple(mode for mode in _modes() if not getattr(mode, "only_watches", False))  # type: ignore[no-untyped-call]
+    return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
 
 
 def exchange(new: Sequence[Any]) -> None:
@@ -120,7 +126,7 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
     kinds = sorted({kind for ambient in ambients for kind, _ in ambient.casts})
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
-    kernels, modes = [get() for get, _ in _KERNELS], _modes()  # type: ignore[no-untyped-call]
+    kernels, modes = [get() for get, _ in _KERNELS], modes_entered()
     epoch = [-1]
 
     def enter(ambient: Ambient) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.ambients import Ambients
+from tapestream.executor.program.ambients import Ambients, exchange, modes_entered
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
@@ -67,6 +67,7 @@ class Recorder(TorchFunctionMode):
         self._ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
         self._packs = self._look = 0
         self._unknown: dict[int, torch.Tensor] = {}
+        self._entered: list[Any] = []
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -98,7 +99,8 @@ class Recorder(TorchFunctionMode):
             return function(*args)
         self._hidden, k = Hidden(), len(self.record)
         try:
-            out = self._call(function, args, {})
+            with self.unheard():
+                out = self._call(function, args, {})
             self._inside = True
             if len(self.record) > k:
                 if self._hidden.end(tensors_of((args, out), [])):
@@ -112,7 +114,31 @@ class Recorder(TorchFunctionMode):
         """See `Listener`."""
         if self._inside:
             return function(*args)
-        return self._call(function, args, {}, always=True)
+        with self.unheard():
+            return self._call(function, args, {}, always=True)
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, this mode is not entered. Where it is, as outside of torch's own calls of it, everything that the
+        recorder asks a tensor for comes to it as a call of its own."""
+        self._entered = modes = modes_entered()
+        if self not in modes:
+            yield
+            return
+        try:
+            exchange([mode for mode in modes if mode is not self])
+            yield
+        finally:
+            exchange(modes)
+
+    def _heard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that this mode is to see the inside of."""
+        modes = modes_entered()
+        try:
+            exchange(self._entered)
+            return function(*args, **kwargs)
+        finally:
+            exchange(modes)
 
     def casts_cleared(self) -> None:
         """See `Listener`."""
@@ -150,10 +176,11 @@ class Recorder(TorchFunctionMode):
             self._hidden.begin(pattern.foreign)
         drawing = self._draws.before(pattern, func)
         start = time.perf_counter()
+        call_it = func if self._hidden is None else functools.partial(self._heard, func)
         if measured.transient_nbytes is None:
-            result = self._trials.run(measured, functools.partial(func, *args, **kwargs))
+            result = self._trials.run(measured, functools.partial(call_it, *args, **kwargs))
         else:
-            result = func(*args, **kwargs)
+            result = call_it(*args, **kwargs)
         seconds = time.perf_counter() - start
         # Running statistics are written into without a new version.
         touched = [(t._version, t.requires_grad) for t in tensors] != before

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.overrides import _get_current_function_mode_stack as _modes
 
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.program.ambients import exchange
 from tapestream.executor.program.foreign import PLAIN
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.recorder import Recorder
@@ -43,12 +41,11 @@ class _Witness(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Around the call. Raises GradientError for writes into arguments and parameters."""
         versions = [t._version for t in self.given]
-        with _without(self.recorder):
-            if self.state.compiled:  # a mode would be compiled too
+        if self.state.compiled:  # a mode would be compiled too
+            yield
+        else:
+            with self:
                 yield
-            else:
-                with self:
-                    yield
         for tensor, version in zip(self.given, versions, strict=True):
             if tensor._version != version:
                 raise _refused(
@@ -90,21 +87,6 @@ def _refused(name: str, what: str, instead: str) -> GradientError:
         f"Program: {name}, taken as one operation, {what}, which could not be run again; {instead}, or leave its class "
         "out of opaque"
     )
-
-
-@contextlib.contextmanager
-def _without(mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, function modes are as without ``mode``."""
-    modes: list[Any] = _modes()  # type: ignore[no-untyped-call]
-    if mode not in modes:
-        yield
-        return
-    others = [one for one in modes if one is not mode]
-    try:
-        exchange(others)
-        yield
-    finally:
-        exchange(modes)
 
 
 class Taken:
@@ -258,7 +240,8 @@ class _Calls:
             taken, recorder = here.taken, listener_now()
             if taken is None or not isinstance(recorder, Recorder) or not taken.takes(module):
                 return plain(module, *args, **kwargs)
-            return taken.call(recorder, module, plain, args, kwargs)
+            with recorder.unheard():
+                return taken.call(recorder, module, plain, args, kwargs)
 
         cls.__call__ = call  # type: ignore[method-assign]
 
