@@ -1,15 +1,19 @@
 """Bytes held, operations run again, and the size of the record."""
 
+import gc
 import sys
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from side_by_side import least
+from torch import nn
 
 from tapestream.errors import BudgetError
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
+from tapestream.ir import Tier
 from tapestream.storage.meter import track_memory
 
 SIDE = 64
@@ -125,3 +129,38 @@ def test_the_least_budget_does_not_mean_one_restart_checkpoint(monkeypatch: pyte
         assert run.report is not None
         assert run.report.reruns <= 4 * run.report.stages
     W.grad = None
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+@pytest.mark.parametrize("how", ["function", "module", "seed"])
+def test_what_a_call_held_goes_with_its_graph_and_not_with_garbage(how: str) -> None:
+    block, weight = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), torch.randn(32, 32).requires_grad_()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for step in range(6):
+            if how == "seed":
+                torch.manual_seed(step)
+            x = _Doubled.apply(x) if how == "function" else block(x) if how == "module" else x  # type: ignore[no-untyped-call]
+            x = torch.tanh(x @ weight)
+        return x
+
+    run = Program(program, budget="1MiB", opaque=[nn.Sequential] if how == "module" else [])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            y = run(torch.ones(8, 32))
+            assert run._live[Tier.DEVICE] > 0
+            del y
+            assert run._live[Tier.DEVICE] == 0
+    finally:
+        gc.enable()

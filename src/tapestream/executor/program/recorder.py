@@ -121,15 +121,14 @@ class Recorder(TorchFunctionMode):
     def unheard(self) -> Iterator[None]:
         """Inside, this mode is not entered. Where it is, as outside of torch's own calls of it, everything that the
         recorder asks a tensor for comes to it as a call of its own."""
-        self._entered = modes = modes_entered()
-        if self not in modes:
-            yield
-            return
+        before, self._entered = self._entered, modes_entered()
         try:
-            exchange([mode for mode in modes if mode is not self])
+            if self in self._entered:
+                exchange([mode for mode in self._entered if mode is not self])
             yield
         finally:
-            exchange(modes)
+            exchange(self._entered)
+            self._entered = before  # in the end nothing, since this is one of them and would hold itself
 
     def _heard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that this mode is to see the inside of."""
