@@ -74,9 +74,11 @@ def measure(case: Case, chosen: Settings) -> list[Row]:
     return rows
 
 
-def rivals_of(network: Network, case: Case) -> list[Rival]:
-    """Every number of segments, reentrant and not."""
-    return [_rival(network, case, s, r) for s in range(1, len(network.blocks) + 1) for r in (False, True)]
+def rivals_of(network: Network, case: Case, every: int = 1) -> list[Rival]:
+    """Every number of segments, or one in ``every`` and the largest, reentrant and not."""
+    most = len(network.blocks)
+    numbers = sorted({*range(1, most + 1, every), most})
+    return [_rival(network, case, s, r) for s in numbers for r in (False, True)]
 
 
 def _rival(network: Network, case: Case, segments: int, reentrant: bool) -> Rival:

@@ -66,7 +66,7 @@ def test_statistics_in_evaluation_are_read_and_not_written() -> None:
     network = Normed().eval()
     record = record_of(network)
     assert buffers_unread(record, network.norms[0].running_mean, network.norms[0].running_var) == [False, False]
-    assert not record.unread.idle
+    assert not record.writes
 
 
 @pytest.mark.parametrize("first", [torch.nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm])
@@ -108,6 +108,20 @@ def test_what_only_writers_of_what_is_read_read_counts_as_read() -> None:
         return network(x) * second
 
     assert buffers_unread(record_of(program), first, second, third) == [False, False, True]
+
+
+def test_statistics_that_something_else_writes_into_too_count_as_read() -> None:
+    """Backward may have to say so, as plain PyTorch does."""
+    network = Normed()
+    mean, var = network.norms[3].running_mean, network.norms[3].running_var
+    assert isinstance(mean, torch.Tensor)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = network(x)
+        mean.mul_(0.5)
+        return x
+
+    assert buffers_unread(record_of(program), mean, var) == [False, True]
 
 
 def test_what_is_shown_by_a_view_or_saved_counts_as_read() -> None:

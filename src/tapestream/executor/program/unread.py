@@ -10,13 +10,11 @@ import numpy
 from tapestream.executor.program.patterns import PLACE, Pattern
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
-from tapestream.executor.program.writes import STATISTICS
+from tapestream.executor.program.writes import FLAGS, STATISTICS
 
 if TYPE_CHECKING:
     from tapestream.executor.program.record import Record
 
-_FLAGS = (5, "training", "use_input_stats")
-"""Where the functions of `STATISTICS` are told to take those of the input instead: a place, or a name."""
 _CONSTANTS = (type(None), bool, int, float)
 
 
@@ -37,10 +35,12 @@ def unread_in(record: "Record") -> Unread:
     for storage, operations in record.writes.items():
         for k in operations:
             into.setdefault(k, set()).add(storage)
-    uses = _uses(record, found)
-    only_write = {k for k in into if _only_writes(record, k)}
+    uses, drawn = _uses(record, found), set(record.drawn)
+    only_write = {k for k in into if k not in drawn and _only_writes(record, k)}
+    # Statistics are saved all the same, and backward has to say that something else has written into them.
+    averaged = {storage for _, statistics, storage in uses if statistics}
     while True:
-        idle = {k for k in only_write if into[k] <= found}
+        idle = {k for k in only_write if into[k] <= found - averaged}
         read = {storage for k, statistics, storage in uses if not (statistics or k in idle)} & found
         if not read:
             return Unread(frozenset(found), frozenset(idle))
@@ -63,8 +63,8 @@ def _uses(record: "Record", storages: set[int]) -> list[tuple[int, bool, int]]:
 
 
 def _only_writes(record: "Record", k: int) -> bool:
-    """Whether an operation leaves nothing behind but what it writes: no value, nothing saved, nothing drawn."""
-    if record.packs[k] or record.inner_nbytes[k] or k in record.drawn:
+    """Whether an operation leaves nothing behind but what it writes: no value, and nothing saved."""
+    if record.packs[k] or record.inner_nbytes[k]:
         return False
     own = isinstance(record.pattern(k).function, (Apply, Whole))
     return not own and all(number < 0 for number in record.results_of(k))
@@ -74,7 +74,7 @@ def _statistics(pattern: Pattern) -> frozenset[int]:
     """Which of the tensors of a normalisation in training are its running statistics, in their order."""
     known = STATISTICS.get(pattern.function)
     given: list[tuple[Any, Any]] = [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]
-    if known is None or [value for place, value in given if place in _FLAGS] != [True]:
+    if known is None or [value for place, value in given if place in FLAGS] != [True]:
         return frozenset()
     tensors = [place for place, one in given if type(one) not in _CONSTANTS]
     simple = all(one is PLACE or type(one) in _CONSTANTS for _, one in given)

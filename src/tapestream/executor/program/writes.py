@@ -19,6 +19,8 @@ STATISTICS = {
     torch.instance_norm: (3, 4, "running_mean", "running_var"),
 }
 """Functions that write into arguments without saying so: places and names of these."""
+FLAGS = (5, "training", "use_input_stats")
+"""Where they are told, True, to take those of the input and to write, or, False, to read: a place, or a name."""
 
 _ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "itemsize")
 QUESTIONS = frozenset(
@@ -59,9 +61,9 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The running statistics that a call is given, and may write into without a new version."""
+    """The running statistics that a call may write into without a new version."""
     places = STATISTICS.get(function)
-    if places is None:
+    if places is None or any(value is False for place, value in (*enumerate(args), *kwargs.items()) if place in FLAGS):
         return []
     first, second, *names = places
     found = [*(args[place] for place in (first, second) if place < len(args)), *(kwargs.get(name) for name in names)]
