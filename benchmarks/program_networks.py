@@ -4,10 +4,10 @@ and no longer than `checkpoint_sequential`, placed by hand as well as can be, at
 Convolutional networks, of wide and of very narrow layers, and a transformer, with dropout and without, loss included,
 nothing marked; the tape is what plain PyTorch's forward leaves behind. Each runs in turn with plain PyTorch, with a
 program that may also move what it keeps to a folder (`--folder`), with the fastest checkpoint_sequential whose measured
-peak is no higher than ours, with a program whose budget is the largest found that has no higher a peak than that, and
-compiled with `activation_memory_budget` of a quarter. What that gets wrong shows in the last columns: the largest
-difference of a gradient from that of plain PyTorch with the same random numbers, as a part of that gradient's largest
-number.
+peak is no higher than ours, with a program whose budget for tape and gradients is the largest found that has no higher
+a peak than that, and compiled with `activation_memory_budget` of a quarter. What that gets wrong shows in the last
+columns: the largest difference of a gradient from that of plain PyTorch with the same random numbers, as a part of that
+gradient's largest number.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     best = min(rivals, key=lambda rival: seconds[rival.name], default=None)
     if best is not None:
         steps["checkpoint_sequential"] = best.step
-        equal, like = _at_peak(case, best.peak_nbytes, tape // 4)
+        equal, like = _at_peak(case, best.peak_nbytes)
         steps["Program at its peak"] = _step(equal, case, like)
     compiled = case.network()
     steps["compiled"] = _step(compiled, case, _compiled(compiled))
@@ -131,10 +131,12 @@ def _moved_nbytes(program: ts.Program) -> int:
     return 0 if program.plan is None else sum(program.plan.simulation.bytes_moved.values())
 
 
-def _within(network: Network, case: Case, budget: int, folder: str | None = None) -> tuple[ts.Program, int]:
+def _within(
+    network: Network, case: Case, budget: int, folder: str | None = None, *, gradients: bool = False
+) -> tuple[ts.Program, int]:
     """A program whose plan is final within ``budget``, or within the least that works where that is more, and its
-    measured peak in bytes."""
-    program = ts.Program(network, budget=budget, folder=folder)
+    measured peak in bytes. ``gradients``: within as well."""
+    program = ts.Program(network, budget=budget, gradients_within=gradients, folder=folder)
     step = _step(network, case, program)
     try:
         for _ in range(4):
@@ -142,19 +144,18 @@ def _within(network: Network, case: Case, budget: int, folder: str | None = None
     except ts.BudgetError as error:
         if error.least_nbytes is None:
             raise
-        return _within(network, case, error.least_nbytes, folder)
+        return _within(network, case, error.least_nbytes, folder, gradients=gradients)
     return program, peak_of_step(network, step, case)
 
 
-def _at_peak(case: Case, limit: int, quarter: int) -> tuple[Network, ts.Program]:
-    """A network and the program over it with the largest budget tried whose measured peak is at most ``limit``: as a
-    backward goes on the tape gets smaller and the gradients of parameters more, which are no program's."""
+def _at_peak(case: Case, limit: int) -> tuple[Network, ts.Program]:
+    """A network and the program over it with the largest budget tried whose measured peak is at most ``limit``."""
     found: tuple[Network, ts.Program] | None = None
-    low, high = 0.6 * quarter, 4.0 * quarter
+    low, high = 0.9 * limit, 1.2 * limit
     for _ in range(6):
         budget = (low + high) / 2
         network = case.network()
-        program, peak = _within(network, case, int(budget))
+        program, peak = _within(network, case, int(budget), gradients=True)
         if peak <= limit or found is None:
             found = network, program
         low, high = (budget, high) if peak <= limit else (low, budget)

@@ -115,7 +115,7 @@ class _Walk:
             case Backward(k):
                 if self.live == k + 1:
                     self._go(None)
-                self.device += profile.cotangent_nbytes(k)
+                self.device += profile.cotangent_nbytes(k) + profile.stages[k].gradient_nbytes
                 peak = self.device + profile.stages[k].backward_extra_nbytes
                 self.device -= profile.cotangent_nbytes(k + 1) + profile.stages[k].saved_nbytes
                 self._drop(k, _Hold.INPUT)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.frontends.program.program import Program
+from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Backward, Forward, Free, Keep, Kind, Phase, PhaseKind, Record, Value
 from tapestream.planners._recurrences import least_forwards
 
@@ -63,6 +64,7 @@ _CHILD = """
 import sys, torch
 from tests.frontends.program.test_program_record import W, program
 from tapestream.frontends.program.program import Program
+from tapestream.frontends.program.sizes import Sizes
 def resident():
     return int(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("RssAnon"))) * 1024
 def plain(x, steps):
@@ -203,3 +205,28 @@ def test_a_stretch_recorded_for_what_it_saves_ends_before_its_last_product() -> 
     again = sum(k % 2 == 0 for k in (*passed, *recorded))
     assert len(passed) > operations
     assert computed.count == (operations - 1) + again  # two products reverse one; the first gives no gradient of x
+
+
+def test_what_an_operation_costs_is_told_by_all_of_its_kind() -> None:
+    """A hiccup while one was measured says nothing; the same function on other shapes is another kind."""
+
+    def of_two_sizes(x: torch.Tensor) -> torch.Tensor:
+        small, large = x @ W, torch.cat([x] * 8) @ W
+        for _ in range(4):
+            small, large = torch.tanh(small), torch.tanh(large)
+        return torch.cat((small, large))
+
+    run = Program(of_two_sizes)
+    y = run(torch.ones(4, 4))
+    assert run._replays is not None
+    replays = run._replays()
+    assert replays is not None
+    record = replays.record
+    tanhs = [k for k in range(len(record)) if record.pattern(k).function is torch.tanh]
+    for k in range(len(record)):
+        record.seconds[k] = 1 + k % 2
+    for k, seconds in zip(tanhs, (3, 20, 100, 40, 5, 20, 4, 60), strict=True):  # small and large in turn
+        record.seconds[k] = seconds
+    found = Sizes(record, []).seconds()
+    assert [found[k] for k in tanhs] == [4, 20] * 4
+    assert y.requires_grad

@@ -19,12 +19,13 @@ FEWER = (18, 24, 28)
 class Borders:
     """What lies between the operations of a record. Border k stands before operation k, border ``len(record)`` last.
 
-    ``allowed``: where a stretch may begin with each value alive entering by itself.
+    ``allowed``: where a stretch may begin with each value alive entering by itself. ``gradients_within``: see
+    `Program`.
     """
 
-    def __init__(self, record: Record, results: Iterable[int]) -> None:
+    def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
         self.record, n = record, len(record)
-        self.sizes = Sizes(record, results)
+        self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
@@ -115,6 +116,7 @@ class Borders:
                     record_extra_nbytes=max(0, one.record - states - one.saved),
                     backward_extra_nbytes=max(-one.saved - cotangents[1], one.backward - one.saved - sum(cotangents)),
                     cotangent_nbytes=cotangents[1],
+                    gradient_nbytes=int(sizes.gradients[a:b].sum()),
                     saved_storages=max(1, one.copies),
                 )
             )
@@ -133,5 +135,5 @@ def binomial_slots(profile: Profile, budget: int) -> int:
               profile.cotangent_nbytes(k) + cost.cotangent_bytes + cost.backward_extra_nbytes)
         for k, ((before, after), cost) in enumerate(zip(pairwise(states), profile.stages, strict=True))
     )  # fmt: skip
-    room = budget - running - profile.outside_nbytes
+    room = budget - running - profile.outside_nbytes - sum(cost.gradient_nbytes for cost in profile.stages)
     return max(1, min(len(profile), room // max(1, *states)))

@@ -1,7 +1,6 @@
 """`Program.explain`: what a program saves for backward, where its code does so, and what the plan does with it."""
 
 import contextlib
-import statistics
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +48,8 @@ def explained(
     kinds: Kinds,
     known: Prepared | None,
     below: Below,
+    *,
+    gradients_within: bool = False,
 ) -> Explanation:
     """Run ``function`` once, as a call does, and say what the plan for it does. ``known``: the plan that there is.
 
@@ -75,7 +76,7 @@ def explained(
             "explain: the function saves nothing for backward, since nothing that it computes with requires a "
             "gradient; give it a tensor or parameters with requires_grad"
         )
-    borders = Borders(record, found.numbers)
+    borders = Borders(record, found.numbers, gradients_within=gradients_within)
     shape = record.shape()
     prepared = known if known is not None and known.shape == shape and known.fits(room) else None
     prepared = prepared or prepare(borders, shape, room, planner, None, below)
@@ -232,7 +233,7 @@ class _Planned:
 
     def _rows(self) -> Iterator[SavedTensor]:
         """One for each storage that is saved, and one for each tensor that only its operation knows."""
-        seconds, first = self._seconds(), dict[int, int]()
+        seconds, first = self.sizes.seconds(), dict[int, int]()
         for value, storage in enumerate(self.record.storage):
             first.setdefault(storage, value)
         for storage in sorted({int(s) for s in self.storages}):
@@ -249,7 +250,7 @@ class _Planned:
                 yield self._row(k, shape, dtype, nbytes, seconds, fate)
 
     def _row(
-        self, k: int, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, seconds: Mapping[int, float], fate: Fate
+        self, k: int, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, seconds: Numbers, fate: Fate
     ) -> SavedTensor:
         file, line = self.notes.lines[k]
         function = self.record.pattern(k).function
@@ -257,7 +258,9 @@ class _Planned:
         if name in ("__get__", "__set__"):
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         times = self.runs[self._stage(k)] if fate == "recomputed" else 0
-        return SavedTensor(file, line, name, shape, str(dtype).removeprefix("torch."), nbytes, seconds[k], fate, times)
+        return SavedTensor(
+            file, line, name, shape, str(dtype).removeprefix("torch."), nbytes, float(seconds[k]), fate, times
+        )
 
     def _fate(self, storage: int, made: int) -> Fate:
         if storage in self.taped:
@@ -265,22 +268,6 @@ class _Planned:
         if storage in self.kept:
             return "restart checkpoint" if self.kept[storage] == self._always else "moved"
         return "recomputed"
-
-    def _seconds(self) -> dict[int, float]:
-        """Of each operation: the median of those of its kind on tensors of the same shapes."""
-        alike: dict[Any, list[int]] = {}
-        values = self.notes.values
-        for k in range(len(self.record)):
-            shapes = [
-                values[n][0] if n in values else (tuple(self.record.externals[~n].tensor.shape) if n < 0 else None)
-                for n in self.record.arguments_of(k)
-            ]
-            alike.setdefault((self.record.pattern(k).kind, tuple(shapes)), []).append(k)
-        found: dict[int, float] = {}
-        for operations in alike.values():
-            seconds = statistics.median(self.record.seconds[k] for k in operations)
-            found.update(dict.fromkeys(operations, seconds))
-        return found
 
     def _live(self, until: Sequence[Mapping[int, int]], inner_until: Callable[[int], int]) -> list[int]:
         """Bytes while each operation of the first sweep runs; ``until``: by storage, before which operation it goes,

@@ -49,15 +49,16 @@ class Holds:
         return better, {one.number: self._cuts[one.stage] for one in held[:count]}
 
     def _in_order(self, stages: Sequence[int]) -> Iterator[_Held]:
-        """Of all these stretches, the most seconds for a byte first; of each in its own order."""
-        waiting = [(0.0, stage, self._of(stage)) for stage in stages]
-        waiting = [(one[0].nbytes / one[0].seconds, stage, one) for _, stage, one in waiting if one]
+        """Of all these stretches, the most seconds for a byte first; of each in its own order. Of equals the later one,
+        which backward has done with earlier."""
+        waiting = [(0.0, -stage, self._of(stage)) for stage in stages]
+        waiting = [(one[0].nbytes / one[0].seconds, later, one) for _, later, one in waiting if one]
         heapify(waiting)
         while waiting:
-            _, stage, (first, *rest) = heappop(waiting)
+            _, later, (first, *rest) = heappop(waiting)
             yield first
             if rest:
-                heappush(waiting, (rest[0].nbytes / rest[0].seconds, stage, rest))
+                heappush(waiting, (rest[0].nbytes / rest[0].seconds, later, rest))
 
     def _of(self, stage: int) -> list[_Held]:
         if stage not in self._found:

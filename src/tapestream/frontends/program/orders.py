@@ -131,6 +131,7 @@ def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, pl
     for place, (start, end) in reversed(list(enumerate(gaps))):
         part = Profile(profile.stages[start:end], profile.state_nbytes(start))
         outside = held + (profile.cotangent_nbytes(end) if waiting else 0)
+        outside += sum(cost.gradient_nbytes for cost in profile.stages[end:])
         try:
             inside = plan(part, Budget(max(1, budget - outside)))
         except BudgetError as error:

@@ -59,7 +59,9 @@ class Program:
     containers are Python's own, since only torch calls are recorded and run again.
 
     ``budget``: bytes that backward may hold beyond arguments, parameters with gradients, and results (``"512MiB"``,
-    int, Budget; None: what is free now less 5%). ``planner``: a name in `tapestream.planners` or ``"auto"``.
+    int, Budget; None: what is free now less 5%). ``gradients_within=True``: the gradients that the backward makes count
+    too, of parameters and arguments (as if they had none before): until they are made, plans use their room for the
+    tape. ``planner``: a name in `tapestream.planners` or ``"auto"``.
     ``device``: where the budget counts (None: that of the first tensor given). ``opaque``: modules, or classes of
     modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled.
     ``folder``, ``home``, ``machine``, ``engine``: where restart checkpoints and saved tensors may move, as in `Chain`:
@@ -78,6 +80,7 @@ class Program:
         function: Callable[..., Any],
         *,
         budget: Budget | str | int | None = None,
+        gradients_within: bool = False,
         planner: str = "auto",
         device: torch.device | str | None = None,
         opaque: type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] = (),
@@ -96,7 +99,7 @@ class Program:
         if not isinstance(opaque, Iterable):
             opaque = (opaque,)
         self.function, self.planner = TakingWhole(function, opaque) if opaque else function, planner
-        self.budget = Budget.of(budget)
+        self.budget, self.gradients_within = Budget.of(budget), gradients_within
         self._device = None if device is None else torch.device(device)
         if planner != "auto":
             planners[planner]  # refuses unknown names
@@ -163,8 +166,12 @@ class Program:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, begins anew: without plans and without calls that wait for backward."""
-        options = {"budget": self.budget, "planner": self.planner, "device": self._device, **self._tiers}
-        return vars(type(self)(self.function, **options))
+        options: dict[str, Any] = {
+            "budget": self.budget,
+            "gradients_within": self.gradients_within,
+            "planner": self.planner,
+        }
+        return vars(type(self)(self.function, device=self._device, **options, **self._tiers))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
@@ -184,7 +191,10 @@ class Program:
             free_nbytes(device) if limit is None else limit,
             host=self._below_on(device).host_nbytes(), disk=self.budget.disk_nbytes,
         )  # fmt: skip
-        return explained(function, device, room, self.planner, self._kinds, known, self._below_on(device))
+        return explained(
+            function, device, room, self.planner, self._kinds, known, self._below_on(device),
+            gradients_within=self.gradients_within,
+        )  # fmt: skip
 
     def _finish(self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any) -> None:
         """Make the call ready for its backward, and the plan for the next one."""
@@ -200,11 +210,11 @@ class Program:
             if moves is not None:
                 waiting.update(before.plan.simulation.peak_nbytes)
             if before.looks < LOOKS and self.planner == "auto":
-                self._remember(key, prepare(Borders(record, found.numbers), shape, room, "auto", before, below))
+                self._remember(key, prepare(self._borders(found), shape, room, "auto", before, below))
         else:
             if isinstance(watch, Planned):
                 watch.give_up()
-            borders, budget = Borders(record, found.numbers), room.device_nbytes or 0
+            borders, budget = self._borders(found), room.device_nbytes or 0
             try:
                 cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
             except BudgetError as error:
@@ -222,6 +232,9 @@ class Program:
         replays = Replays(found, cuts, reversal.backward(), functools.partial(again, slots), tape, moves)
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
+
+    def _borders(self, found: Sweep) -> Borders:
+        return Borders(found.record, found.numbers, gradients_within=self.gradients_within)
 
     def _remember(self, key: Any, prepared: Prepared) -> None:
         self._prepared.pop(key, None)

@@ -1,5 +1,6 @@
 """Bytes of a recorded program, operation by operation: what is alive, made, saved and given back as gradients."""
 
+import functools
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from tapestream.executor.travel.cargo import SMALL_NBYTES
 from tapestream.frontends.program.parts import parts
 
 Numbers = NDArray[Any]
+_FAR_APART = 6364136223846793005  # of linear congruential generators: products that are equal by chance are rare
 
 
 class Sizes:
@@ -23,11 +25,12 @@ class Sizes:
     ``held``: the same, with what the program itself still holds.
     ``running``: while operation k runs, with what it makes: the larger of what replays and the program itself hold.
     ``cotangent``: at border k those of the values alive there. ``reversing``: while operation k is reversed, all
-    cotangents that there are. ``start``, ``stop``: by storage, the borders between which it is alive. ``written``: by
-    storage, the last operation that writes into it, -1 for none.
+    cotangents that there are; with ``gradients_within`` not those of leaves (parameters) that it is the first to make:
+    these stay, and are its ``gradients``. ``start``, ``stop``: by storage, the borders between which it is alive.
+    ``written``: by storage, the last operation that writes into it, -1 for none.
     """
 
-    def __init__(self, record: Record, results: Iterable[int]) -> None:
+    def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
         self.record, n = record, len(record)
         self.birth, self.last = numpy.asarray(record.birth), numpy.asarray(record.last_use)
         self.storage, death = numpy.asarray(record.storage), numpy.asarray(record.death)
@@ -56,7 +59,7 @@ class Sizes:
         self.held = by_program = self.spans(self.start, numpy.maximum(held, self.stop), self.nbytes)
         self.made = made[:n] + inner
         self.running = numpy.maximum(self.alive, by_program)[:n] + self.made
-        self._cotangents()
+        self._cotangents(gradients_within)
 
     def _counted(self) -> tuple[Numbers, Numbers]:
         record = self.record
@@ -77,7 +80,7 @@ class Sizes:
         numpy.add.at(change, stop[there] + 1, -nbytes[there])
         return numpy.cumsum(change)[: n + 1]
 
-    def _cotangents(self) -> None:
+    def _cotangents(self, gradients_within: bool) -> None:
         record, n = self.record, len(self.record)
         nbytes = numpy.asarray(record.cotangent_nbytes)
         last = self.last.copy()
@@ -98,7 +101,9 @@ class Sizes:
         some = len(nbytes) > 0
         given = numpy.where(own, nbytes[number] if some else 0, outside[numpy.where(own, 0, -1 - arguments)])
         given[numpy.array(record.ambient)[user] == self._without_grad()] = 0
-        gradients = numpy.zeros(n, dtype=numpy.int64)
+        self.gradients, gradients = numpy.zeros(n, dtype=numpy.int64), numpy.zeros(n, dtype=numpy.int64)
+        if gradients_within:
+            self._keep_gradients(arguments, user, given)
         numpy.add.at(gradients, user, given)
         # A gradient that joins what later users of a value gave: their sum may be new, beside both.
         joined = numpy.zeros(n, dtype=numpy.int64)
@@ -106,6 +111,17 @@ class Sizes:
             numpy.maximum.at(joined, user, numpy.where(own & (last[number] > user), given, 0))
         reverse = numpy.asarray(record.reverse_nbytes)
         self.reversing = self.cotangent[1:] + gradients + joined + reverse
+
+    def _keep_gradients(self, arguments: Numbers, user: Numbers, given: Numbers) -> None:
+        """Those of leaves stay where they are made first, which is at their last use, instead of being ``given``."""
+        externals = self.record.externals
+        leaves = numpy.array([e.leaf for e in externals] or [False])
+        (places,) = numpy.nonzero((arguments < 0) & (given > 0) & leaves[numpy.where(arguments < 0, ~arguments, 0)])
+        last = numpy.full(len(leaves), -1, dtype=numpy.int64)
+        last[~arguments[places]] = places  # in order: the last place of each
+        places = last[last >= 0]
+        numpy.add.at(self.gradients, user[places], given[places])
+        given[places] = 0
 
     def _without_grad(self) -> int:
         found = [k for k, ambient in enumerate(self.record.ambients) if not ambient.grad]
@@ -133,8 +149,21 @@ class Sizes:
         return found[self.start[found] <= a]
 
     def seconds(self) -> Numbers:
-        """Of each operation."""
-        return numpy.asarray(self.record.seconds)
+        """Of each operation: the median of those of its kind that make, save and take as much."""
+        return self._seconds
+
+    @functools.cached_property
+    def _seconds(self) -> Numbers:
+        record, n, seconds = self.record, len(self.record), numpy.array(self.record.seconds, dtype=float)
+        kinds = numpy.array([pattern.kind for pattern in record.patterns.all], dtype=numpy.int64)
+        alike = kinds[numpy.asarray(record.calls)] if n else numpy.zeros(0, dtype=numpy.int64)
+        for part in (record.looks, record.reverse_nbytes, self.made):
+            alike = alike * _FAR_APART + numpy.asarray(part)
+        _, group, counts = numpy.unique(alike, return_inverse=True, return_counts=True)
+        ends = numpy.cumsum(counts)
+        median = seconds[numpy.lexsort((seconds, group))][ends - (counts + 2) // 2] if n else seconds
+        found: Numbers = median[group]
+        return found
 
     def saved(self) -> Numbers:
         """Bytes that each operation is the first to save."""
