@@ -45,8 +45,8 @@ class Holds:
         found = most_that_fit(held, lambda some: _judged(plan, some, budget))
         if found is None:
             return None
-        better, count = found
-        return better, {one.number: self._cuts[one.stage] for one in held[:count]}
+        better, chosen = found
+        return better, {one.number: self._cuts[one.stage] for one in chosen}
 
     def _in_order(self, stages: Sequence[int]) -> Iterator[_Held]:
         """Of all these stretches, the most seconds for a byte first; of each in its own order. Of equals the later one,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -180,7 +180,7 @@ def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) ->
     budget = room.device_nbytes or 0
     tails, holds = Tails(cuts, borders), Holds(cuts, borders)
     for share in _SHARES:
-        for one in _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below):
+        for one in _leaving(borders, cuts, budget, share, below):
             yield one
             held = holds.added(one.plan, budget)
             if held is not None:
@@ -189,6 +189,19 @@ def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) ->
             if tailed is not None:
                 held = Holds(tailed[1], borders).added(tailed[0], budget)
                 yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
+
+
+def _leaving(borders: Borders, cuts: Sequence[int], budget: int, share: float, below: Below) -> Iterator[_Found]:
+    """Plans by `rotor` that leave all but a share of the budget: all the time, or, where gradients come to take that
+    room, at the turn alone."""
+    yield from _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below)
+    if share < 1 and borders.sizes.gradients.any():
+        profile = borders.profile(cuts)
+        less = replace(profile, turn_nbytes=int((1 - share) * budget))
+        with contextlib.suppress(BudgetError):
+            plan = plan_with(below, less, Budget(budget), "rotor", {})
+            plan = Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
+            yield _Found(plan, cuts)
 
 
 def _plans(borders: Borders, cuts: Sequence[int], room: Budget, names: Sequence[str], below: Below) -> list[_Found]:
