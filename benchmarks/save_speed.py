@@ -3,8 +3,9 @@
 Bytes: what must be read and what must be written. A model at home in RAM is only written; one at home on disk is read
 first, as far as the system has not kept it in memory, from the disk that is written to. The reference moves exactly
 these bytes as fast as this disk lets a program: from and to a buffer, past the page cache and through it, whichever is
-faster, then fsync. Both sides run in turn. The save also makes checksums. The save before is removed behind, which is
-timed apart: the reference begins when that is done.
+faster, then fsync. The sides run in turn, each first as often as the others and after a second of rest: a disk may lend
+speed that what comes next has to give back. The save also makes checksums. The save before is removed behind, which is
+timed apart.
 """
 
 import argparse
@@ -12,8 +13,9 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +35,7 @@ def main() -> None:
     """Measure models of several sizes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds A B A B ...")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds A B A B ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is written to")
     parser.add_argument("--output", default=str(RESULTS), help="folder of the result file")
@@ -76,30 +78,51 @@ def _measure(config: GPTConfig, home: str, folder: Path, chosen: Settings) -> Ro
     def save() -> Path:
         return ts.save(folder / "saves", model=model, optimizer=optimizer, keep=1)
 
-    save()
+    read, written, removal = 0, 0, list[float]()
+
+    def ours() -> float:
+        nonlocal read, written
+        train()  # what it leaves in the page cache is what a save finds there
+        _rest()
+        before = _moved_nbytes()
+        seconds = _seconds(save)
+        removal.append(_seconds(Saves(folder / "saves").settle))
+        read, written = (now - then for now, then in zip(_moved_nbytes(), before, strict=True))
+        return seconds
+
+    def theirs(flags: int) -> float:
+        _rest()
+        return _move(folder, read, written, flags)
+
+    ways = {"past the cache": partial(theirs, os.O_DIRECT), "through the cache": partial(theirs, 0)}
+    sides: list[tuple[str, Callable[[], float]]] = [("ts.save", ours), *ways.items()]
+    ours()
     rounds = []
     for _ in range(chosen.rounds):
-        train()  # what it leaves in the page cache is what a save finds there
-        before = _moved_nbytes()
-        begin = time.perf_counter()
-        save()
-        seconds = {"ts.save": time.perf_counter() - begin}
-        begin = time.perf_counter()
-        Saves(folder / "saves").settle()
-        seconds["removal behind"] = time.perf_counter() - begin
-        read, written = (now - then for now, then in zip(_moved_nbytes(), before, strict=True))
-        for how, flags in (("past the cache", os.O_DIRECT), ("through the cache", 0)):
-            seconds[how] = _move(folder, read, written, flags)
-        rounds.append(seconds)
+        rounds.append({name: side() for name, side in sides})
+        sides.append(sides.pop(0))
     ts.unstream(model)
     found = [one["ts.save"] / min(one["past the cache"], one["through the cache"]) for one in rounds]
     return {
         "network": f"GPT, {config.layers} blocks of width {config.width}", "home": "RAM" if home == "device" else home,
         "written MiB": mebibytes(written), "read MiB": mebibytes(read),
-        **{f"{name}, s": round(median(one[name] for one in rounds), 3) for name in rounds[0]},
+        **{f"{name}, s": round(median(one[name] for one in rounds), 3) for name in ("ts.save", *ways)},
+        "removal behind, s": round(median(removal), 3),
         "ratio": round(median(found), 3), "from": round(min(found), 3), "to": round(max(found), 3),
         "claim": f"at most {MOST}", "met": yes(median(found) <= MOST),
     }  # fmt: skip
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _rest() -> None:
+    """Let the disk end what it still does, and what it accounts for."""
+    os.sync()
+    time.sleep(1)
 
 
 def _moved_nbytes() -> tuple[int, int]:
