@@ -18,8 +18,8 @@ def data(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
 
 
-def write(path: Path, pieces: list[torch.Tensor]) -> None:
-    with new_file(path) as file:
+def write(path: Path, pieces: list[torch.Tensor], nbytes: int = 0) -> None:
+    with new_file(path, nbytes) as file:
         for piece in pieces:
             copy = piece.clone()
             file.write(copy)
@@ -34,6 +34,18 @@ def test_a_file_has_the_bytes_that_were_added(sizes: list[int], tmp_path: Path) 
     write(tmp_path / "file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("sizes", [[1], [16 * MIB], [15 * MIB, 2 * MIB, 16 * MIB - 1], [33 * MIB, 7, 40 * MIB]])
+def test_one_that_is_to_be_large_is_written_in_larger_pieces(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, found = os.write, []
+    monkeypatch.setattr(os, "write", lambda file, memory: found.append(len(memory)) or real(file, memory))
+    pieces = [data(size) for size in sizes]
+    write(tmp_path / "file", pieces, 512 * MIB)
+    assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
+    assert [nbytes for nbytes in found if nbytes >= 16 * MIB] == [16 * MIB] * (sum(sizes) // (16 * MIB))
 
 
 def test_a_file_system_that_refuses_direct_transfers_is_written_through_the_cache(

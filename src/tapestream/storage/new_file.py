@@ -14,13 +14,14 @@ import torch
 from tapestream.errors import StorageError
 from tapestream.storage.transfer import ALIGNMENT
 
-_BUFFER_NBYTES = 4 << 20
-_BUFFERS = 3  # one is filled while one is written, and one waits, so that neither does
+_BUFFERS = 3, 4 << 20  # one is filled while one is written, and one waits, so that neither does
+_LARGE_BUFFERS = 2, 16 << 20  # disks take that faster
+_LARGE_NBYTES = 512 << 20
 
 
 @contextmanager
-def new_file(path: Path) -> "Iterator[NewFile]":
-    """A new private file to write, whose bytes are on the disk when the block ends.
+def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
+    """A new private file to write, whose bytes are on the disk when the block ends: ``nbytes`` or so.
 
     Raises StorageError, which names the file, when it cannot be made or the disk fails.
     """
@@ -28,7 +29,7 @@ def new_file(path: Path) -> "Iterator[NewFile]":
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with ThreadPoolExecutor(1, "tapestream-write") as thread:
-                new = NewFile(file, thread)
+                new = NewFile(file, thread, *(_LARGE_BUFFERS if nbytes >= _LARGE_NBYTES else _BUFFERS))
                 yield new
                 new.finish()
             os.fsync(file)
@@ -43,16 +44,16 @@ def new_file(path: Path) -> "Iterator[NewFile]":
 
 
 class NewFile:
-    """Takes bytes into buffers of its own, 12 MiB in all, and has ``thread`` write those that are full.
+    """Takes bytes into ``count`` buffers of its own of ``size`` bytes, and has ``thread`` write those that are full.
 
     Past the page cache where the file system can: that takes a fifth of the processor's time, and leaves the cache to
     what will be read again.
     """
 
-    def __init__(self, file: int, thread: ThreadPoolExecutor) -> None:
-        self._file, self._thread = file, thread
+    def __init__(self, file: int, thread: ThreadPoolExecutor, count: int, size: int) -> None:
+        self._file, self._thread, self._size = file, thread, size
         self._writing: deque[Future[None]] = deque()
-        self._buffers = [torch.frombuffer(mmap.mmap(-1, _BUFFER_NBYTES), dtype=torch.uint8) for _ in range(_BUFFERS)]
+        self._buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(count)]
         self._filled = self._handed = 0
         with suppress(OSError):  # not every file system has it
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
@@ -61,28 +62,31 @@ class NewFile:
         """Add uint8 numbers, which may change as soon as this returns. Raises OSError."""
         done, end = 0, data.numel()
         while done < end:
-            count = min(end - done, _BUFFER_NBYTES - self._filled)
-            room = self._buffers[self._handed % _BUFFERS][self._filled : self._filled + count]
+            count = min(end - done, self._size - self._filled)
+            room = self._filling()[self._filled : self._filled + count]
             room.copy_(data[done : done + count])
             done += count
             self._filled += count
-            if self._filled == _BUFFER_NBYTES:
+            if self._filled == self._size:
                 self._hand_over()
 
     def finish(self) -> None:
         """Write what is left; then nothing more may be added. Raises OSError."""
         while self._writing:
             self._writing.popleft().result()
-        rest = self._buffers[self._handed % _BUFFERS][: self._filled]
+        rest = self._filling()[: self._filled]
         whole = self._filled - self._filled % ALIGNMENT
         self._write(rest[:whole])
         self._past_no_cache()  # which the end of a file, seldom that of a page, cannot be
         self._write(rest[whole:])
 
+    def _filling(self) -> torch.Tensor:
+        return self._buffers[self._handed % len(self._buffers)]
+
     def _hand_over(self) -> None:
-        self._writing.append(self._thread.submit(self._write, self._buffers[self._handed % _BUFFERS]))
+        self._writing.append(self._thread.submit(self._write, self._filling()))
         self._handed, self._filled = self._handed + 1, 0
-        if len(self._writing) == _BUFFERS:
+        if len(self._writing) == len(self._buffers):
             self._writing.popleft().result()  # the next one to be filled
 
     def _write(self, data: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
     sums: dict[str, int] = {}
-    with new_file(path) as file, ThreadPoolExecutor(1, "tapestream-sum") as thread:
+    with new_file(path, end) as file, ThreadPoolExecutor(1, "tapestream-sum") as thread:
         file.write(_bytes_of(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
             crc32 = _described(tensor)

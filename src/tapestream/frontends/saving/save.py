@@ -40,8 +40,9 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     (numbers, strings, tensors, containers of them), which `load` returns. The states of all random generators go with
     them. Each part is a folder of safetensors files, those of ``model=`` named and indexed as Hugging Face's are;
     ``manifest.json`` has the rest and a checksum of every tensor. Nothing is pickled. Tensors go one by one: no memory
-    is needed beyond 12 MiB of buffers and one tensor that does not lie in row-major order. Killed at any moment, the
-    last complete save is there; all but the last ``keep`` are removed once this one is complete.
+    is needed beyond 12 MiB of buffers (32 MiB for 512 MiB and more) and one tensor that does not lie in row-major
+    order. Killed at any moment, the last complete save is there; all but the last ``keep`` are removed once this one is
+    complete.
 
     Raises InputError for what cannot be saved, StorageError when the disk is full (before anything is written) or
     fails.
