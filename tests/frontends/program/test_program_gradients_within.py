@@ -145,3 +145,31 @@ def test_explain_names_the_least_that_has_room_for_gradients() -> None:
     assert (error.value.least_nbytes or 0) > 8 * GRADIENT
     explanation = Program(net, budget=error.value.least_nbytes, gradients_within=True).explain(batch())
     assert explanation.peak_nbytes <= (error.value.least_nbytes or 0)
+
+
+@pytest.mark.parametrize("kind", ["einsum", "one einsum", "channels last"])
+def test_gradients_that_autograd_copies_on_their_way(kind: str) -> None:
+    """Where a gradient does not lie in memory as its parameter does, both are there for a moment."""
+    torch.manual_seed(0)
+    if kind == "channels last":
+        weights = [nn.Parameter(torch.randn(64, 64, 3, 3) / 30) for _ in range(3)]
+        x = torch.randn(2, 64, 8, 8).to(memory_format=torch.channels_last)
+    else:
+        weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(1 if kind == "one einsum" else 4)]
+        x = torch.randn(16, WIDTH)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = torch.tanh(nn.functional.conv2d(x, w, padding=1) if w.ndim == 4 else torch.einsum("bi,oi->bo", x, w))
+        return x.sum()
+
+    for share in (1.0, 1.1, 1.5):
+        budget = int(share * least(Program(run, budget=1, gradients_within=True), x))
+        program = Program(run, budget=budget, gradients_within=True)
+        for _ in range(3):
+            for w in weights:
+                w.grad = None
+            gc.collect()
+            with track_memory() as meter:
+                program(x).backward()
+            assert meter.peak_nbytes <= 1.05 * budget

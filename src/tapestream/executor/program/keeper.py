@@ -79,8 +79,8 @@ class Keeper:
             if wanted is None or number in wanted
         }
         # Memory that is not torch's own (an array's) may be written into by others, and no version would tell.
-        foreign = {e.storage for e in entries.values() if _foreign(e.tensor)}
-        for sharing in _by_storage(entries, foreign.__contains__).values():
+        others = {e.storage for e in entries.values() if foreign(e.tensor)}
+        for sharing in _by_storage(entries, others.__contains__).values():
             entries.update(copied(sharing))
         for number, entry in entries.items():
             if not entry.private:
@@ -135,6 +135,21 @@ class Keeper:
         self._written[number] = tensor, storage
         return True
 
+    def also_shown(self, storage: int, number: int, tensor: torch.Tensor, record: Record) -> None:
+        """Another tensor of others, first used now, shows ``storage``, which has been written into: it belongs to all
+        restart checkpoints, over the memory that they have of it."""
+        self._written[number] = tensor, storage
+        for operation, kept in list(self.kept.items()):
+            like = next((e for e in kept.entries.values() if e.storage == storage), None)
+            if like is not None and like.private:
+                copy = _over(like.tensor.untyped_storage(), tensor)
+                kept.entries[number] = Entry(copy, storage, False, True, copy._version)
+            elif like is not None or not record.written_since(storage, operation):
+                kept.entries[number] = Entry.of(tensor, storage, private=False)
+                self._held.setdefault(storage, []).append((operation, number))
+            else:
+                self.drop(operation)
+
     def spoilt(self, storage: int) -> None:
         """An operation wrote into ``storage`` unannounced: what holds it is of no use any more."""
         for operation, kept in list(self.kept.items()):
@@ -171,7 +186,8 @@ def _by_storage(entries: Mapping[int, Entry], wanted: Callable[[int], bool]) -> 
     return found
 
 
-def _foreign(tensor: torch.Tensor) -> bool:
+def foreign(tensor: torch.Tensor) -> bool:
+    """Whether its memory is not torch's own but an array's, say."""
     return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
 
@@ -199,6 +215,14 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
+def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """``storage`` as ``like`` shows its own."""
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
 def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
     """The same over one copy of their common storage: sizes, strides and places in memory (modulo 64) as they were."""
     copy: torch.UntypedStorage | None = None
@@ -210,9 +234,6 @@ def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
         else:
             if copy is None:
                 copy = like.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            tensor = torch.empty(0, dtype=like.dtype, device=like.device)
-            tensor.set_(copy, like.storage_offset(), like.size(), like.stride())
-            tensor = tensor.conj() if like.is_conj() else tensor
-            tensor = torch._neg_view(tensor) if like.is_neg() else tensor
+            tensor = _over(copy, like)
         out[number] = Entry(tensor, entry.storage, entry.requires, True, tensor._version)
     return out

@@ -25,7 +25,7 @@ class Numbering:
         self._values: dict[int, Ref] = {}
         self._external: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
-        self._addresses = keeper.addresses
+        self._keeper, self._addresses = keeper, keeper.addresses
         self._since = next_sequence_number()
 
     def alive(self) -> dict[int, tuple[torch.Tensor, int]]:
@@ -127,6 +127,8 @@ class Numbering:
         self.record.externals.append(
             External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
         )
+        if storage in self.record.writes:
+            self._keeper.also_shown(storage, ~k, tensor, self.record)
         return ~k
 
     def _died(self, ref: Ref) -> None:

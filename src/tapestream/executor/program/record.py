@@ -199,12 +199,12 @@ class Record:
         found = blake2b(array("I", [self.patterns.all[call].kind for call in self.calls]))
         for values in (self.ambient, self.arguments, self.argument_ends, self.results, self.storage,
                        self.storage_nbytes, self.saves, self.save_ends, self.packs, self.inner_nbytes,
-                       self.cotangent_nbytes, self.transient_nbytes, self.reverse_nbytes):  # fmt: skip
+                       self.cotangent_nbytes, self.transient_nbytes, self.reverse_nbytes, self.drawn):  # fmt: skip
             found.update(len(values).to_bytes(8, "little"))
             found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
-        leaves = tuple((e.tensor.requires_grad, e.leaf) for e in self.externals)
-        return found.digest(), tuple(a.alike() for a in self.ambients), written, leaves
+        outside = tuple((e.tensor.requires_grad, e.leaf, e.storage) for e in self.externals)
+        return found.digest(), tuple(a.alike() for a in self.ambients), written, outside
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""

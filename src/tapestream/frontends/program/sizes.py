@@ -25,9 +25,10 @@ class Sizes:
     ``held``: the same, with what the program itself still holds.
     ``running``: while operation k runs, with what it makes: the larger of what replays and the program itself hold.
     ``cotangent``: at border k those of the values alive there. ``reversing``: while operation k is reversed, all
-    cotangents that there are; with ``gradients_within`` not those of leaves (parameters) that it is the first to make:
-    these stay, and are its ``gradients``. ``start``, ``stop``: by storage, the borders between which it is alive.
-    ``written``: by storage, the last operation that writes into it, -1 for none.
+    cotangents that there are. ``gradients``: with ``gradients_within`` those of leaves (parameters) that backward of k
+    is the first to make, and that stay; on their way there they count besides, since autograd may copy them. ``start``,
+    ``stop``: by storage, the borders between which it is alive. ``written``: by storage, the last operation that writes
+    into it, -1 for none.
     """
 
     def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
@@ -113,7 +114,7 @@ class Sizes:
         self.reversing = self.cotangent[1:] + gradients + joined + reverse
 
     def _keep_gradients(self, arguments: Numbers, user: Numbers, given: Numbers) -> None:
-        """Those of leaves stay where they are made first, which is at their last use, instead of being ``given``."""
+        """Those of leaves stay where they are made first, which is at their last use."""
         externals = self.record.externals
         leaves = numpy.array([e.leaf for e in externals] or [False])
         (places,) = numpy.nonzero((arguments < 0) & (given > 0) & leaves[numpy.where(arguments < 0, ~arguments, 0)])
@@ -121,7 +122,6 @@ class Sizes:
         last[~arguments[places]] = places  # in order: the last place of each
         places = last[last >= 0]
         numpy.add.at(self.gradients, user[places], given[places])
-        given[places] = 0
 
     def _without_grad(self) -> int:
         found = [k for k, ambient in enumerate(self.record.ambients) if not ambient.grad]
