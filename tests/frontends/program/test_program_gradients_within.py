@@ -147,15 +147,17 @@ def test_explain_names_the_least_that_has_room_for_gradients() -> None:
     assert explanation.peak_nbytes <= (error.value.least_nbytes or 0)
 
 
-@pytest.mark.parametrize("kind", ["einsum", "one einsum", "channels last"])
-def test_gradients_that_autograd_copies_on_their_way(kind: str) -> None:
-    """Where a gradient does not lie in memory as its parameter does, both are there for a moment."""
+@pytest.mark.parametrize("kind", ["einsum", "one einsum", "channels last", "shared"])
+def test_gradients_that_autograd_copies_or_adds_on_their_way(kind: str) -> None:
+    """Where a gradient does not lie in memory as its parameter does, both are there for a moment; where there is one
+    already, so is the sum."""
     torch.manual_seed(0)
     if kind == "channels last":
         weights = [nn.Parameter(torch.randn(64, 64, 3, 3) / 30) for _ in range(3)]
         x = torch.randn(2, 64, 8, 8).to(memory_format=torch.channels_last)
     else:
-        weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(1 if kind == "one einsum" else 4)]
+        weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(4 if kind == "einsum" else 1)]
+        weights *= 6 if kind == "shared" else 1
         x = torch.randn(16, WIDTH)
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -148,3 +148,32 @@ def test_what_did_not_draw_draws() -> None:
         for budget in budgets(program, planner):
             rates = cycle([0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.5])
             compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=8, planner=planner)
+
+
+@pytest.mark.parametrize("inplace", [torch.tensor(True), torch.tensor(False)])
+def test_a_tensor_that_says_whether_to_write(inplace: torch.Tensor) -> None:
+    net = Sums()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for product in net.products:
+            x = functional.relu(product(x), inplace)  # type: ignore[arg-type]
+        return x
+
+    for budget in budgets(program):
+        compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=3, planner="auto")
+
+
+def test_statistics_used_in_evaluation_and_then_written_into_are_refused() -> None:
+    """Plain PyTorch's backward of the evaluation reads what the training has left: no version tells it."""
+    net, norm = Sums(), nn.BatchNorm1d(WIDTH)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = norm.eval()(x)
+        for product in net.products:
+            x = norm.train()(torch.tanh(product(x)))
+        return x + y
+
+    leaves = [*net.parameters(), *norm.parameters()]
+    compare(program, leaves, given(leaf(64, WIDTH)), "1GiB", calls=3, planner="auto", modules=[norm])
+    with pytest.raises(GradientError, match="statistics were used in evaluation and then written into"):
+        Program(program, budget=budgets(program)[0])(leaf(64, WIDTH)).sum().backward()

@@ -1,16 +1,41 @@
-"""Memory that several storages show: an array's and the tensor's it came from. No version tells of writes there."""
+"""Writes of which no version tells: into memory that several storages show (an array's and the tensor's it came from),
+and into running statistics."""
 
 import torch
 
 from tapestream.executor.program.keeper import foreign
 from tapestream.executor.program.record import External, Record
+from tapestream.executor.program.unread import arguments
+from tapestream.executor.program.writes import FLAGS, STATISTICS
 
 
-def unseen_sharing(record: Record) -> str | None:
+def unseen(record: Record) -> str | None:
     """Why nothing of a program that has ended may be run again: it writes into memory that another of the tensors that
-    it uses shows by a storage of its own (by way of NumPy or DLPack)."""
+    it uses shows by a storage of its own (by way of NumPy or DLPack), or into statistics that it has normalised by."""
     if not any(record.storage_external[storage] for storage in record.writes):
         return None
+    return _shared(record) or _normalised(record)
+
+
+def _normalised(record: Record) -> str | None:
+    """Plain PyTorch's backward of the first would take the statistics that the second has left."""
+    evaluations = {
+        number
+        for number, pattern in enumerate(record.patterns.all)
+        if pattern.function in STATISTICS
+        and any(value is False for place, value in arguments(pattern) if place in FLAGS)
+    }
+    for k, call in enumerate(record.calls) if evaluations else ():
+        if call in evaluations and any(record.written_since(record.storage_of(n), k + 1) for n in _outside(record, k)):
+            return "running statistics were used in evaluation and then written into by training, in one call"
+    return None
+
+
+def _outside(record: Record, k: int) -> list[int]:
+    return [number for number in record.arguments_of(k) if number < 0]
+
+
+def _shared(record: Record) -> str | None:
     spans = [(one, *_span(one)) for one in record.externals if one.held.layout is torch.strided]
     for one, start, end in spans:
         if not foreign(one.held):

@@ -221,6 +221,10 @@ class ProgramSteps:
         one = self.program.externals[~number]
         if one.storage in self.program.unread.storages:  # to be written into again, whatever it holds
             return one.held.clone()
+        if one.storage in self.program.writes:  # never the tensor itself: a replay may write into it
+            raise ScheduleError(
+                f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
+            )
         return one.again()
 
     def _took(self, k: int, into: Saved) -> None:

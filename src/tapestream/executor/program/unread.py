@@ -70,10 +70,14 @@ def _only_writes(record: "Record", k: int) -> bool:
     return not own and all(number < 0 for number in record.results_of(k))
 
 
+def arguments(pattern: Pattern) -> list[tuple[Any, Any]]:
+    """What a call is given, by place or name."""
+    return [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]
+
+
 def _statistics(pattern: Pattern) -> frozenset[int]:
     """Which of the tensors of a normalisation in training are its running statistics, in their order."""
-    known = STATISTICS.get(pattern.function)
-    given: list[tuple[Any, Any]] = [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]
+    known, given = STATISTICS.get(pattern.function), arguments(pattern)
     if known is None or [value for place, value in given if place in FLAGS] != [True]:
         return frozenset()
     tensors = [place for place, one in given if type(one) not in _CONSTANTS]

@@ -49,7 +49,7 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if kwargs:
         found.append(kwargs.get("out"))
     place = _place_of_inplace(function)
-    if kwargs.get("inplace") or (place is not None and place < len(args) and args[place]):
+    if _says_so(kwargs.get("inplace")) or (place is not None and place < len(args) and _says_so(args[place])):
         found.append(args[0] if args else kwargs.get("input"))
     tensors: list[torch.Tensor] = []
     for item in found:
@@ -58,6 +58,10 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         elif isinstance(item, (tuple, list)):
             tensors += [t for t in item if isinstance(t, torch.Tensor)]
     return tensors
+
+
+def _says_so(flag: Any) -> bool:
+    return isinstance(flag, torch.Tensor) or bool(flag)  # what a tensor says may be another thing the next time
 
 
 def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

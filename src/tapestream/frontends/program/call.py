@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.program.aliases import unseen_sharing
+from tapestream.executor.program.aliases import unseen
 from tapestream.executor.program.keeper import Keeper, Kept
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.record import Record
@@ -59,7 +59,7 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     recorder.forget()
     for external in record.externals:
         external.version = external.tensor._version
-    record.spoilt = record.spoilt or unseen_sharing(record)
+    record.spoilt = record.spoilt or unseen(record)
     keeper.settle(record)
     return Sweep(result, record, keeper, numbers)
 

@@ -220,7 +220,7 @@ def after_sweep(
     depend on measured seconds: the next call, whose seconds are others, has to find it too."""
     n, kept, most, timed = len(found.record), found.keeper.kept, FEW, True
     start, least = n if taped is None else taped, inf
-    for operation in [k for k, one in kept.items() if not (borders.allowed[k] and _complete(one, borders))]:
+    for operation in [k for k, one in kept.items() if k and not (borders.allowed[k] and _complete(one, borders))]:
         del kept[operation]
     for operation, one in kept.items():  # a plan for another sequence may have had more held
         needed = borders.sizes.needed(operation)

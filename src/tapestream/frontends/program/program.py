@@ -287,6 +287,7 @@ def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) ->
     """Whether the first sweep has done all that its plan said."""
     kept = {0, *(k for k, turn in prepared.turns.items() if turn.keep is not None)}
     as_planned = watch.followed and prepared.shape == shape and found.keeper.kept.keys() == kept
+    as_planned = as_planned and prepared.unread == found.record.unread.storages
     return as_planned and watch.ended(prepared.turns[prepared.operations], found_in(found.result))
 
 

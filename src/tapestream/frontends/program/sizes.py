@@ -26,9 +26,9 @@ class Sizes:
     ``running``: while operation k runs, with what it makes: the larger of what replays and the program itself hold.
     ``cotangent``: at border k those of the values alive there. ``reversing``: while operation k is reversed, all
     cotangents that there are. ``gradients``: with ``gradients_within`` those of leaves (parameters) that backward of k
-    is the first to make, and that stay; on their way there they count besides, since autograd may copy them. ``start``,
-    ``stop``: by storage, the borders between which it is alive. ``written``: by storage, the last operation that writes
-    into it, -1 for none.
+    is the first to make, and that stay; on their way there they count besides, since autograd may copy them, and those
+    that are added twice, since the sum may be new. ``start``, ``stop``: by storage, the borders between which it is
+    alive. ``written``: by storage, the last operation that writes into it, -1 for none.
     """
 
     def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
@@ -120,8 +120,9 @@ class Sizes:
         (places,) = numpy.nonzero((arguments < 0) & (given > 0) & leaves[numpy.where(arguments < 0, ~arguments, 0)])
         last = numpy.full(len(leaves), -1, dtype=numpy.int64)
         last[~arguments[places]] = places  # in order: the last place of each
-        places = last[last >= 0]
-        numpy.add.at(self.gradients, user[places], given[places])
+        first = last[last >= 0]
+        numpy.add.at(self.gradients, user[first], given[first])
+        given[numpy.setdiff1d(places, first)] *= 2
 
     def _without_grad(self) -> int:
         found = [k for k, ambient in enumerate(self.record.ambients) if not ambient.grad]
