@@ -5,8 +5,7 @@ import torch
 
 from tapestream.executor.program.keeper import foreign
 from tapestream.executor.program.record import External, Record
-from tapestream.executor.program.unread import arguments
-from tapestream.executor.program.writes import FLAGS, STATISTICS
+from tapestream.executor.program.writes import STATISTICS, trains
 
 
 def unseen(record: Record) -> str | None:
@@ -22,8 +21,7 @@ def _normalised(record: Record) -> str | None:
     evaluations = {
         number
         for number, pattern in enumerate(record.patterns.all)
-        if pattern.function in STATISTICS
-        and any(value is False for place, value in arguments(pattern) if place in FLAGS)
+        if pattern.function in STATISTICS and trains(pattern.args, pattern.kwargs) is False
     }
     for k, call in enumerate(record.calls) if evaluations else ():
         if call in evaluations and any(record.written_since(record.storage_of(n), k + 1) for n in _outside(record, k)):
@@ -36,10 +34,11 @@ def _outside(record: Record, k: int) -> list[int]:
 
 
 def _shared(record: Record) -> str | None:
+    arrays = [(one, *_span(one)) for one in record.externals if foreign(one.held)]
+    if not arrays:
+        return None
     spans = [(one, *_span(one)) for one in record.externals if one.held.layout is torch.strided]
-    for one, start, end in spans:
-        if not foreign(one.held):
-            continue
+    for one, start, end in arrays:
         for other, first, last in spans:
             written = one.storage in record.writes or other.storage in record.writes
             if written and other.storage != one.storage and first < end and start < last:

@@ -88,7 +88,8 @@ class Keeper:
         self.kept[operation] = Kept(operation, entries, self.generators())
 
     def add(self, operation: int, number: int, tensor: torch.Tensor, storage: int) -> None:
-        """To the restart checkpoint before ``operation``, if it is still there, a value that was made after it."""
+        """To the restart checkpoint before ``operation``, if it is still there, a value that was made, or an external
+        tensor that was first used, after it."""
         kept = self.kept.get(operation)
         if kept is not None:
             kept.entries[number] = Entry.of(tensor, storage, private=False)
@@ -145,8 +146,7 @@ class Keeper:
                 copy = _over(like.tensor.untyped_storage(), tensor)
                 kept.entries[number] = Entry(copy, storage, False, True, copy._version)
             elif like is not None or not record.written_since(storage, operation):
-                kept.entries[number] = Entry.of(tensor, storage, private=False)
-                self._held.setdefault(storage, []).append((operation, number))
+                self.add(operation, number, tensor, storage)
             else:
                 self.drop(operation)
 

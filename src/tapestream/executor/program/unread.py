@@ -10,7 +10,7 @@ import numpy
 from tapestream.executor.program.patterns import PLACE, Pattern
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
-from tapestream.executor.program.writes import FLAGS, STATISTICS
+from tapestream.executor.program.writes import STATISTICS, trains
 
 if TYPE_CHECKING:
     from tapestream.executor.program.record import Record
@@ -70,16 +70,12 @@ def _only_writes(record: "Record", k: int) -> bool:
     return not own and all(number < 0 for number in record.results_of(k))
 
 
-def arguments(pattern: Pattern) -> list[tuple[Any, Any]]:
-    """What a call is given, by place or name."""
-    return [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]
-
-
 def _statistics(pattern: Pattern) -> frozenset[int]:
     """Which of the tensors of a normalisation in training are its running statistics, in their order."""
-    known, given = STATISTICS.get(pattern.function), arguments(pattern)
-    if known is None or [value for place, value in given if place in FLAGS] != [True]:
+    known = STATISTICS.get(pattern.function)
+    if known is None or trains(pattern.args, pattern.kwargs) is not True:
         return frozenset()
+    given: list[tuple[Any, Any]] = [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]
     tensors = [place for place, one in given if type(one) not in _CONSTANTS]
     simple = all(one is PLACE or type(one) in _CONSTANTS for _, one in given)
     return frozenset(number for number, place in enumerate(tensors) if simple and place in known)

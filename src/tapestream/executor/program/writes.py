@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ STATISTICS = {
     torch.instance_norm: (3, 4, "running_mean", "running_var"),
 }
 """Functions that write into arguments without saying so: places and names of these."""
-FLAGS = (5, "training", "use_input_stats")
-"""Where they are told, True, to take those of the input and to write, or, False, to read: a place, or a name."""
+_FLAGS = (5, "training", "use_input_stats")  # a place, or a name
 
 _ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "itemsize")
 QUESTIONS = frozenset(
@@ -67,11 +66,17 @@ def _says_so(flag: Any) -> bool:
 def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The running statistics that a call may write into without a new version."""
     places = STATISTICS.get(function)
-    if places is None or any(value is False for place, value in (*enumerate(args), *kwargs.items()) if place in FLAGS):
+    if places is None or trains(args, kwargs) is False:
         return []
     first, second, *names = places
     found = [*(args[place] for place in (first, second) if place < len(args)), *(kwargs.get(name) for name in names)]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def trains(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """What one of `STATISTICS` is told: True to normalise by its input and to write, False to read, None: nothing."""
+    found = [value for place, value in (*enumerate(args), *(kwargs or {}).items()) if place in _FLAGS]
+    return found[0] if found else None
 
 
 def _place_of_inplace(function: Callable[..., Any]) -> int | None:

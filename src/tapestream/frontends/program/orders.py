@@ -128,16 +128,20 @@ def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, pl
     for start, end in gaps:
         sweep += (Keep(start), Forward(start, end))
     held = profile.outside_nbytes + sum(profile.state_nbytes(start) for start, _ in gaps[:-1])
+    held += _gradients(profile, taped, n)
     for place, (start, end) in reversed(list(enumerate(gaps))):
         part = Profile(profile.stages[start:end], profile.state_nbytes(start))
         outside = held + (profile.cotangent_nbytes(end) if waiting else 0)
-        outside += sum(cost.gradient_nbytes for cost in profile.stages[end:])
         try:
             inside = plan(part, Budget(max(1, budget - outside)))
         except BudgetError as error:
             raise BudgetError(str(error), least_nbytes=(error.least_nbytes or 0) + outside) from None
         actions = tuple(a for a in inside if not isinstance(a, Phase))
         back += (Restore(start), Free(Value(Kind.STATE, start), Tier.DEVICE), Shift(Series(actions), start))
-        held -= profile.state_nbytes(gaps[place - 1][0]) if place else 0
+        held += _gradients(profile, start, end) - (profile.state_nbytes(gaps[place - 1][0]) if place else 0)
     schedule = Schedule(Series((*sweep, *map(Record, range(taped, n)), *back)), n, planner="online")
     return Reversal(frozenset(start for start, _ in gaps), frozenset(range(taped, n)), schedule)
+
+
+def _gradients(profile: Profile, start: int, end: int) -> int:
+    return sum(cost.gradient_nbytes for cost in profile.stages[start:end])

@@ -177,10 +177,10 @@ def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> 
 def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) -> Iterator[_Found]:
     """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of values, and
     of tails of their stretches and then values."""
-    budget = room.device_nbytes or 0
+    budget, profile = room.device_nbytes or 0, borders.profile(cuts)
     tails, holds = Tails(cuts, borders), Holds(cuts, borders)
     for share in _SHARES:
-        for one in _leaving(borders, cuts, budget, share, below):
+        for one in (_Found(plan, cuts) for plan in _leaving(profile, budget, share, below)):
             yield one
             held = holds.added(one.plan, budget)
             if held is not None:
@@ -191,17 +191,16 @@ def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) ->
                 yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
 
 
-def _leaving(borders: Borders, cuts: Sequence[int], budget: int, share: float, below: Below) -> Iterator[_Found]:
+def _leaving(profile: Profile, budget: int, share: float, below: Below) -> Iterator[Plan]:
     """Plans by `rotor` that leave all but a share of the budget: all the time, or, where gradients come to take that
     room, at the turn alone."""
-    yield from _plans(borders, cuts, Budget(int(share * budget)), ("rotor",), below)
-    if share < 1 and borders.sizes.gradients.any():
-        profile = borders.profile(cuts)
+    with contextlib.suppress(BudgetError):
+        yield plan_with(below, profile, Budget(int(share * budget)), "rotor", {})
+    if share < 1 and any(cost.gradient_nbytes for cost in profile.stages):
         less = replace(profile, turn_nbytes=int((1 - share) * budget))
         with contextlib.suppress(BudgetError):
             plan = plan_with(below, less, Budget(budget), "rotor", {})
-            plan = Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
-            yield _Found(plan, cuts)
+            yield Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
 
 
 def _plans(borders: Borders, cuts: Sequence[int], room: Budget, names: Sequence[str], below: Below) -> list[_Found]:
