@@ -143,6 +143,15 @@ class Recorder(TorchFunctionMode):
         """See `Listener`."""
         self._epoch += 1
 
+    def compiled(self) -> None:
+        """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""
+        if not self._inside or self._hidden is not None:
+            raise GradientError(
+                "Program: a function or module compiled by torch.compile is called inside, and what it computes would "
+                "not be noted; name its module in opaque=[...], call it uncompiled, or leave compiling to modules "
+                "made by torch.compile(module), which are one operation each"
+            )
+
     def forget(self) -> None:
         """At the end: hold nothing of the program, of which a last call may have failed."""
         self.numbers.forget()

@@ -2,6 +2,7 @@
 them where they are looked up reaches every user of them. They are replaced only while some program runs."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import checkpoint
 
 _CHECKPOINTING = "_checkpoint_without_reentrant_generator"
+_CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
 
 class Listener(Protocol):
@@ -26,6 +28,9 @@ class Listener(Protocol):
     def casts_cleared(self) -> None:
         """The cache of casts was cleared."""
 
+    def compiled(self) -> None:
+        """What ``torch.compile`` gave is about to run."""
+
 
 class Deaf:
     """Hears of calls and does nothing: for replays, in which a program or a checkpoint inside is as plain as it was."""
@@ -38,6 +43,8 @@ class Deaf:
 
     def casts_cleared(self) -> None:
         """Nothing follows."""
+
+    compiled = casts_cleared
 
 
 class _Heard(threading.local):
@@ -114,6 +121,11 @@ class _Seams:
 
             return call
 
+        def calling_back(callback: Any) -> Any:
+            if heard.listener is not None and callback:
+                heard.listener.compiled()
+            return called_back(callback)
+
         def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
             # Its hooks would hide what is saved inside, and dropping that is what a program does itself.
             return checkpointed(*args, **kwargs) if heard.listener is None else _nothing()
@@ -123,6 +135,10 @@ class _Seams:
         checkpointed: Any = vars(checkpoint).get(_CHECKPOINTING)
         if checkpointed is not None:
             self._replace(checkpoint, _CHECKPOINTING, checkpointing)
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        called_back: Any = vars(dynamo).get(_CALLING_BACK) if dynamo is not None else None
+        if called_back is not None:
+            self._replace(dynamo, _CALLING_BACK, calling_back)
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
         self._replace(torch, "from_numpy", calling(torch.from_numpy))

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,26 +90,32 @@ def _refused(name: str, what: str, instead: str) -> GradientError:
 
 
 class Taken:
-    """Modules of ``classes``, and the modules ``ones``, are one operation each in this call of a program."""
+    """Modules of ``classes``, and the modules ``ones``, are one operation each in this call of a program; the modules
+    ``maybe`` are so where they are given nothing but what a replay can give them again."""
 
-    def __init__(self, classes: tuple[type, ...], ones: frozenset[int]) -> None:
-        self.classes, self.ones = classes, ones
+    def __init__(self, classes: tuple[type, ...], ones: frozenset[int], maybe: frozenset[int]) -> None:
+        self.classes, self.ones, self.maybe = classes, ones, maybe
         self._states: dict[int, State] = {}
         self._busy = False
 
-    def takes(self, module: nn.Module) -> bool:
+    def takes(self, module: nn.Module, given: Sequence[Any]) -> bool:
         """Whether it is one of them, or a compiled one, and is not called by another of them."""
         if self._busy:
             return False
-        if isinstance(module, self.classes) or id(module) in self.ones:
+        if isinstance(module, self.classes) or id(module) in self.ones or "_orig_mod" in module._modules:
             return True
-        original = module._modules.get("_orig_mod")
-        return original is not None and self.takes(original)
+        return id(module) in self.maybe and _odd(given) is None
 
     def call(self, recorder: Recorder, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make the call as one operation. Raises InputError and GradientError for what a replay could not reproduce."""
         state, new, name = self._states.get(id(module)), State(module), type(module).__name__
-        _check_arguments(name, (*args, *kwargs.values()))
+        odd = _odd((*args, *kwargs.values()))
+        if odd is not None:
+            raise InputError(
+                f"Program: {name}, taken as one operation, is given an object of type {type(odd).__name__}, whose "
+                "content may be another when it is run again; pass tensors, numbers, strings, and tuples, lists and "
+                "dictionaries of these, or leave its class out of opaque"
+            )
         if state is None or state.training != new.training:
             state = self._states[id(module)] = new
         elif (changed := new.attributes.difference(state.attributes)) is not None:
@@ -140,18 +146,18 @@ def _in(slots: Iterable[Slot]) -> list[torch.Tensor]:
     return [tensor for place, key in slots if (tensor := place[key]) is not None]
 
 
-def _check_arguments(name: str, values: Iterable[Any]) -> None:
+def _odd(values: Iterable[Any]) -> object | None:
+    """The first of ``values``, and of what is in containers among them, that may be another when it is used again."""
     for value in values:
         if isinstance(value, (tuple, list)):
-            _check_arguments(name, value)
+            found = _odd(value)
         elif type(value) is dict:
-            _check_arguments(name, value.values())
-        elif not isinstance(value, (torch.Tensor, slice, *PLAIN)):
-            raise InputError(
-                f"Program: {name}, taken as one operation, is given an object of type {type(value).__name__}, whose "
-                "content may be another when it is run again; pass tensors, numbers, strings, and tuples, lists and "
-                "dictionaries of these, or leave its class out of opaque"
-            )
+            found = _odd(value.values())
+        else:
+            found = None if isinstance(value, (torch.Tensor, slice, *PLAIN)) else value
+        if found is not None:
+            return found
+    return None
 
 
 def _check_graph(name: str, result: Any, since: int, reached: set[Node | None]) -> None:
@@ -175,9 +181,15 @@ def _generators(state: State) -> list[object]:
 
 class TakingWhole:
     """``function`` with modules taken as one operation each while a program runs it: those in ``opaque``, modules or
-    classes of modules. Raises InputError for anything else in it."""
+    classes of modules, and compiled ones; the modules ``maybe`` where what they are given allows it. Raises InputError
+    for anything else in ``opaque``."""
 
-    def __init__(self, function: Callable[..., Any], opaque: Iterable[type[nn.Module] | nn.Module]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        opaque: Iterable[type[nn.Module] | nn.Module],
+        maybe: Sequence[nn.Module] = (),
+    ) -> None:
         self._function, self._modules, classes = function, list[nn.Module](), list[type[nn.Module]]()
         for one in opaque:
             if isinstance(one, type) and issubclass(one, nn.Module):
@@ -186,15 +198,17 @@ class TakingWhole:
                 self._modules.append(one)
             else:
                 raise InputError(f"Program: opaque holds modules and classes of modules, not {one!r}")
-        self._classes = tuple(classes)
+        self._classes, self._maybe = tuple(classes), tuple(maybe)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
-        taken = Taken(self._classes, frozenset(map(id, self._modules)))
+        looked_at = {*self._classes, *map(type, self._modules), *map(type, self._maybe)}
         compiled = sys.modules.get("torch._dynamo.eval_frame")
-        looked_at = {*self._classes, *map(type, self._modules)}
         if compiled is not None:
             looked_at.add(compiled.OptimizedModule)
+        if not looked_at:
+            return self._function(*args, **kwargs)
+        taken = Taken(self._classes, frozenset(map(id, self._modules)), frozenset(map(id, self._maybe)))
         with _CALLS.seen_by(taken, looked_at):
             return self._function(*args, **kwargs)
 
@@ -238,7 +252,8 @@ class _Calls:
             if torch.compiler.is_compiling():
                 return plain(module, *args, **kwargs)
             taken, recorder = here.taken, listener_now()
-            if taken is None or not isinstance(recorder, Recorder) or not taken.takes(module):
+            given = (*args, *kwargs.values())
+            if taken is None or not isinstance(recorder, Recorder) or not taken.takes(module, given):
                 return plain(module, *args, **kwargs)
             with recorder.unheard():
                 return taken.call(recorder, module, plain, args, kwargs)

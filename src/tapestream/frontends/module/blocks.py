@@ -21,7 +21,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     Raises InputError when there are none, or one lies inside another.
     """
     if blocks is None:
-        found = _repeated_children(model)
+        found = repeated_children(model)
     else:
         named = [blocks] if isinstance(blocks, (type, str)) else blocks
         found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
@@ -104,7 +104,8 @@ def _opened(container: nn.Module) -> list[nn.Module]:
     return repeated if 2 * sum(map(_size, repeated)) >= _size(container) else [container]
 
 
-def _repeated_children(model: nn.Module) -> list[nn.Module]:
+def repeated_children(model: nn.Module) -> list[nn.Module]:
+    """What `find_blocks` finds where none are named; none is no error."""
     containers = [opened for container in _containers(model) for opened in _opened(container)]
     if not containers:
         return []

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
 from tapestream.executor.program.seams import listener_now
-from tapestream.executor.program.taken import TakingWhole
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
@@ -29,6 +28,7 @@ from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
+from tapestream.frontends.program.modules import Opaque, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.watch import Online, Planned
@@ -63,7 +63,8 @@ class Program:
     too, of parameters and arguments (as if they had none before): until they are made, plans use their room for the
     tape. ``planner``: a name in `tapestream.planners` or ``"auto"``.
     ``device``: where the budget counts (None: that of the first tensor given). ``opaque``: modules, or classes of
-    modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled.
+    modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled;
+    ``"auto"``: the repeated blocks of the modules that ``function`` calls. Compiled modules are one operation always.
     ``folder``, ``home``, ``machine``, ``engine``: where restart checkpoints and saved tensors may move, as in `Chain`:
     to host memory on a GPU, to a folder where one is given. ``copies`` counts them.
 
@@ -83,7 +84,7 @@ class Program:
         gradients_within: bool = False,
         planner: str = "auto",
         device: torch.device | str | None = None,
-        opaque: type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] = (),
+        opaque: Opaque = (),
         folder: str | os.PathLike[str] | None = None,
         home: str = "auto",
         machine: Machine | None = None,
@@ -96,9 +97,8 @@ class Program:
                 "Program: a generator function or coroutine runs when it is asked for more, outside the call; give a "
                 "function that returns tensors, in a list for example"
             )
-        if not isinstance(opaque, Iterable):
-            opaque = (opaque,)
-        self.function, self.planner = TakingWhole(function, opaque) if opaque else function, planner
+        self.function, self.planner = function, planner
+        self._whole = taking_whole(function, opaque)
         self.budget, self.gradients_within = Budget.of(budget), gradients_within
         self._device = None if device is None else torch.device(device)
         if planner != "auto":
@@ -126,7 +126,7 @@ class Program:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:
-            return self.function(*args, **kwargs)
+            return self._whole(*args, **kwargs)
         device = self._device_of((args, kwargs))
         self._kinds.trim()
         if self._below is not None:
@@ -143,7 +143,7 @@ class Program:
         if isinstance(watch, Planned) and prepared is not None:
             recorder.holding, recorder.moves = prepared.holding, watch.moves
         try:
-            found = sweep(functools.partial(self.function, *args, **kwargs), record, keeper, recorder)
+            found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
             if any(record.packs):
                 self._finish(found, tape, watch, room, key)
         except BaseException:
@@ -171,7 +171,7 @@ class Program:
             "gradients_within": self.gradients_within,
             "planner": self.planner,
         }
-        return vars(type(self)(self.function, device=self._device, **options, **self._tiers))
+        return vars(type(self)(self.function, device=self._device, **options, **self._tiers)) | {"_whole": self._whole}
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
@@ -184,7 +184,7 @@ class Program:
         if not torch.is_grad_enabled():
             raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")
         device = self._device_of((args, kwargs))
-        function = functools.partial(self.function, *args, **kwargs)
+        function = functools.partial(self._whole, *args, **kwargs)
         known = self._prepared.get(_kind_of((args, kwargs)))
         limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
         room = Budget(
