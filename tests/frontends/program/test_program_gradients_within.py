@@ -1,8 +1,9 @@
 """`gradients_within=True`: one budget for a program's tape and for the gradients that its backward makes."""
 
 import copy
+import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -175,3 +176,55 @@ def test_gradients_that_autograd_copies_or_adds_on_their_way(kind: str) -> None:
             with track_memory() as meter:
                 program(x).backward()
             assert meter.peak_nbytes <= 1.05 * budget
+
+
+def normalised(weights: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+    for w in weights:
+        x = torch.tanh(x @ (w / w.norm()))
+    return x
+
+
+def standardised(weights: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+    for w in weights:
+        x = torch.tanh(x @ ((w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1e-5)))
+    return x
+
+
+@pytest.mark.parametrize("function", [normalised, standardised])
+@pytest.mark.parametrize("within", [False, True])
+def test_backward_of_what_is_computed_from_parameters_alone_fits_at_the_least_budget(
+    function: Callable[..., torch.Tensor], within: bool
+) -> None:
+    """No room to try it: what is given from outside counts where a gradient passes through several kernels."""
+    torch.manual_seed(0)
+    weights, x = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(6)], torch.randn(32, WIDTH)
+    run = functools.partial(function, weights)
+    low = least(Program(run, budget=1, gradients_within=within), x)
+    program = Program(run, budget=low, gradients_within=within)
+    for _ in range(4):
+        for w in weights:
+            w.grad = None
+        gc.collect()
+        with track_memory() as meter:
+            program(x).sum().backward()
+        assert meter.peak_nbytes - (0 if within else 6 * GRADIENT) <= 1.05 * low
+
+
+def test_a_parameter_used_often_has_its_sum_counted() -> None:
+    """Autograd adds the gradients of its uses out of place: the old sum, the next one and what joins it."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(32, WIDTH)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.tanh(layer(x))
+        return x
+
+    low = least(Program(run, budget=1), x)
+    program = Program(run, budget=low)
+    for _ in range(4):
+        layer.zero_grad()
+        gc.collect()
+        with track_memory() as meter:
+            program(x).sum().backward()
+        assert meter.peak_nbytes - GRADIENT <= 1.05 * low

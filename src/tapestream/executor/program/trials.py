@@ -15,6 +15,12 @@ from tapestream.executor.program.whole import Whole
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.storage.meter import profiling, track_memory
 
+_AT_ONCE = frozenset(
+    ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear",
+     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
+     "embedding_bag", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
+)  # fmt: skip
+
 
 def expected(measured: Measured, tensors: Sequence[torch.Tensor], largest: int) -> int:
     """Bytes that a call will take with what it makes and saves: those of the last of its kind; of a new one the
@@ -63,7 +69,7 @@ class Trials:
                 if measured.reverse_nbytes is None:
                     measured.reverse_nbytes = reverse
                 return measured.reverse_nbytes
-            reverse += made + _given_nbytes(record)
+            reverse += made + _given_nbytes(record, tensors, wanted, getattr(pattern.function, "__name__", ""))
         return reverse
 
     def reverse(
@@ -103,10 +109,17 @@ class Trials:
             generators.restore()
 
 
-def _given_nbytes(record: Record) -> int:
-    """Bytes of the values that the last call was given; parameters and other tensors from outside do not count."""
-    storages = {record.storage[number] for number in record.arguments_of(len(record) - 1) if number >= 0}
-    return sum(record.storage_nbytes[storage] for storage in storages)
+def _given_nbytes(record: Record, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], name: str) -> int:
+    """Bytes of what the last call was given, each storage once; of tensors from outside those that take a gradient,
+    unless one kernel makes that from what the call is given."""
+    found: dict[int, int] = {}
+    numbers = record.arguments_of(len(record) - 1)
+    for number, tensor, takes in zip(numbers, tensors, wanted, strict=True):
+        if number >= 0:
+            found[record.storage[number]] = record.storage_nbytes[record.storage[number]]
+        elif takes and name not in _AT_ONCE:
+            found[~number - len(record.externals)] = nbytes_of(tensor)
+    return sum(found.values())
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

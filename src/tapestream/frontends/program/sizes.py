@@ -103,8 +103,7 @@ class Sizes:
         given = numpy.where(own, nbytes[number] if some else 0, outside[numpy.where(own, 0, -1 - arguments)])
         given[numpy.array(record.ambient)[user] == self._without_grad()] = 0
         self.gradients, gradients = numpy.zeros(n, dtype=numpy.int64), numpy.zeros(n, dtype=numpy.int64)
-        if gradients_within:
-            self._keep_gradients(arguments, user, given)
+        self._leaves(arguments, user, given, gradients_within)
         numpy.add.at(gradients, user, given)
         # A gradient that joins what later users of a value gave: their sum may be new, beside both.
         joined = numpy.zeros(n, dtype=numpy.int64)
@@ -113,15 +112,17 @@ class Sizes:
         reverse = numpy.asarray(record.reverse_nbytes)
         self.reversing = self.cotangent[1:] + gradients + joined + reverse
 
-    def _keep_gradients(self, arguments: Numbers, user: Numbers, given: Numbers) -> None:
-        """Those of leaves stay where they are made first, which is at their last use."""
+    def _leaves(self, arguments: Numbers, user: Numbers, given: Numbers, gradients_within: bool) -> None:
+        """Gradients of leaves are made first at their last use, and may stay; those of other uses are added to them,
+        into a sum that may be new."""
         externals = self.record.externals
         leaves = numpy.array([e.leaf for e in externals] or [False])
         (places,) = numpy.nonzero((arguments < 0) & (given > 0) & leaves[numpy.where(arguments < 0, ~arguments, 0)])
         last = numpy.full(len(leaves), -1, dtype=numpy.int64)
         last[~arguments[places]] = places  # in order: the last place of each
         first = last[last >= 0]
-        numpy.add.at(self.gradients, user[first], given[first])
+        if gradients_within:
+            numpy.add.at(self.gradients, user[first], given[first])
         given[numpy.setdiff1d(places, first)] *= 2
 
     def _without_grad(self) -> int:
