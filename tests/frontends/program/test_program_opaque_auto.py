@@ -3,6 +3,9 @@ compiled is refused by name."""
 
 import copy
 import functools
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 from tapestream.errors import GradientError, InputError
 from tapestream.frontends.program.program import Program
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # while torch compiles
 Way = Callable[[nn.Module], Callable[..., Any]]
 
 
@@ -126,7 +130,6 @@ def vector() -> torch.Tensor:
     return torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # while it is compiled
 @pytest.mark.parametrize("compiling", [functools.partial(torch.compile, backend="aot_eager"), compiled_in_place])
 def test_compiled_modules_need_not_be_named(compiling: Callable[[Any], Any]) -> None:
     class Sum(nn.Module):
@@ -158,7 +161,7 @@ def test_compiled_functions_are_refused_by_name() -> None:
 
     x = vector().requires_grad_()
     for function in (lambda x: compiled(x).sum(), compiled, lambda x: Inside.apply(x).sum()):
-        with pytest.raises(GradientError, match=r"compiled by torch\.compile is called inside"):
+        with pytest.raises(GradientError, match=r"function or module compiled by it, is called inside"):
             Program(function, budget="1MiB")(x)
     wanted = torch.autograd.grad(compiled(x).sum(), weight)[0]  # works as before
 
@@ -170,6 +173,117 @@ def test_compiled_functions_are_refused_by_name() -> None:
     module.register_parameter("weight", nn.Parameter(weight.detach()))
     value = Program(lambda x: module(x, weight).sum(), budget="1MiB", opaque=[Module])(x)
     assert torch.equal(torch.autograd.grad(value, weight)[0], wanted)
+
+
+@pytest.mark.parametrize("stances", [("force_eager", "default"), ("default", "force_eager")])
+def test_another_graph_in_the_replay_is_refused_by_name(stances: tuple[Any, Any]) -> None:
+    """It saves the same tensors in another order: w @ x as x and w, or as w and x."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight @ x
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    products = [torch.compile(Product(), backend="aot_eager") for _ in range(8)]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for product in products:
+            x = torch.tanh(product(x))
+        return x
+
+    x = torch.randn(16, 16, requires_grad=True)
+    program = Program(run, budget=9 * x.nbytes, planner="revolve")
+    with torch.compiler.set_stance(stances[0]):
+        loss = program(x).sum()
+        wanted = torch.autograd.grad(run(x).sum(), x)[0]
+    assert program.report is not None
+    assert program.report.reruns > 0
+    with torch.compiler.set_stance(stances[1]), pytest.raises(GradientError, match="ran another graph of it"):
+        loss.backward()
+    with torch.compiler.set_stance(stances[0]):
+        assert torch.equal(torch.autograd.grad(program(x).sum(), x)[0], wanted)
+
+
+def test_another_thread_that_compiles_changes_nothing() -> None:
+    torch._dynamo.reset()
+    compiles, ended, given = threading.Event(), threading.Event(), {}
+
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * given["mask"]  # of the program, and not handed in
+
+    def slow(graph: Any, _: Any) -> Any:
+        compiles.set()
+        ended.wait(60)
+        return graph
+
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        given["mask"] = x.detach() + 1
+        return reads(x).sum()
+
+    reads, net, x = Reads(), blocks(functools.partial(torch.compile, backend="aot_eager")), vector()
+    program = Program(lambda x: net(x).sum(), budget="1MiB")
+    program(x).backward()
+    other = threading.Thread(target=lambda: torch.compile(lambda z: z.sin() + 1, backend=slow)(torch.randn(3)))
+    other.start()
+    try:
+        assert compiles.wait(60)
+        assert torch.compiler.is_compiling()  # of the whole process
+        program(x).backward()
+        with pytest.raises(GradientError, match="Reads, taken as one operation, uses a tensor"):
+            Program(reading, budget="1MiB", opaque=[Reads])(x.requires_grad_())
+    finally:
+        ended.set()
+        other.join()
+
+
+def test_compiling_for_the_first_time_inside_is_refused_by_name() -> None:
+    script = """
+import sys, torch, tapestream as ts
+def run(x):
+    return torch.compile(lambda x: torch.tanh(x), backend="eager")(x).sum()
+assert "torch._dynamo" not in sys.modules
+before = torch.compile
+try:
+    ts.Program(run, budget="1MiB")(torch.ones(4, requires_grad=True))
+except ts.GradientError as error:
+    assert "torch.compile, or a function" in str(error), error
+else:
+    raise AssertionError
+assert torch.compile is before
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+def test_blocks_that_are_given_lists_are_single_operations() -> None:
+    class Appends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+            seen.append(torch.tanh(self.linear(x)))
+            return x + seen[-1]
+
+    parts = nn.ModuleList(Appends() for _ in range(4))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        for part in parts:
+            x = part(x, seen)
+        return x.sum() + torch.stack(seen).square().sum()
+
+    Program(run, budget="1MiB", opaque="auto")(vector()).backward()
+    found = [p.grad for p in parts.parameters()]
+    parts.zero_grad()
+    run(vector()).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, parts.parameters(), strict=True) if a is not None)
 
 
 def test_one_module_that_is_a_container_and_other_words() -> None:

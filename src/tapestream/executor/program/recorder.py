@@ -147,9 +147,9 @@ class Recorder(TorchFunctionMode):
         """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""
         if not self._inside or self._hidden is not None:
             raise GradientError(
-                "Program: a function or module compiled by torch.compile is called inside, and what it computes would "
-                "not be noted; name its module in opaque=[...], call it uncompiled, or leave compiling to modules "
-                "made by torch.compile(module), which are one operation each"
+                "Program: torch.compile, or a function or module compiled by it, is called inside, and what it "
+                "computes would not be noted; compile modules before the program runs, which are one operation each "
+                "then, name the module that calls it in opaque=[...], or call it uncompiled"
             )
 
     def forget(self) -> None:

@@ -121,11 +121,6 @@ class _Seams:
 
             return call
 
-        def calling_back(callback: Any) -> Any:
-            if heard.listener is not None and callback:
-                heard.listener.compiled()
-            return called_back(callback)
-
         def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
             # Its hooks would hide what is saved inside, and dropping that is what a program does itself.
             return checkpointed(*args, **kwargs) if heard.listener is None else _nothing()
@@ -135,10 +130,7 @@ class _Seams:
         checkpointed: Any = vars(checkpoint).get(_CHECKPOINTING)
         if checkpointed is not None:
             self._replace(checkpoint, _CHECKPOINTING, checkpointing)
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")
-        called_back: Any = vars(dynamo).get(_CALLING_BACK) if dynamo is not None else None
-        if called_back is not None:
-            self._replace(dynamo, _CALLING_BACK, calling_back)
+        self._hear_compiled()
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
         self._replace(torch, "from_numpy", calling(torch.from_numpy))
@@ -150,6 +142,27 @@ class _Seams:
             setting = calling(getattr(torch.cuda, name))
             for place in (torch.cuda, torch.cuda.random):
                 self._replace(place, name, setting)
+
+    def _hear_compiled(self) -> None:
+        """What torch.compile gave; where nothing was compiled yet, torch.compile itself."""
+        heard, compiled = self.heard, torch.compile
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        called_back: Any = None if dynamo is None else vars(dynamo).get(_CALLING_BACK)
+
+        def calling_back(callback: Any) -> Any:
+            if heard.listener is not None and callback:
+                heard.listener.compiled()
+            return called_back(callback)
+
+        def compiling(*args: Any, **kwargs: Any) -> Any:
+            if heard.listener is not None:
+                heard.listener.compiled()
+            return compiled(*args, **kwargs)
+
+        if called_back is not None:
+            self._replace(dynamo, _CALLING_BACK, calling_back)
+        elif dynamo is None:
+            self._replace(torch, "compile", compiling)
 
     def _replace(self, place: Any, name: str, new: Any) -> None:
         self._before.append((place, name, vars(place).get(name)))

@@ -18,10 +18,18 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.foreign import PLAIN
 from tapestream.executor.program.patterns import tensors_of
 from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.samples import Samples
 from tapestream.executor.program.seams import listener_now
 from tapestream.executor.program.whole import Attributes, Slot, State, Whole
 from tapestream.runner.ambient import GENERATORS, HostGenerators
 from tapestream.runner.graph import next_sequence_number
+
+
+def compiling_here() -> bool:
+    """Whether torch.compile is at work in this thread: `torch.compiler.is_compiling` says so for all threads."""
+    if torch.compiler.is_dynamo_compiling():  # true where Dynamo looks at this very line
+        return True
+    return torch.compiler.is_compiling() and torch._guards.CompileContext.try_get() is not None
 
 
 class _Witness(TorchFunctionMode):
@@ -54,7 +62,7 @@ class _Witness(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if compiling_here():
             return func(*args, **kwargs)
         for tensor in tensors_of((args, kwargs), []):
             if id(tensor) not in self._known:
@@ -104,7 +112,9 @@ class Taken:
             return False
         if isinstance(module, self.classes) or id(module) in self.ones or "_orig_mod" in module._modules:
             return True
-        return id(module) in self.maybe and _odd(given) is None
+        if id(module) not in self.maybe or any(isinstance(value, (list, dict)) for value in given):
+            return False  # what it puts into them would have been made inside
+        return _odd(given) is None
 
     def call(self, recorder: Recorder, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make the call as one operation. Raises InputError and GradientError for what a replay could not reproduce."""
@@ -128,7 +138,8 @@ class Taken:
         since, reached = next_sequence_number(), {t.grad_fn for t in given}
         self._busy = True
         try:
-            result = recorder.plain(Whole(module, plain), (state, args, kwargs, parameters, buffers))
+            samples = Samples(name) if state.compiled else None
+            result = recorder.plain(Whole(module, plain), (state, args, kwargs, parameters, buffers, samples))
         finally:
             state.watch, self._busy = None, False
         state.captured = {key: found for key, found in state.captured.items() if found[0]() is not None}
@@ -249,7 +260,7 @@ class _Calls:
 
         @functools.wraps(plain)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if compiling_here():
                 return plain(module, *args, **kwargs)
             taken, recorder = here.taken, listener_now()
             given = (*args, *kwargs.values())

@@ -1,6 +1,7 @@
 """What the calls of a kind take while they run, and while backward reverses them, beside what they leave: measured."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,12 +37,14 @@ class Trials:
         self.device = device
 
     def run(self, measured: Measured, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives; what it takes while it runs is ``measured``."""
+        """What ``call`` gives; what it takes while it runs is ``measured``, unless torch.compile was at work in it."""
         if profiling():
             return call()
+        graphs = _graphs()
         with track_memory(self.device) as meter:
             result = call()
-        measured.transient_nbytes = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
+        if _graphs() == graphs:
+            measured.transient_nbytes = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
         return result
 
     def tried(
@@ -107,6 +110,12 @@ class Trials:
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()
+
+
+def _graphs() -> int:
+    """How many torch.compile has made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters.get("stats", {}).get("unique_graphs", 0)
 
 
 def _given_nbytes(record: Record, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], name: str) -> int:

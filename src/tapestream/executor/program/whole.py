@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.foreign import shown
+from tapestream.executor.program.samples import Samples
 from tapestream.executor.program.values import written
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))
@@ -73,15 +74,20 @@ class State:
         self.captured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Inside, what takes note of saved tensors is not compiled with the module."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.compiled else None
-        if top is None:
+    def hooks(self, samples: Samples | None, *, first: bool) -> Iterator[None]:
+        """Inside, what takes note of saved tensors is not compiled with the module; ``samples``: of a compiled one."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True) if samples is not None else None
+        if top is None or samples is None:
             yield
             return
         pack, unpack = top
-        unseen = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]
-        with saved_tensors_hooks(unseen, unpack):
+        samples.begin(first=first)
+
+        def seen(tensor: torch.Tensor) -> Any:
+            samples.see(tensor, first=first)
+            return pack(tensor)
+
+        with saved_tensors_hooks(torch.compiler.disable(seen), unpack):  # type: ignore[no-untyped-call]
             yield
 
     def check_captured(self, name: str) -> None:
@@ -106,10 +112,12 @@ class Whole:
     def __name__(self) -> str:
         return type(self.module).__name__
 
-    def __call__(self, state: State, args: Any, kwargs: Any, parameters: Any, buffers: Any) -> Any:
+    def __call__(
+        self, state: State, args: Any, kwargs: Any, parameters: Any, buffers: Any, samples: Samples | None
+    ) -> Any:
         """Call it with these parameters and buffers in place of those that it has."""
         if state.watch is not None:
-            with state.watch(), state.hooks():
+            with state.watch(), state.hooks(samples, first=True):
                 return self.plain(self.module, *args, **kwargs)
         name = Attributes(self.module).difference(state.attributes)
         if name is not None:
@@ -118,7 +126,7 @@ class Whole:
                 "changed since; leave its class out of opaque"
             )
         state.check_captured(self.__name__)
-        with _put_in(state, parameters, buffers), state.hooks():
+        with _put_in(state, parameters, buffers), state.hooks(samples, first=False):
             return self.plain(self.module, *args, **kwargs)
 
 
