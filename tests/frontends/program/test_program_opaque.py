@@ -339,7 +339,7 @@ def test_objects_as_arguments_and_attributes_set_in_between_are_refused() -> Non
 def test_attributes_set_before_backward_are_refused_where_a_replay_would_see_them() -> None:
     odds = nn.Sequential(*(Odd("plain") for _ in range(12)))
     x = torch.randn(64, 8)
-    run = Program(lambda x: odds(x).sum(), budget=12_000, planner="revolve", opaque=[Odd])
+    run = Program(lambda x: odds(x).sum(), budget=20_000, planner="revolve", opaque=[Odd])
     run(x).backward()
     loss = run(x)
     odds[0].count = 5
@@ -359,7 +359,7 @@ def test_a_tensor_read_from_outside_must_stay_as_it_is() -> None:
             return torch.tanh(self.linear(x) * table)
 
     net, x = nn.Sequential(*(Reads() for _ in range(12))), torch.randn(64, 8)
-    run = Program(lambda x: net(x).sum(), budget=12_000, planner="revolve", opaque=[Reads])
+    run = Program(lambda x: net(x).sum(), budget=20_000, planner="revolve", opaque=[Reads])
     outcome(run, [], lambda: (x,))
     loss = run(x)
     table.add_(1)

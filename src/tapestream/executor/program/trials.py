@@ -65,15 +65,18 @@ class Trials:
         """
         pattern = record.patterns.all[record.calls[-1]]
         transient = measured.transient_nbytes or 0
-        reverse = transient + record.inner_nbytes[-1]
-        if spare is not None and not isinstance(pattern.function, (Apply, Whole)):
-            if not profiling() and spare(2 * (made + transient + sum(map(nbytes_of, tensors)))):
-                self.reverse(measured, pattern, tensors, wanted, into)
-                if measured.reverse_nbytes is None:
-                    measured.reverse_nbytes = reverse
-                return measured.reverse_nbytes
-            reverse += made + _given_nbytes(record, tensors, wanted, getattr(pattern.function, "__name__", ""))
-        return reverse
+        untried = transient + record.inner_nbytes[-1]
+        if spare is None:
+            return untried
+        by_user = isinstance(pattern.function, (Apply, Whole))
+        room = 2 * (made + transient + sum(map(nbytes_of, tensors)))
+        if by_user or profiling() or not spare(room):
+            at_once = by_user or getattr(pattern.function, "__name__", "") in _AT_ONCE
+            return untried + made + _given_nbytes(record, tensors, wanted, at_once=at_once)
+        self.reverse(measured, pattern, tensors, wanted, into)
+        if measured.reverse_nbytes is None:
+            measured.reverse_nbytes = untried
+        return measured.reverse_nbytes
 
     def reverse(
         self,
@@ -118,15 +121,15 @@ def _graphs() -> int:
     return 0 if dynamo is None else dynamo.counters.get("stats", {}).get("unique_graphs", 0)
 
 
-def _given_nbytes(record: Record, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], name: str) -> int:
+def _given_nbytes(record: Record, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], *, at_once: bool) -> int:
     """Bytes of what the last call was given, each storage once; of tensors from outside those that take a gradient,
-    unless one kernel makes that from what the call is given."""
+    unless that is made ``at_once``, by one kernel."""
     found: dict[int, int] = {}
     numbers = record.arguments_of(len(record) - 1)
     for number, tensor, takes in zip(numbers, tensors, wanted, strict=True):
         if number >= 0:
             found[record.storage[number]] = record.storage_nbytes[record.storage[number]]
-        elif takes and name not in _AT_ONCE:
+        elif takes and not at_once:
             found[~number - len(record.externals)] = nbytes_of(tensor)
     return sum(found.values())
 
