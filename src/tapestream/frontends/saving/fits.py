@@ -23,7 +23,8 @@ def notes_of(part: Any) -> dict[str, Any]:
     """What the manifest notes of an object, to compare it by: its class, and an optimizer's parameters."""
     notes: dict[str, Any] = {"class": _class_of(part).__name__}
     if isinstance(part, torch.optim.Optimizer):
-        notes["parameters"] = [[str(p.dtype), list(p.shape)] for group in part.param_groups for p in group["params"]]
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        notes["parameters"] = [[str(p.dtype), None if is_lazy(p) else list(p.shape)] for p in parameters]
     return notes
 
 
@@ -149,7 +150,7 @@ def _check_optimizer(
         )
     mine, saved = notes_of(part)["parameters"], entry.get("parameters")
     for number, one in enumerate(mine):
-        if saved is not None and saved[number] != one:
+        if saved is not None and saved[number] != one and None not in (one[1], saved[number][1]):
             raise InputError(
                 f"{folder} was saved from another {name}: parameter {number} is of {_told(saved[number])} there and of "
                 f"{_told(one)} here; {_UNCHANGED}"
@@ -177,7 +178,8 @@ def _expected(
     """What the state of a parameter has to be: where it has a place already, or where PyTorch would round it."""
     if isinstance(part, StreamedOptimizer):
         return list(part.state_tensors(parameter))
-    if type(part).load_state_dict is not torch.optim.Optimizer.load_state_dict or not parameter.is_floating_point():
+    rounds = type(part).load_state_dict is torch.optim.Optimizer.load_state_dict and parameter.is_floating_point()
+    if not rounds or is_lazy(parameter):
         return []
     return [
         (key, tuple(parameter.shape), parameter.dtype)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy
 import torch
+from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
 from tapestream.optim.shown import StateInParts
@@ -23,9 +24,9 @@ def pack(tree: Any, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
     """JSON for ``tree``, and its tensors by name (their path within it); a tensor that appears twice is listed once.
 
     Dictionaries keep their order and their keys' types. Dictionaries, ordered ones (with the ``_metadata`` that a
-    module's ``state_dict()`` has), lists, tuples, sets, sizes, bytes, numbers, strings, dtypes, devices, tensors, NumPy
-    arrays and numbers come back as they were; what is of a class that builds on one of these, as that one. Raises
-    InputError, which names the place below ``where``, for anything else.
+    module's ``state_dict()`` has), lists, tuples, sets, sizes, bytes, integers, floats, strings, dtypes, devices,
+    tensors, NumPy arrays and numbers come back as they were; what is of a class that builds on one of these, as that
+    one. Raises InputError, which names the place below ``where``, for anything else.
     """
     packer = _Packer(where)
     return packer.pack(tree, ()), packer.tensors
@@ -92,6 +93,8 @@ class _Packer:
     def _named(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         if isinstance(tensor, StateInParts) and tensor.pieces:
             return self._add(object(), tensor, path)
+        if is_lazy(tensor):
+            raise InputError(f"{self._place(path)} has no shape yet; call the module once, then save it")
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             raise InputError(
