@@ -182,3 +182,32 @@ def test_what_has_no_shape_yet_fits(tmp_path: Path) -> None:
     ts.load(tmp_path, optimizer=SGD(other.parameters()), model=other)
     assert torch.equal(other[0].weight, model[0].weight)
     assert torch.equal(other[1].history, torch.arange(5))
+
+
+def test_what_refuses_its_state_itself_does_so_first(tmp_path: Path) -> None:
+    """Before models and optimizers change."""
+
+    class Picky:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("picky")
+
+    class Closed(nn.Module):
+        def get_extra_state(self) -> Any:
+            return 1
+
+        def set_extra_state(self, state: Any) -> None:
+            raise KeyError("closed")
+
+    for part, match in ((Picky(), "picky"), (Closed(), "closed")):
+        model = network()
+        saved(tmp_path, model=model, optimizer=trained(model, ADAMW(model.parameters())), picky=part)
+        other = network()
+        parts: dict[str, Any] = {"model": other, "optimizer": ADAMW(other.parameters()), "picky": part}
+        before, random = states(parts), torch.get_rng_state()
+        with pytest.raises(KeyError, match=match):
+            ts.load(tmp_path, **parts)
+        assert same(states(parts), before)
+        assert torch.equal(torch.get_rng_state(), random)

@@ -116,10 +116,16 @@ def load(
     for name, part in parts.items():
         check_fits(name, part, entries[name], state(name, own=False), folder)
     values = {name: state(name, own=True) for name in shards if name not in parts and name != GENERATORS}
-    for name, part in parts.items():
-        part.load_state_dict(state(name, own=not isinstance(part, _COPYING)))
+    for name in sorted(parts, key=lambda name: _never_refuses(parts[name])):
+        parts[name].load_state_dict(state(name, own=not isinstance(parts[name], _COPYING)))
     generators.set_states(states)
     return values
+
+
+def _never_refuses(part: Any) -> bool:
+    """Whether its state was checked all through. What others have written may raise, so it comes first: then little
+    else has changed."""
+    return isinstance(part, nn.Module | torch.optim.Optimizer) and only_copies(part)
 
 
 def _packed(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
