@@ -54,8 +54,9 @@ def test_a_damaged_save_is_named_and_never_removed(damage: str, tmp_path: Path) 
         path.unlink()
     if damage == "later":
         path.write_text(text.replace('"version": ', '"version": 9'))
-    with pytest.raises(StorageError, match=r"000002/manifest\.json is .*; take another save"):
-        ts.load(tmp_path)
+    for named in (tmp_path, path.parent):
+        with pytest.raises(StorageError, match=r"000002/manifest\.json is .*; take another save"):
+            ts.load(named)
     assert [ts.save(tmp_path, keep=2, step=step).name for step in (3, 4)] == ["000003", "000004"]
     assert names(tmp_path) == ["000002", "000003", "000004"]
     assert ts.load(tmp_path)["step"] == 4
@@ -79,11 +80,12 @@ def test_a_link_to_a_save_is_loaded_and_never_emptied(tmp_path: Path) -> None:
     assert ts.load(saves)["step"] == 2
 
 
-def test_links_that_were_taken_for_saves_are_cleaned(tmp_path: Path) -> None:
-    """As the first version left them when it pushed one out."""
+def test_what_removals_have_left_is_cleaned(tmp_path: Path) -> None:
+    """Links too, as the first version left them when it had taken one for a save."""
     archived = ts.save(tmp_path / "archive", step=0)
     for name, target in ((".saving-000001-77", archived), (".saving-000002-77", tmp_path / "gone")):
         (tmp_path / name).symlink_to(target)
+    (tmp_path / ".saving-000003-77").mkdir()  # all but removed
     (tmp_path / ".saving-mine").symlink_to(archived)
     ts.save(tmp_path, step=1)
     assert names(tmp_path) == [".saving-mine", "000001", "archive"]

@@ -52,21 +52,24 @@ class Saves:
         found = self._taken()
         if found:
             return found[-1]
-        if (self.path / MANIFEST).is_file():
-            return self.path
+        if (self.path / MANIFEST).is_file() or was_save(self.path):
+            return self.path  # to be named by who reads it
         there = "no such folder" if not self.path.exists() else "no complete save in it"
         raise InputError(f"{str(self.path)!r} was to be loaded: there is {there}; name the folder given to ts.save()")
 
     def unfinished(self) -> list[Path]:
         """What runs that were killed while saving have left; the next save removes it."""
-        return [*dead_folders(self.path, _UNFINISHED), *(path for path in self._pushed_out() if path.is_symlink())]
+        return [*dead_folders(self.path, _UNFINISHED), *filter(_is_rest, self._pushed_out())]
 
     def remove(self, left: Path) -> bool:
         """Remove one of `unfinished`; False where somebody is at work on it. Raises OSError."""
-        if left.is_symlink():  # earlier versions took links to saves for saves
+        if not _is_rest(left):
+            return remove_dead(left)
+        if left.is_symlink():
             left.unlink()
-            return True
-        return remove_dead(left)
+        else:
+            left.rmdir()
+        return True
 
     def _numbered(self) -> list[Path]:
         found = self.path.iterdir() if self.path.is_dir() else iter(())
@@ -160,6 +163,13 @@ class Saves:
                 threading.Thread(target=_remove, args=(gone, lock), name="tapestream-remove").start()
             except (OSError, RuntimeError):  # another process was first; or this one ends, and takes no new threads
                 unlock(lock)
+
+
+def _is_rest(pushed_out: Path) -> bool:
+    """A folder that was emptied before the end came; or a link, which earlier versions took for a save."""
+    with suppress(OSError):
+        return pushed_out.is_symlink() or not any(pushed_out.iterdir())
+    return False
 
 
 def _remove(folder: Path, lock: int) -> None:
