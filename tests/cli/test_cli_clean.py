@@ -81,6 +81,18 @@ def test_a_link_to_what_is_left_is_no_folder_of_ours(left: Path, tmp_path_factor
     assert target.exists()
 
 
+def test_a_link_that_was_taken_for_a_save_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    (archive / "mine").write_text("x" * 10_000)
+    (tmp_path / ".saving-000001-77").symlink_to(archive)
+    code, text = run(str(tmp_path), "--remove", "--json")
+    assert code == 0
+    assert json.loads(text)["found"] == {str(tmp_path / ".saving-000001-77"): 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["archive"]
+    assert (archive / "mine").exists()
+
+
 def test_what_may_not_be_removed_is_named(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path, **_: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

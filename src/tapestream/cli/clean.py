@@ -10,7 +10,7 @@ from tapestream.cli.options import Json, reported
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.storage.disk import PREFIX
-from tapestream.storage.locked import dead_folders, remove_dead
+from tapestream.storage.locked import dead_folders
 from tapestream.units import format_nbytes
 
 Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
@@ -24,11 +24,11 @@ def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
     """List, or remove, home files and unfinished saves of runs that are gone. Nothing else is touched."""
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is no folder; name one that was given as --folder, or to ts.save()")
-    homes = dead_folders(folder, PREFIX)
-    found = {path: _nbytes(path) for path in (*homes, *Saves(folder).unfinished())}
+    saves = Saves(folder)
+    found = {path: _nbytes(path) for path in (*dead_folders(folder, PREFIX), *saves.unfinished())}
     if remove:
         for path in found:
-            _remove(path)
+            _remove(saves, path)
     if json_:
         show.as_json({"removed": remove, "found": {str(path): nbytes for path, nbytes in found.items()}})
         return
@@ -40,9 +40,9 @@ def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
     show.line(f"Removed: {total}." if remove else f"{total} in all; --remove removes them.")
 
 
-def _remove(path: Path) -> None:
+def _remove(saves: Saves, path: Path) -> None:
     try:
-        remove_dead(path)
+        saves.remove(path)
     except OSError as error:
         raise StorageError(
             f"could not remove {path}: {error.strerror or error}; remove it as the user whose run it was"
@@ -50,4 +50,6 @@ def _remove(path: Path) -> None:
 
 
 def _nbytes(folder: Path) -> int:
+    if folder.is_symlink():
+        return 0
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

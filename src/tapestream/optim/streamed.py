@@ -1,6 +1,6 @@
 """`StreamedOptimizer`: any torch optimizer that treats tensors independently, on a streamed model."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -96,9 +96,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._showing = Showing(handle.store, self._rule.scalars)
         handle.attach(self, Updater(self._rule.run, update == "backward"))
 
+    @property
+    def optimizer_class(self) -> OptimizerClass:
+        """The torch optimizer that it was made with."""
+        return self._class
+
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""
         return self._shape(parameter).nbytes if id(parameter) in self._mine else 0
+
+    def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""
+        return self._shape(parameter).tensors if parameter.requires_grad else ()
 
     def cut_finer(self) -> bool:
         """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether

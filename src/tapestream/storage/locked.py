@@ -5,6 +5,7 @@ it is given the process's number: a folder whose lock says nothing was just made
 Both may be removed: who makes a folder looks again once it holds the lock, and makes another if that is gone.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -39,7 +40,7 @@ def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
 
 def locked_again(path: Path) -> int:
     """Lock a folder that `locked_folder` has made, whose lock was given up. Raises OSError where somebody has it."""
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -75,7 +76,10 @@ def remove_dead(path: Path) -> bool:
 
 
 def remove_locked(path: Path) -> None:
-    """Remove a folder, its lock last: killed meanwhile, what is left still tells that it is. Raises OSError."""
+    """Remove a folder, its lock last: killed meanwhile, what is left still tells that it is. Raises OSError, also for a
+    link to one, whose target is somebody else's."""
+    if path.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     for found in path.iterdir():
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)

@@ -29,6 +29,8 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+RESERVED = "__metadata__"
+"""What the format keeps for itself among the names of tensors."""
 
 
 def write_tensors(
@@ -48,7 +50,7 @@ def write_tensors(
             raise InputError(
                 f"{name!r} has dtype {tensor.dtype}, which safetensors files cannot hold; convert it first"
             )
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {RESERVED: {"format": "pt"}}
     end = 0
     for name, t in tensors.items():
         header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
@@ -87,11 +89,12 @@ def checksum(tensor: torch.Tensor) -> int:
     return crc32
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file: views of its bytes in the page cache, which must not be written to; small ones are copies.
+def read_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a file: its bytes in the page cache, which must not be written to; small ones are copies.
 
-    Takes no memory, and none of what limits on a process count. Raises StorageError, which names the file, where it is
-    missing, cut short or something else.
+    Takes no memory, and none of what limits on a process count. ``writable``: what is written stays in memory, and
+    never reaches the file; limits on a process may count the file's size then. Raises StorageError, which names the
+    file, where it is missing, cut short or something else.
     """
     try:
         with path.open("rb") as file:
@@ -100,18 +103,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             if size < 8 or length > size - 8:
                 raise ValueError(f"it ends after {size} bytes")
             header = json.loads(file.read(length))
-            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        header.pop("__metadata__", None)
+            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
+        header.pop(RESERVED, None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a tensor does not know that it cannot be written to
-            memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        return {name: _view(memory, 8 + length, entry) for name, entry in header.items()}
+            return {name: _view(mapping, 8 + length, entry) for name, entry in header.items()}
     except FileNotFoundError as error:
         raise StorageError(f"{path} is missing") from error
     except OSError as error:
         raise StorageError(f"{path} could not be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise StorageError(f"{path} is not a whole safetensors file ({error})") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]  # PyTorch adds a trace of its own
+        raise StorageError(f"{path} is not a whole safetensors file ({said})") from error
 
 
 def _bytes_of(data: bytes) -> torch.Tensor:
@@ -129,16 +132,18 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield flat[start : start + _CHUNK_NBYTES].cpu()
 
 
-def _view(memory: torch.Tensor, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _view(mapping: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     first, last = (start + offset for offset in entry["data_offsets"])
-    if not start <= first <= last <= memory.numel():
-        raise ValueError(f"it ends after {memory.numel()} bytes, {last} are needed")
+    if not start <= first <= last <= len(mapping):
+        raise ValueError(f"it ends after {len(mapping)} bytes, {last} are needed")
     if any(size < 0 for size in entry["shape"]):
         raise ValueError(f"a tensor of shape {entry['shape']}")
     dtype = _DTYPES[entry["dtype"]]
-    piece = memory[first:last]
-    # What is small is often kept as it is given (Adam's step), and a deep copy of a view is one of the whole file;
-    # another writer's file may have a header of odd length.
+    # Of its own, since a deep copy of a view is one of all that it is a view of.
+    piece = torch.empty(0, dtype=torch.uint8)
+    if last > first:
+        piece = torch.frombuffer(mapping, dtype=torch.uint8, count=last - first, offset=first)
+    # What is small is often kept as it is given (Adam's step); another writer's file may have a header of odd length.
     if len(piece) <= _SMALL_NBYTES or first % dtype.itemsize:
         piece = piece.clone()
     return piece.view(dtype).view(entry["shape"])

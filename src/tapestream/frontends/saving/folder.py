@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tapestream.errors import InputError, StorageError
+from tapestream.frontends.saving.manifest import MANIFEST, is_save, was_save
 from tapestream.storage.locked import (
     dead_folders,
     locked_again,
@@ -20,44 +21,71 @@ from tapestream.storage.locked import (
 )
 from tapestream.units import format_nbytes
 
-MANIFEST = "manifest.json"
-_NUMBER = re.compile(r"\d{6,}")
+_NUMBER = re.compile(r"[0-9]{6,}")
 _UNFINISHED = ".saving-"
-_PUSHED_OUT = re.compile(r"\.saving-\d{6,}-\d+")
+_PUSHED_OUT = re.compile(r"\.saving-[0-9]{6,}-[0-9]+")
 
 
 class Saves:
-    """``path`` holds saves as folders ``000001``, ``000002``...; nothing else in it is ever touched."""
+    """``path`` holds saves as folders ``000001``, ``000002``...; nothing else in it is ever touched.
+
+    A folder is a save if its manifest says so. One whose manifest is damaged or of a later version, and a link to a
+    save, count when the latest is looked for and the next is numbered, but are never removed, nor kept in the place of
+    others.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        """Raises InputError for what names no folder."""
+        name = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not isinstance(name, str) or "\0" in name:
+            raise InputError(f"{path!r} was given as the folder of saves; give its path as a string or a Path")
+        self.path = Path(name)
 
     def complete(self) -> list[Path]:
         """Saves from the oldest to the latest."""
-        found = self.path.iterdir() if self.path.is_dir() else iter(())
-        whole = [p for p in found if _NUMBER.fullmatch(p.name) and (p / MANIFEST).is_file()]
-        return sorted(whole, key=lambda p: int(p.name))
+        return [path for path in self._numbered() if not path.is_symlink() and is_save(path)]
 
     def latest(self) -> Path:
         """The last save in ``path``, or ``path`` if it is one itself. Raises InputError when there is none."""
-        if (self.path / MANIFEST).is_file():
+        if is_save(self.path):
             return self.path
-        found = self.complete()
-        if not found:
-            there = "no such folder" if not self.path.exists() else "no complete save in it"
-            raise InputError(
-                f"{str(self.path)!r} was to be loaded: there is {there}; name the folder given to ts.save()"
-            )
-        return found[-1]
+        found = self._taken()
+        if found:
+            return found[-1]
+        if (self.path / MANIFEST).is_file() or was_save(self.path):
+            return self.path  # to be named by who reads it
+        there = "no such folder" if not self.path.exists() else "no complete save in it"
+        raise InputError(f"{str(self.path)!r} was to be loaded: there is {there}; name the folder given to ts.save()")
 
     def unfinished(self) -> list[Path]:
         """What runs that were killed while saving have left; the next save removes it."""
-        return dead_folders(self.path, _UNFINISHED)
+        return [*dead_folders(self.path, _UNFINISHED), *filter(_is_rest, self._pushed_out())]
+
+    def remove(self, left: Path) -> bool:
+        """Remove one of `unfinished`; False where somebody is at work on it. Raises OSError."""
+        if not _is_rest(left):
+            return remove_dead(left)
+        if left.is_symlink():
+            left.unlink()
+        else:
+            left.rmdir()
+        return True
+
+    def _numbered(self) -> list[Path]:
+        found = self.path.iterdir() if self.path.is_dir() else iter(())
+        return sorted((p for p in found if _NUMBER.fullmatch(p.name)), key=lambda p: int(p.name))
+
+    def _taken(self) -> list[Path]:
+        """Saves, and what else was one or leads to one."""
+        return [path for path in self._numbered() if was_save(path) or is_save(path)]
+
+    def _pushed_out(self) -> list[Path]:
+        return [path for path in self.path.glob(f"{_UNFINISHED}*") if _PUSHED_OUT.fullmatch(path.name)]
 
     def settle(self) -> None:
         """Return when all is removed that saves of this or another process have pushed out."""
-        for path in self.path.glob(f"{_UNFINISHED}*"):
-            if _PUSHED_OUT.fullmatch(path.name):
+        for path in self._pushed_out():
+            if not path.is_symlink():
                 wait_for(path)
 
     def check_room(self, nbytes: int, count: int = 1) -> None:
@@ -89,7 +117,7 @@ class Saves:
             self.settle()
             for left in self.unfinished():
                 with suppress(OSError):
-                    remove_dead(left)
+                    self.remove(left)
             self.check_room(nbytes)
             work, lock = locked_folder(self.path, _UNFINISHED)
         except OSError as error:
@@ -109,22 +137,21 @@ class Saves:
     def _finish(self, work: Path) -> Path:
         try:
             _to_disk(work)
+            number = max((int(path.name) for path in self._taken()), default=0) + 1
             while True:
-                made = self.path / f"{self._next():06d}"
+                made = self.path / f"{number:06d}"
                 try:
-                    work.rename(made)
-                    break
+                    if not os.path.lexists(made):  # an empty folder would be replaced
+                        work.rename(made)
+                        break
                 except OSError:  # another process has just finished one of this number
-                    if not made.exists():
+                    if not os.path.lexists(made):
                         raise
+                number += 1
             _to_disk(self.path)
             return made
         except OSError as error:
             raise _failed(self.path, error) from error
-
-    def _next(self) -> int:
-        numbers = [int(p.name) for p in self.path.iterdir() if _NUMBER.fullmatch(p.name)]
-        return max(numbers, default=0) + 1
 
     def _push_out(self, old: Path) -> None:
         """Out of sight first, so that what is half removed is no save; killed meanwhile, nobody holds its lock."""
@@ -136,6 +163,13 @@ class Saves:
                 threading.Thread(target=_remove, args=(gone, lock), name="tapestream-remove").start()
             except (OSError, RuntimeError):  # another process was first; or this one ends, and takes no new threads
                 unlock(lock)
+
+
+def _is_rest(pushed_out: Path) -> bool:
+    """A folder that was emptied before the end came; or a link, which earlier versions took for a save."""
+    with suppress(OSError):
+        return pushed_out.is_symlink() or not any(pushed_out.iterdir())
+    return False
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -47,14 +47,13 @@ def write_shards(
 
 
 class Shards:
-    """Tensors in the files of one folder: views of their bytes in the page cache, which must not be written to; small
-    ones are copies.
+    """Tensors in the files of one folder, as `read_tensors` gives them.
 
     Raises StorageError, which names the file, where one is missing, cut short or not what it should be.
     """
 
-    def __init__(self, folder: Path, places: Mapping[str, Place]) -> None:
-        self._folder, self._places = folder, places
+    def __init__(self, folder: Path, places: Mapping[str, Place], *, writable: bool) -> None:
+        self._folder, self._places, self._writable = folder, places, writable
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -63,7 +62,7 @@ class Shards:
             raise StorageError(f"{self._folder} holds no tensor {name!r}, which its manifest names; {_ADVICE}")
         if place.file not in self._tensors:
             try:
-                self._tensors[place.file] = read_tensors(self._folder / place.file)
+                self._tensors[place.file] = read_tensors(self._folder / place.file, writable=self._writable)
             except StorageError as error:
                 raise StorageError(f"{error}; {_ADVICE}") from error
         found = self._tensors[place.file].get(name)

@@ -24,12 +24,33 @@ class Few(nn.Module):
 class AsKept(OrderedDict[str, Any]):
     """A destination for ``state_dict()``, see `Few`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._metadata = OrderedDict[str, Any]()  # as PyTorch makes it, for the versions of modules
+
+
+def is_stateful(part: Any) -> bool:
+    """Whether its state can be saved and loaded; that of a class cannot, which has the methods too."""
+    return isinstance(part, Stateful) and not isinstance(part, type)
+
 
 def state_of(part: Any) -> Any:
     """``part.state_dict()``, but every tensor as it is kept: a million layers in groups are a few thousand tensors, and
     what an optimizer keeps in parts is not put together. ``part`` itself where it has no such method."""
     if isinstance(part, nn.Module) and any(isinstance(module, Few) for module in part.modules()):
-        return dict(part.state_dict(destination=AsKept()))
+        return part.state_dict(destination=AsKept())
     if isinstance(part, StreamedOptimizer):
         return part.state_in_parts()
-    return part.state_dict() if isinstance(part, Stateful) else part
+    return part.state_dict() if is_stateful(part) else part
+
+
+def only_copies(part: Any) -> bool:
+    """Whether no code of others has a hand in ``part.load_state_dict()`` of a module: PyTorch's and ours copy values,
+    and neither keep the tensors that they are given nor write into them."""
+    return not isinstance(part, nn.Module) or all(map(_is_known, part.modules()))
+
+
+def _is_known(module: nn.Module) -> bool:
+    methods = (module.load_state_dict, module._load_from_state_dict, module.set_extra_state)
+    known = all(getattr(method, "__module__", "").startswith(("torch.nn.", "tapestream.")) for method in methods)
+    return known and not module._load_state_dict_pre_hooks
