@@ -122,15 +122,21 @@ class BlockStore:
             return
         copies, before = self.copies, self.copies.resident
         for value in sorted(before - resident, key=_order):
-            copies.resident -= {value}
             if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
                 copies.move(value, Tier.DEVICE, copies.home_of(value))
+            copies.resident -= {value}  # not before: until then what users put into parameters goes there
         for value in sorted(resident - before, key=_order):
             if copies.has(value, copies.home_of(value)) and value.kind is not Kind.GRADIENT:
                 copies.move(value, copies.home_of(value), Tier.DEVICE)
             copies.resident |= {value}
         copies.dirty -= resident
         self.pool.trim()
+
+    def adopt_replaced(self) -> None:
+        """Take over what users have put into parameters with ``p.data = tensor``, where nothing is in flight."""
+        for block in self.blocks:
+            for value in self.copies.shown_values(block.index):
+                self.copies.adopt_replaced(value)
 
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""
@@ -214,9 +220,10 @@ class BlockStore:
         self.pool.release(region)  # mapped, so that its file goes and its bytes stay
         return memory
 
-    def version(self, block: int) -> int:
-        """Grows whenever a parameter of the block is changed in place, by an update or by the user."""
-        return sum(p._version for p in self.blocks[block].parameters)
+    def version(self, block: int) -> tuple[int, ...]:
+        """Another one whenever a parameter of the block is changed in place, by an update or by the user, or is given
+        other data."""
+        return sum(p._version for p in self.blocks[block].parameters), *self.copies.replaced(block)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
