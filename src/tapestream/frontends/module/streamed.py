@@ -104,6 +104,8 @@ class Streamed:
         if self._bypass:
             return original(*args, **kwargs)
         with self._live.working():
+            if self.optimizer is not None:
+                self.optimizer.check_stepped()
             if not torch.is_grad_enabled():
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
@@ -279,6 +281,8 @@ class Streamed:
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, SteppedGradient):
                 parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         self.optimizer, self.update, self.store.updates.updater = optimizer, optimizer.update, updater
         self.replan()
 
