@@ -1,6 +1,7 @@
 """`BlockStore`: moves parameter blocks as the schedule says, and keeps what users see of them true."""
 
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from tapestream.storage.pool import Pool
 from tapestream.storage.transfer import aligned_empty, round_up
 
 __all__ = ["BlockStore", "Updater"]
+
+Replaced: TypeAlias = tuple[Value, int, int]
+"""A value, the number of one of its parameters, and the address of what a user has put there."""
 
 
 class BlockStore:
@@ -132,11 +136,16 @@ class BlockStore:
         copies.dirty -= resident
         self.pool.trim()
 
-    def adopt_replaced(self) -> None:
-        """Take over what users have put into parameters with ``p.data = tensor``, where nothing is in flight."""
-        for block in self.blocks:
-            for value in self.copies.shown_values(block.index):
-                self.copies.adopt_replaced(value)
+    def replaced(self) -> frozenset[Replaced]:
+        """What users have put into parameters with ``p.data = tensor`` and no copy has yet."""
+        values = (value for block in self.blocks for value in self.copies.shown_values(block.index))
+        return frozenset((value, *found) for value in values for found in self.copies.replaced(value))
+
+    def adopt_replaced(self, but: frozenset[Replaced] = frozenset()) -> None:
+        """Take that over, where nothing is in flight; what a forward has saved of these parameters is of other weights
+        from now on. ``but``: what was there already when it saved them."""
+        for value, number, _ in self.replaced() - but:
+            self.copies.replace(value, number)
 
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""
@@ -220,10 +229,9 @@ class BlockStore:
         self.pool.release(region)  # mapped, so that its file goes and its bytes stay
         return memory
 
-    def version(self, block: int) -> tuple[int, ...]:
-        """Another one whenever a parameter of the block is changed in place, by an update or by the user, or is given
-        other data."""
-        return sum(p._version for p in self.blocks[block].parameters), *self.copies.replaced(block)
+    def version(self, block: int) -> int:
+        """Grows whenever a parameter of the block is changed in place, by an update or by the user."""
+        return sum(p._version for p in self.blocks[block].parameters)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

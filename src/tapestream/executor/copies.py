@@ -163,20 +163,18 @@ class BlockCopies:
     def adopt_replaced(self, value: Value) -> None:
         """What a user put into a parameter with ``p.data = tensor`` is written to all copies that are there, before
         they are read or shown again."""
-        if value.kind in SHOWN and self.has(value, self.tier_of(value)):
-            for i, _ in self._replaced(value):
-                self._replace(value, i)
+        for number, _ in self.replaced(value):
+            self.replace(value, number)
 
-    def replaced(self, block: int) -> tuple[int, ...]:
-        """Addresses of what users put into a block's parameters and no copy has yet."""
-        return tuple(address for value in self.shown_values(block) for _, address in self._replaced(value))
-
-    def _replaced(self, value: Value) -> list[tuple[int, int]]:
+    def replaced(self, value: Value) -> list[tuple[int, int]]:
+        """What users have put into a value's parameters and no copy has yet: their numbers, and addresses."""
+        if value.kind not in SHOWN or not self.has(value, self.tier_of(value)):
+            return []
         parameters, shown = self.blocks[value.index].parameters, self._shown.get(value, {})
-        now = ((i, parameters[i].data_ptr(), address) for i, address in shown.items())
-        return [(i, found) for i, found, address in now if found != address]
+        return [(i, now) for i, address in shown.items() if (now := parameters[i].data_ptr()) != address]
 
-    def _replace(self, value: Value, number: int) -> None:
+    def replace(self, value: Value, number: int) -> None:
+        """Take over what one of them holds. Raises InputError where it is of another shape or dtype."""
         block, home = self.blocks[value.index], self.tier_of(value)
         parameter = block.parameters[number]
         view = block.views(self.bytes_at(value, home), value.kind)[number]

@@ -20,7 +20,7 @@ class _Place:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    version: tuple[int, ...]
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
