@@ -25,6 +25,11 @@ from tapestream.models import GPTConfig, ImageBatches, Shapes
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu", "--budget", "8MiB"]
 
 
+def line(step: int) -> str:
+    """What says the least of a step in a file of metrics."""
+    return json.dumps({"step": step, "loss": 1.0, "planned_peak_nbytes": 1}) + "\n"
+
+
 def train(tmp_path: Path, *options: str) -> Any:
     files = ["--folder", str(tmp_path / "home"), "--metrics", str(tmp_path / "metrics.jsonl")]
     return CliRunner().invoke(make_app(), ["train", *options, *files])
@@ -61,14 +66,14 @@ def test_a_new_run_does_not_push_out_the_saves_of_another(tmp_path: Path) -> Non
 
 def test_what_fails_before_the_first_step_leaves_earlier_metrics(tmp_path: Path) -> None:
     wrong_mask(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "metrics.jsonl").write_text(line(0))
     size = ("--layers", "35", "--width", "4", "--size", "16", "--batch", "1", "--device", "cpu", "--steps", "1")
     wrong = train(tmp_path, "dranet", *size, "--data", str(tmp_path), "--classes", "6")
     assert wrong.exit_code == 2
     assert "x.png holds the label 9, but there are 6 classes" in wrong.stderr
     small = train(tmp_path, *SMALL[:-1], "100kB", "--steps", "1")
     assert small.exit_code == 2
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == line(0)
 
 
 def test_where_no_save_can_be_made_is_told_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +103,60 @@ def test_where_no_save_can_be_made_is_told_before_the_end(tmp_path: Path, monkey
 
 def test_metrics_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"st')
+    path.write_text("".join(line(step) for step in range(5)) + '{"st')
     for first, left in ((5, 5), (3, 3), (7, 3), (0, 0)):
         with writing(path, append=True) as lines:
             keep_steps(lines, first)
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(left))
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        b"my thesis\n" * 3,
+        b"no newline",
+        b'{"step": 3, "reward": 1.5}\n',
+        b"[1, 2]\n",
+        line(0).encode() + b"and a remark\n",
+        b"\n",
+        bytes(range(256)),
+        b'{"step"' * 20_000,
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_that_is_none_of_metrics_stays(resume: bool, there: bytes, tmp_path: Path) -> None:
+    """Told before anything runs."""
+    options = (*SMALL, "--steps", "2", "--saves", str(tmp_path / "saves"))
+    if resume:
+        assert train(tmp_path, *SMALL, "--steps", "1", "--saves", str(tmp_path / "saves")).exit_code == 0
+        options = (*options, "--resume")
+        (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_bytes(there)
+    found = train(tmp_path, *options)
+    assert found.exit_code == 2
+    assert "is no file of metrics" in " ".join(found.stderr.split())
+    assert "moving" not in found.stderr
+    assert (tmp_path / "metrics.jsonl").read_bytes() == there
+
+
+def test_metrics_of_a_run_before_make_way(tmp_path: Path) -> None:
+    for there in ("", '{"st', line(0) + line(1), line(0) + '{"step": 1, "lo'):
+        (tmp_path / "metrics.jsonl").write_text(there)
+        assert train(tmp_path, *SMALL, "--steps", "1").exit_code == 0
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_another_text_of_the_same_length_is_not_resumed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    options = (*SMALL, "--data", str(text), "--saves", str(tmp_path / "saves"))
+    text.write_text("hello world " * 500)
+    assert train(tmp_path, *options, "--steps", "1").exit_code == 0
+    text.write_text("OTHER WORLD " * 500)
+    found = train(tmp_path, *options, "--steps", "2", "--resume")
+    assert found.exit_code == 2
+    assert "make it with the same data, byte for byte" in " ".join(found.stderr.split())
+    text.write_text("hello world " * 500)
+    assert train(tmp_path, *options, "--steps", "2", "--resume").exit_code == 0
 
 
 def test_what_a_worker_finds_wrong_ends_the_run_in_one_line(tmp_path: Path) -> None:

@@ -116,8 +116,26 @@ def test_masks_of_a_folder(tmp_path: Path) -> None:
         ({"model": "resnet", "layers": 21, "data": "shapes"}, "22"),
         ({"model": "dranet", "layers": 35, "classes": 9}, "has 4"),
         ({"model": "resnet77"}, "resnet2500"),
+        ({"model": "resnet", "layers": 8, "size": 4, "batch": 1}, "use --batch 2, or --size 5"),
+        ({"model": "resnet18", "size": 32, "batch": 1}, "use --batch 2, or --size 33"),
     ],
 )
 def test_what_cannot_be_is_said(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         task_of(wanted(**options))
+
+
+@pytest.mark.parametrize(("size", "batch"), [("5", "1"), ("4", "2")])
+def test_the_least_that_norms_can_take(size: str, batch: str, tmp_path: Path) -> None:
+    options = ("--layers", "8", "--width", "8", "--size", size, "--batch", batch, "--steps", "1")
+    _, lines = train(tmp_path, "resnet", *options)
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("model", [("resnet", "--layers", "8"), ("dranet", "--layers", "35")])
+def test_a_batch_whose_images_alone_are_over_the_budget_is_said_at_once(model: Any, tmp_path: Path) -> None:
+    options = ["train", *model, "--width", "8", "--size", "32", "--batch", "100000", *COMMON]
+    found = CliRunner().invoke(make_app(), [*options, "--metrics", str(tmp_path / "m")])
+    assert found.exit_code == 2
+    assert "--batch 100000 was asked for: its images of 32 x 32 pixels alone take" in " ".join(found.stderr.split())
+    assert not (tmp_path / "m").exists()

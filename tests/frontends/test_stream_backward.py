@@ -12,6 +12,7 @@ from streaming import budget_at, everything, loss_at, options_of, streamed
 from torch import nn
 
 from tapestream.errors import GradientError
+from tapestream.frontends.module.stream import handle_of
 
 # ----------------------------------------------------------------------------------------- backwards of several calls
 
@@ -87,6 +88,7 @@ def test_a_second_live_forward_is_refused_where_backward_updates(eager: nn.Modul
     with pytest.raises(GradientError, match=r"second forward.*update='backward'.*use update='step'"):
         model(batch())
     loss.backward()
+    handle_of(model).optimizer.step()
     loss_at(model, CASE).backward()
 
 

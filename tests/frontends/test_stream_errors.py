@@ -114,7 +114,7 @@ def test_optimizer_options(tmp_path: Path) -> None:
             (torch.optim.SGD, {"master": "fp64"}, "master='fp64' was asked for"),
             (torch.optim.SGD, {"speed": 1}, "SGD does not take these options"),
             (torch.optim.ASGD, {}, "ASGD could not be tried on a single tensor"),
-            (torch.optim.LBFGS, {}, "LBFGS could not be tried on a single tensor.*AdamW, SGD or Adagrad"),
+            (torch.optim.LBFGS, {}, r"LBFGS.step\(\) needs a closure.*AdamW, SGD or Adagrad"),
         ):
             with pytest.raises(InputError, match=text):
                 ts.optimizer(model, make, **{"lr": 0.1, **options})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from argued import WIDTH, CrossBlock
+from argued import WIDTH, CrossBlock, Crossed
 from streamable import Chained, Dense
 from streaming import DIRECT
 from torch import nn
@@ -25,10 +25,10 @@ def model(tmp_path: Path) -> Any:
     ts.unstream(model)
 
 
-def tighten(model: Any) -> None:
+def tighten(model: Any, *given: torch.Tensor) -> None:
     """Give it the least budget that works."""
     with pytest.raises(BudgetError) as error:
-        model(x())
+        model(*(given or (x(),)))
     handle_of(model).budget = ts.Budget(error.value.least_nbytes)
 
 
@@ -57,6 +57,29 @@ def test_a_hook_on_a_block_sees_what_the_caller_passed_and_got(model: Any) -> No
     model(x()).sum().backward()
     assert len(seen) == 2
     assert seen[0][1] is seen[1][0]
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_what_blocks_give_is_captured_beside_what_all_of_them_take(tight: bool, tmp_path: Path) -> None:
+    ends = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        model, seen = Crossed(), list[torch.Tensor]()
+        if streamed:
+            ts.stream(model, device="cpu", budget=1 if tight else "1 GiB", home="disk", folder=tmp_path, machine=DIRECT)
+        for block in (*model.encoder, *model.decoder):
+            block.register_forward_hook(lambda m, a, o, seen=seen: seen.append(o))
+        if streamed and tight:
+            tighten(model, x(), x())
+        out = model(x(), x())
+        out.square().sum().backward()
+        ends.append(
+            [*(t.detach().clone() for t in seen), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        )
+        if streamed:
+            ts.unstream(model)
+    assert len(ends[0]) == len(ends[1])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def test_hooks_with_keyword_arguments(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Users who read and write parameters between steps, wherever these live then."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from streaming import LEVELS, budget_at, everything, loss_at, options_of, stream
 from torch import nn
 
 import tapestream as ts
+from tapestream.errors import GradientError
 
 CASE = MODELS["gpt"]
 
@@ -47,3 +49,81 @@ def test_weights_changed_between_steps(engine: str, level: str, update: str, tmp
     expected = train(plain, torch.optim.SGD(plain.parameters(), **knobs))
     with streamed(CASE, budget, **options) as model:
         assert_same(expected, train(model, make(model)))
+
+
+def replaced(model: nn.Module) -> None:
+    """Half of every other parameter, in memory of its own."""
+    for p in list(model.parameters())[::2]:
+        p.data = p.data * 0.5
+
+
+def made_again(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another of the same kind."""
+    if isinstance(optimizer, ts.optim.streamed.StreamedOptimizer):
+        return ts.optimizer(model, torch.optim.SGD, lr=0.02)
+    return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def replacing(model: nn.Module, optimizer: torch.optim.Optimizer, when: str) -> Trace:
+    """Two steps after the data of parameters were replaced at a moment when some of them live on the device."""
+    seed(3)
+    loss_at(model, CASE).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    hooks: list[Any] = []
+    if when == "in a hook":
+        hooks = [b.register_forward_hook(lambda module, *_: replaced(module)) for b in model.blocks]
+    elif when == "before a dropped forward":
+        loss = loss_at(model, CASE)
+        replaced(model)
+        del loss
+    else:
+        replaced(model)
+    if when != "before an optimizer":
+        with torch.no_grad():
+            loss_at(model, CASE)
+    for hook in hooks:
+        hook.remove()
+    if when == "before all plans go" and ts.frontends.module.stream.is_streamed(model):
+        ts.frontends.module.stream.handle_of(model).replan()
+    if when in ("before an optimizer", "before a dropped forward"):
+        optimizer = made_again(model, optimizer)
+    trace = everything(model, "replaced ")
+    for step in range(2):
+        loss_at(model, CASE).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace |= everything(model, f"{step} after ")
+    return trace
+
+
+@pytest.mark.parametrize(
+    "when", ["before an optimizer", "before a dropped forward", "before all plans go", "in a hook"]
+)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("engine", ["auto", "adversarial", "fake_streams"])
+def test_data_replaced_wherever_parameters_live(engine: str, level: str, when: str, tmp_path: Path) -> None:
+    options = options_of(engine, tmp_path)
+    make = lambda m: ts.optimizer(m, torch.optim.SGD, lr=0.05)  # noqa: E731
+    budget = budget_at(level, CASE, make, **options)
+    plain = CASE.model()
+    expected = replacing(plain, torch.optim.SGD(plain.parameters(), lr=0.05), when)
+    with streamed(CASE, budget, **options) as model:
+        assert_same(expected, replacing(model, make(model), when))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_data_replaced_between_forward_and_backward_raise(level: str, tmp_path: Path) -> None:
+    """Plain PyTorch differentiates by what is there now; what has been moved or is made again cannot."""
+    options = options_of("auto", tmp_path)
+    make = lambda m: ts.optimizer(m, torch.optim.SGD, lr=0.05)  # noqa: E731
+    with streamed(CASE, budget_at(level, CASE, make, **options), **options) as model:
+        optimizer = make(model)
+        for _ in range(2):
+            loss = loss_at(model, CASE)
+            replaced(model.blocks)
+            with pytest.raises(GradientError, match=r"changed after this forward|data was replaced|in-place operation"):
+                loss.backward()
+            optimizer.zero_grad()
+        loss_at(model, CASE).backward()
+        optimizer.step()

@@ -89,6 +89,16 @@ def test_a_state_of_other_batches_is_refused(other: Batches) -> None:
         batches.load_state_dict({**batches.state_dict(), "drawn": -1})
 
 
+def test_the_same_text_is_asked_for_byte_for_byte() -> None:
+    one, other = (Batches(torch.arange(200, dtype=torch.uint8) % n, 2, 16) for n in (7, 8))
+    state = one.state_dict()
+    with pytest.raises(InputError, match="byte for byte"):
+        other.load_state_dict(state)
+    other.load_state_dict({name: value for name, value in state.items() if name != "checksum"})  # of an earlier version
+    with pytest.raises(InputError, match="does not fit"):
+        one.load_state_dict({name: value for name, value in state.items() if name != "nbytes"})
+
+
 @pytest.mark.parametrize(
     ("data", "batch", "sequence", "message"),
     [

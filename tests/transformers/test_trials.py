@@ -16,6 +16,7 @@ from zoo import (
     FAMILIES,
     Batch,
     Family,
+    bart,
     bert,
     llama,
     loss_of,
@@ -169,6 +170,14 @@ def with_attentions(model: Any, batch: Batch) -> torch.Tensor:
     return out.loss + squared(out.attentions)
 
 
+def with_decoded(model: Any, batch: Batch) -> torch.Tensor:
+    """What every block gave, captured by hooks, beside the encoder's output, which every block of the decoder takes."""
+    out = model(**batch, output_hidden_states=True, output_attentions=True)
+    shown = (*out.encoder_hidden_states, *out.decoder_hidden_states, *out.cross_attentions)
+    assert len(out.decoder_hidden_states) == len(out.decoder_attentions) + 1
+    return out.loss + squared(out.decoder_attentions) + squared(t.detach() for t in shown)
+
+
 def with_cached(model: Any, batch: Batch) -> torch.Tensor:
     out = model(**batch)
     return out.loss + squared(layer.keys for layer in out.past_key_values.layers)
@@ -195,6 +204,8 @@ TRIALS = {
     "captured states": Trial(Family(bert, text, ()), with_states, near=True),
     "one captured state": Trial(Family(bert, text, ()), of_one_state),
     "captured attentions": Trial(Family(bert, text, ()), with_attentions, attention="eager"),
+    "T5 captured decoder": Trial(Family(t5, pair_of_texts, ()), with_decoded, attention="eager"),
+    "BART captured decoder": Trial(Family(bart, pair_of_texts, ()), with_decoded, attention="eager"),
     "hook on blocks": Trial(Family(partial(hooked, r"layer\.\d+"), text, ()), with_seen, near=True),
     "hook inside blocks": Trial(Family(partial(hooked, r".*intermediate\.dense"), text, ()), with_seen),
     "inner mean": Trial(Family(remembering, text, ()), with_remembered, refused="inside of stage"),

@@ -161,6 +161,13 @@ def t5_config(**options: Any) -> Any:
     return hf.T5Config(**(sizes | options), decoder_start_token_id=0)
 
 
+def bart(**options: Any) -> Any:
+    sizes = {"vocab_size": WORDS, "d_model": 32, "max_position_embeddings": 32, "decoder_start_token_id": 0}
+    layers = {f"{side}_{what}": n for side in ("encoder", "decoder")
+              for what, n in (("layers", 3), ("ffn_dim", 48), ("attention_heads", 4))}  # fmt: skip
+    return hf.BartForConditionalGeneration(hf.BartConfig(**(sizes | layers | options)))
+
+
 def t5(**options: Any) -> Any:
     return hf.T5ForConditionalGeneration(t5_config(**options))
 

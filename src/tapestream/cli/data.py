@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tapestream.cli.loop import Batch, Config, Job
@@ -22,6 +23,7 @@ from tapestream.models import (
     load_bytes,
     standard_library_bytes,
 )
+from tapestream.units import format_nbytes
 
 BYTES = 256
 """The vocabulary of text taken as bytes."""
@@ -75,6 +77,7 @@ def task_of(wanted: Wanted) -> Task:
     backbone = replace(backbone, channels=samples.channels, classes=samples.classes)
     if segments:
         return Task(DRANetConfig.on(backbone, samples.classes), data, wanted.batch or 4, size)
+    _check_norms(backbone, wanted.batch or 16, size)
     return Task(backbone, data, wanted.batch or 16, size)
 
 
@@ -86,6 +89,20 @@ def batches_of(job: Job, workers: int = 0) -> Iterable[Batch]:
         return Batches(text_of(job.data), job.batch, job.sequence)
     segments = isinstance(job.config, DRANetConfig)
     return ImageBatches(_samples(job.data, job.sequence, job.config.classes, segments), job.batch, workers=workers)
+
+
+def check_fits(job: Job, limit_nbytes: int) -> None:
+    """Raise InputError where the images of a batch alone take more than a budget."""
+    if isinstance(job.config, GPTConfig):
+        return
+    backbone = job.config.backbone if isinstance(job.config, DRANetConfig) else job.config
+    each = torch.float32.itemsize * backbone.channels * job.sequence**2
+    if job.batch * each > limit_nbytes:
+        raise InputError(
+            f"--batch {job.batch} was asked for: its images of {job.sequence} x {job.sequence} pixels alone take "
+            f"{format_nbytes(job.batch * each)}, and the budget, for them and all that is made of them, is "
+            f"{format_nbytes(limit_nbytes)}; far fewer than --batch {max(1, limit_nbytes // each)} fit"
+        )
 
 
 def text_of(data: str) -> Tensor:
@@ -111,6 +128,17 @@ def _backbone(wanted: Wanted, segments: bool) -> ResNetConfig:
     if segments:
         return ResNetConfig.deep(layers, width=width or 16)
     return ResNetConfig.cifar(layers, width=width or 16)
+
+
+def _check_norms(backbone: ResNetConfig, batch: int, size: int) -> None:
+    """Raise InputError where the last norms have one value per channel, of which they can take no variance."""
+    stride = backbone.stem_stride * 2 ** (len(backbone.stages) - 1)
+    stride = min(stride, backbone.output_stride or stride)
+    if batch == 1 and size <= stride:
+        raise InputError(
+            f"--batch 1 was asked for with --size {size}, of which the last stage leaves one pixel: norms over a batch "
+            f"need more than one value per channel in training; use --batch 2, or --size {stride + 1}"
+        )
 
 
 def _samples(data: str, size: int, classes: int | None, segments: bool) -> ClassFolders | Digits | MaskFolders | Shapes:

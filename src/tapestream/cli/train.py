@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
 
+import torch
 import typer
 
 from tapestream.cli import show
-from tapestream.cli.data import Wanted, batches_of, task_of
+from tapestream.cli.data import Wanted, batches_of, check_fits, task_of
 from tapestream.cli.loop import Job, Measured, Record, run, streamed
 from tapestream.cli.options import (
     Batch,
@@ -35,7 +36,8 @@ from tapestream.cli.options import (
     reported,
 )
 from tapestream.cli.saving import Saver
-from tapestream.errors import StorageError
+from tapestream.errors import InputError, StorageError
+from tapestream.frontends.available import free_nbytes
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
 
@@ -76,6 +78,7 @@ def train(
         chosen_device(device), budget, host_budget, home, None if folder is None else str(folder),
     )  # fmt: skip
     allowed = None if budget is None else parse_nbytes(budget)
+    check_fits(job, free_nbytes(torch.device(job.device)) if allowed is None else allowed)
     batches = batches_of(job, workers or 0)
     saver = Saver(saves, save_every, job)
     job, done = saver.begin(resume=resume)
@@ -106,12 +109,39 @@ def _advanced(advance: show.Advance, what: str, done: int, total: int) -> None:
 
 
 def writing(path: Path, *, append: bool = False) -> TextIO:
-    """An open file, of which what is there is kept with ``append``; raises StorageError where it cannot be written."""
+    """An open file, of which what is there is kept with ``append``, if these are metrics.
+
+    Raises InputError where they are something else, which a run would remove, StorageError where it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if append and path.is_file() and not _are_metrics(path):
+            raise InputError(
+                f"--metrics {path} is there already and is no file of metrics of a run of `tapestream train`, which "
+                "would write over it; name another file"
+            )
         return path.open("a+" if append else "w", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; give another place") from error
+
+
+def _are_metrics(path: Path) -> bool:
+    """Whether every line is about a step, but for the last one of a run that was killed, which may be cut short."""
+    begun = b'{"step": '
+    with path.open("rb") as lines:
+        for line in iter(lambda: lines.readline(2**16), b""):
+            cut_short = not line.endswith(b"\n") and (line.startswith(begun) or begun.startswith(line))
+            if not cut_short and not _is_record(line):
+                return False
+    return True
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and {"step", "loss", "planned_peak_nbytes"} <= found.keys()
 
 
 def tell(lines: TextIO, record: Record, first: int) -> None:

@@ -1,6 +1,7 @@
 """`BlockStore`: moves parameter blocks as the schedule says, and keeps what users see of them true."""
 
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from tapestream.storage.pool import Pool
 from tapestream.storage.transfer import aligned_empty, round_up
 
 __all__ = ["BlockStore", "Updater"]
+
+Replaced: TypeAlias = tuple[Value, int, int]
+"""A value, the number of one of its parameters, and the address of what a user has put there."""
 
 
 class BlockStore:
@@ -122,15 +126,26 @@ class BlockStore:
             return
         copies, before = self.copies, self.copies.resident
         for value in sorted(before - resident, key=_order):
-            copies.resident -= {value}
             if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
                 copies.move(value, Tier.DEVICE, copies.home_of(value))
+            copies.resident -= {value}  # not before: until then what users put into parameters goes there
         for value in sorted(resident - before, key=_order):
             if copies.has(value, copies.home_of(value)) and value.kind is not Kind.GRADIENT:
                 copies.move(value, copies.home_of(value), Tier.DEVICE)
             copies.resident |= {value}
         copies.dirty -= resident
         self.pool.trim()
+
+    def replaced(self) -> frozenset[Replaced]:
+        """What users have put into parameters with ``p.data = tensor`` and no copy has yet."""
+        values = (value for block in self.blocks for value in self.copies.shown_values(block.index))
+        return frozenset((value, *found) for value in values for found in self.copies.replaced(value))
+
+    def adopt_replaced(self, but: frozenset[Replaced] = frozenset()) -> None:
+        """Take that over, where nothing is in flight; what a forward has saved of these parameters is of other weights
+        from now on. ``but``: what was there already when it saved them."""
+        for value, number, _ in self.replaced() - but:
+            self.copies.replace(value, number)
 
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""

@@ -44,6 +44,7 @@ class BlockCopies:
         """Copy a new block's parameters home and show them there."""
         for kind in block.kinds:
             value = Value(kind, block.index)
+            self._shown.pop(value, None)  # laid out anew: what users have put into parameters is copied as it is
             home = self.home_of(value)
             first = home if home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
             with torch.no_grad():
@@ -153,31 +154,43 @@ class BlockCopies:
 
     def show(self, value: Value, tier: Tier) -> None:
         """Let the Parameter objects show the copy in ``tier``."""
+        self.adopt_replaced(value)
         block = self.blocks[value.index]
         views = block.views(self.bytes_at(value, tier), value.kind)
         block.show(views)
         self._shown[value] = {i: view.data_ptr() for i, view in views.items()}
 
     def adopt_replaced(self, value: Value) -> None:
-        """What a user put into a parameter with ``p.data = tensor`` is written to where the value lives before that
-        is read."""
+        """What a user put into a parameter with ``p.data = tensor`` is written to all copies that are there, before
+        they are read or shown again."""
+        for number, _ in self.replaced(value):
+            self.replace(value, number)
+
+    def replaced(self, value: Value) -> list[tuple[int, int]]:
+        """What users have put into a value's parameters and no copy has yet: their numbers, and addresses."""
         if value.kind not in SHOWN or not self.has(value, self.tier_of(value)):
-            return
-        block = self.blocks[value.index]
-        for i, address in self._shown.get(value, {}).items():
-            parameter = block.parameters[i]
-            if parameter.data_ptr() != address:
-                view = block.views(self.bytes_at(value, self.tier_of(value)), value.kind)[i]
-                if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
-                    raise InputError(
-                        f"a streamed parameter's data was replaced by {parameter.dtype} of shape "
-                        f"{list(parameter.shape)}, it was {view.dtype} of {list(view.shape)}; convert or resize the "
-                        "model before stream(), or call tapestream.unstream(model), which keeps what was put there, "
-                        "and stream it again"
-                    )
-                view.copy_(parameter.data)
-                parameter.data = view
-                increment_version(parameter)  # a call whose backward is still to come must not recompute with it
+            return []
+        parameters, shown = self.blocks[value.index].parameters, self._shown.get(value, {})
+        return [(i, now) for i, address in shown.items() if (now := parameters[i].data_ptr()) != address]
+
+    def replace(self, value: Value, number: int) -> None:
+        """Take over what one of them holds. Raises InputError where it is of another shape or dtype."""
+        block, home = self.blocks[value.index], self.tier_of(value)
+        parameter = block.parameters[number]
+        view = block.views(self.bytes_at(value, home), value.kind)[number]
+        if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
+            raise InputError(
+                f"a streamed parameter's data was replaced by {parameter.dtype} of shape {list(parameter.shape)}, it "
+                f"was {view.dtype} of {list(view.shape)}; convert or resize the model before stream(), or call "
+                "tapestream.unstream(model), which keeps what was put there, and stream it again"
+            )
+        for tier in (Tier.HOST, Tier.DEVICE):
+            if tier is not home and self.has(value, tier) and (value, tier) not in self.tickets:
+                block.views(self.bytes_at(value, tier), value.kind)[number].copy_(parameter.data)
+        view.copy_(parameter.data)
+        parameter.data = view
+        self._shown[value][number] = view.data_ptr()
+        increment_version(parameter)  # a call whose backward is still to come must not recompute with it
 
     def device_regions(self, block: int, *, part: int | None = None) -> list[Region]:
         """What a stage that uses the block touches, or the update of one part of its state."""

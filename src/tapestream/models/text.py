@@ -1,6 +1,7 @@
 """Text as bytes, a vocabulary of 256: the running interpreter's own library, or a user's files."""
 
 import sysconfig
+import zlib
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
@@ -70,7 +71,8 @@ class Batches:
     """An endless iterator of (tokens, targets), both int64 (batch, sequence); targets are the tokens one byte later.
 
     Batch number i takes its places in ``data`` (one-dimensional uint8) from (seed, i) alone: the same whatever was
-    drawn before, and resumed with one number. Raises InputError where ``data`` is too short for one sequence.
+    drawn before, and resumed with one number, from the same text, as a checksum of it tells. Raises InputError where
+    ``data`` is too short for one sequence.
     """
 
     def __init__(self, data: Tensor, batch: int, sequence: int, seed: int = 0) -> None:
@@ -87,6 +89,7 @@ class Batches:
             )
         self._data, self._batch, self._sequence, self._seed = data, batch, sequence, seed
         self._drawn = 0
+        self._checksum: int | None = None  # of the text, when it is first asked for
 
     def __iter__(self) -> Self:
         return self
@@ -103,16 +106,26 @@ class Batches:
         return {"drawn": self._drawn, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken; InputError where it was taken from other data or shapes."""
-        expected = {"drawn": state.get("drawn"), **self._identity()}
-        if state != expected or not isinstance(state["drawn"], int) or state["drawn"] < 0:
+        """Go on where ``state_dict`` was taken; InputError where it was taken from other data or shapes. States of
+        earlier versions have no checksum, and fit any text of their length."""
+        mine = self._identity()
+        expected = {"drawn": state.get("drawn"), **{name: mine[name] for name in mine if name in state}}
+        if (
+            not mine.keys() - {"checksum"} <= state.keys()
+            or state != expected
+            or not isinstance(state["drawn"], int)
+            or state["drawn"] < 0
+        ):
             raise InputError(
-                f"Batches: the state {state} does not fit an iterator of {self._identity()}; "
-                "make it with the same data, batch, sequence and seed"
+                f"Batches: the state {state} does not fit an iterator of {mine}; "
+                "make it with the same data, byte for byte, batch, sequence and seed"
             )
         self._drawn = state["drawn"]
 
     def _identity(self) -> dict[str, int]:
+        if self._checksum is None:
+            self._checksum = zlib.crc32(self._data.cpu().contiguous().numpy().data)
         return {
             "nbytes": self._data.numel(), "batch": self._batch, "sequence": self._sequence, "seed": self._seed,
+            "checksum": self._checksum,
         }  # fmt: skip

@@ -45,6 +45,7 @@ class Rule:
         self, cls: OptimizerClass, options: Mapping[str, Any], groups: Groups, masters: frozenset[int]
     ) -> None:
         self._cls, self._options, self._groups, self._masters = cls, options, groups, masters
+        self.updated = False  # whether anything was, since somebody set this to False
         self.scalars: dict[int, dict[str, Any]] = {}  # per parameter id: what is not streamed (Adam's step)
         self._before: dict[int, dict[str, Any]] = {}  # the same as it was before the first piece was updated
         self._created: set[tuple[int, int]] = set()
@@ -73,6 +74,7 @@ class Rule:
 
     def forget(self) -> None:
         """Nothing has been updated yet."""
+        self.updated = False
         self._created.clear()
         self.scalars.clear()
 
@@ -102,6 +104,7 @@ class Rule:
     def _step(self, entries: Sequence[_Entry]) -> None:
         if not entries:
             return
+        self.updated = True
         try:
             for entry in entries:
                 self._aim(entry)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from torch import nn
 
 from tapestream.costs import Budget, Profile
-from tapestream.errors import InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore, Updater
 from tapestream.ir.actions import Kind, Tier
+from tapestream.optim.groups import as_groups, template
 from tapestream.optim.outside import Outside
 from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.rule import MASTER, Rule
@@ -37,6 +37,7 @@ class Handle(Protocol):
 
     store: BlockStore
     budget: Budget
+    optimizer: "StreamedOptimizer | None"
 
     @property
     def given(self) -> "Given | None": ...
@@ -44,7 +45,6 @@ class Handle(Protocol):
     update: Literal["step", "backward"] | None
 
     def check_idle(self, what: str) -> None: ...
-    def outside_parameters(self) -> list[nn.Parameter]: ...
     def attach(self, optimizer: "StreamedOptimizer", updater: Updater) -> None: ...
     def run_step(self) -> None: ...
 
@@ -75,22 +75,25 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
         handle.check_idle("ts.optimizer()")
         self._handle, self._class = handle, optimizer_class
-        listed = _as_groups(groups)
-        template = _template(optimizer_class, listed, options)
-        super().__init__(
-            [{**made, "params": given["params"]} for made, given in zip(template.param_groups, listed, strict=True)],
-            dict(template.defaults),
-        )
+        listed = as_groups(groups)
+        small = template(optimizer_class, listed, options)
+        filled = [{**made, "params": given["params"]} for made, given in zip(small.param_groups, listed, strict=True)]
+        try:
+            super().__init__(filled, dict(small.defaults))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"these groups of parameters are not for an optimizer: {error}") from error
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
         self._mine = frozenset(map(id, parameters))
+        self._used = False
+        self._check_alone()
         self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
         self._options = dict(options)
         self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
         self._shapes: dict[object, StateShape] = {}
         self._elementwise: dict[object, bool] = {}
-        outside = {id(p) for p in handle.outside_parameters()}
-        mine = [p for p in parameters if id(p) in outside]
+        inside = {id(p) for block in handle.store.blocks for p in block.parameters}
+        mine = [p for p in parameters if id(p) not in inside]
         self._outside = Outside(self._class, self._options, self.param_groups, mine, self._masters) if mine else None
         self._lay_out()
         self._showing = Showing(handle.store, self._rule.scalars)
@@ -134,6 +137,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what ``update="backward"`` has not updated yet; returns the closure's value."""
+        self._check_current("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,11 +145,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._handle.run_step()
         if self._outside is not None:
             self._outside.step(self.param_groups)
+        self._used, self._rule.updated = True, False
         self._show_state()
         return loss
 
+    def check_stepped(self) -> None:
+        """Raise GradientError where blocks are a step ahead of the rest of the model, which waits for `step`."""
+        if self.update == "backward" and self._rule.updated:
+            raise GradientError(
+                "a forward began after a backward whose optimizer.step() has not come: with update='backward' that "
+                "backward has updated the blocks already, so that gradients are not accumulated over several "
+                "backwards, and no step can be left out; call optimizer.step() after each backward, or use "
+                "update='step'"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Write a saved state to where the state lives; nothing is rounded, fp32 masters included."""
+        self._check_current("load_state_dict()")
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
         numbers = (number for group in groups for number in group["params"])
@@ -161,6 +177,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 self._rule.restored(parameter, self._showing.written(parameter, found), pieces)
         if self._outside is not None:
             self._outside.restore({p: found for p, found in loaded.items() if found is not None})
+        self._used = True
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,6 +191,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._state(lambda v: v if isinstance(v, StateInParts) and v.pieces else whole(v))
 
     def _state(self, shown: Callable[[Any], Any]) -> dict[str, Any]:
+        self._check_current("state_dict()")
         found = super().state_dict()
         found["state"] = {
             key: {name: shown(value) for name, value in entries.items()} for key, entries in found["state"].items()
@@ -205,6 +223,26 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return f"Streamed({name}, {how}, update={self.update!r}) {super().__repr__()}"
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _check_alone(self) -> None:
+        """Raise InputError where one that was made for other parameters is still to be used: two at a time, each with
+        a part of the model, as plain PyTorch has them, would be taken for one that replaces the other."""
+        other = self._handle.optimizer
+        if other is not None and not other._used and other._mine.isdisjoint(self._mine):
+            raise InputError(
+                f"an optimizer for {len(self._mine)} parameters of a streamed model was asked for, which has one for "
+                f"{len(other._mine)} others that was never stepped; there is one at a time, and a new one replaces "
+                "it: make one with groups=[{'params': [...], 'lr': ...}, {'params': [...], ...}], or, where classes "
+                "differ, use torch's own for the smaller part, whose state stays in memory"
+            )
+
+    def _check_current(self, what: str) -> None:
+        if self._handle.optimizer is not self:
+            raise InputError(
+                f"{what} was called on an optimizer whose state is gone: another tapestream.optimizer() was made for "
+                "this model since. Use that one; for parts of the model with options "
+                "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
+            )
 
     def _shape(self, parameter: torch.Tensor) -> StateShape:
         options, dtype = self._group_of(parameter), self._target_dtype(parameter)
@@ -240,9 +278,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _lay_out(self) -> None:
         store = self._handle.store
-        store.settle()
-        store.place(frozenset())
-        store.drop(Kind.OPTIMIZER_STATE)
         mine = {id(p) for p in self._listed()}
         members = [
             [self._member(i, p) for i, p in enumerate(block.parameters) if id(p) in mine] for block in store.blocks
@@ -258,6 +293,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         sizes = [[tuple(part.nbytes for part in parts) for parts in cut] for cut in cuts[1:]]
         chosen = 1 if known is not None and known in sizes else 0
         self._finer = [] if chosen else list(limits[1:])
+        store.settle()  # not before: until here the one that this one replaces may still be needed
+        store.place(frozenset())
+        store.drop(Kind.OPTIMIZER_STATE)
         for block, parts in zip(store.blocks, cuts[chosen], strict=True):
             block.state_parts = parts
 
@@ -293,24 +331,3 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _listed(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-
-def _as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
-    listed = list(groups)
-    if not listed:
-        raise InputError("the optimizer got no parameters; is every parameter of the model frozen?")
-    if not isinstance(listed[0], dict):
-        listed = [{"params": listed}]
-    return [{**group, "params": list(group["params"])} for group in listed]
-
-
-def _template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer on tensors of one element: checks the options and fills in the defaults without any state of
-    size."""
-    stand_ins = [
-        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=p.dtype)) for p in group["params"]]} for group in listed
-    ]
-    try:
-        return cls(stand_ins, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{cls.__name__} does not take these options: {error}") from error

@@ -19,14 +19,15 @@ from tapestream.runner.state import State, take_apart
 class Link:
     """What the block before left behind, and what the caller holds of it.
 
-    ``tensors``: the entries of the state (its distinct tensors), as they enter the next block's node; ``places``: where
-    each lies in the flat tuple that the block before returned. ``sides``: entries that every block of
+    ``tensors``: the entries of the state (its distinct tensors), as they enter the next block's node; ``slots``: which
+    of them lies at each place of the flat tuple that the block before returned (what it returns and hooks have seen
+    too is there twice). ``sides``: entries that every block of
     the chain hands on (an encoder's output, say), so that their gradients are added in the order of plain autograd.
     ``names``: by ``id`` of a tensor that the caller holds: its entry, itself, and its version when it was handed out.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
-    places: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     sides: tuple[int, ...] = ()
     names: dict[int, tuple[int, torch.Tensor, int]] = field(default_factory=dict)
 
@@ -57,7 +58,8 @@ class BlockRun:
         self._original, self._hooked = original, hooked(modules)
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self.linked, here, self._picks = _recognised(name, leaves, link)
-        self.tensors, self._places, self._sides, self._names = here.tensors, here.places, here.sides, here.names
+        self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
+        self._places = tuple(here.slots.index(entry) for entry in range(len(here.tensors)))
         for at in self._picks:
             leaves[at] = None  # the call's function lives until its backward and must not keep the state
         self._leaves = leaves
@@ -74,6 +76,11 @@ class BlockRun:
     def held(self) -> list[torch.Tensor]:
         """Tensors beside the state that the call's function needs, and holds, until its backward."""
         return tensors_in(self._leaves)
+
+    @property
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """The state as the block before returned it, or its tensors where this is the first: what a call takes."""
+        return tuple(self.tensors[entry] for entry in self._slots)
 
     def keep_arguments(self, *, clone: bool) -> None:
         """The block will run again: remember objects among its arguments as they are now."""
@@ -121,8 +128,7 @@ class BlockRun:
         sides = tuple(state.slots[own + shown :])
         captured.show(flat[own : own + shown], outer, self.name)
         del inner  # until here, or an id in ``outer`` might be another tensor's
-        places = tuple(state.slots.index(entry) for entry in range(len(outputs)))
-        return template.tree(flat[:own]), Link(tuple(outputs), places, sides, names)
+        return template.tree(flat[:own]), Link(tuple(outputs), tuple(state.slots), sides, names)
 
     def following(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.blocks import BlockStore
+from tapestream.executor.blocks import BlockStore, Replaced
 from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
@@ -51,6 +51,7 @@ class StreamCall:
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
         self.link = Link()
+        self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
         live.calls.add(self)
 
     def _anchored(self) -> torch.Tensor:
@@ -69,6 +70,7 @@ class StreamCall:
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
         self.link = Link()
+        self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
         """A block call at the place that `place_of` gave."""
@@ -191,6 +193,7 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
+        self.store.adopt_replaced(but=self._replaced)
         root, anchor = self._ends
         wanted = torch._C._will_engine_execute_node(root)
         if not wanted and torch._C._will_engine_execute_node(anchor):

@@ -219,7 +219,7 @@ class Observation:
         bare = Stage(position, self.blocks[position])
         run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)
-        state, _ = take_apart(run.tensors)
+        state, _ = take_apart(run.flat)
         if meter is not None:
             self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
         if segment is None and not run.linked:

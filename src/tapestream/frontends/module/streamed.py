@@ -20,6 +20,7 @@ from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
 from tapestream.frontends.module.gathering import gathering
 from tapestream.frontends.module.homes import Homes
+from tapestream.frontends.module.known import Known
 from tapestream.frontends.module.left_out import check_called_by_chance
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
@@ -86,8 +87,7 @@ class Streamed:
         self.pinned = Pinned(self.store)
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
-        self._known = tuple(model.parameters())
-        self._identities: tuple[int, ...] = ()  # of the parameters when they were last found to be those known
+        self._known = Known(model)
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
@@ -104,6 +104,8 @@ class Streamed:
         if self._bypass:
             return original(*args, **kwargs)
         with self._live.working():
+            if self.optimizer is not None:
+                self.optimizer.check_stepped()
             if not torch.is_grad_enabled():
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
@@ -130,6 +132,7 @@ class Streamed:
         prepared = self._beside_live(gathering(self, found, self._beside))
         self.store.settle()
         self.store.place(prepared.resident)
+        self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
         self.call = call = StreamCall(self.store, prepared, self.device, self._live)
@@ -256,23 +259,8 @@ class Streamed:
 
     def _mode(self) -> object:
         mode = mode_of(modules_below(self.model))
-        if mode.identities != self._identities:
-            self._check_parameters()
-            self._identities = mode.identities
+        self._known.check(mode.identities)
         return mode, self.update
-
-    def _check_parameters(self) -> None:
-        named, known = list(self.model.named_parameters()), [id(p) for p in self._known]
-        if [id(p) for _, p in named] == known:
-            return
-        strange = next(
-            (f"parameter {n!r} was replaced by another, or added," for n, p in named if id(p) not in known), ""
-        )
-        raise InputError(
-            f"{strange or 'a parameter was taken away'} after stream(), so that it would not be streamed or trained; "
-            "copy into the parameter that was there instead (load_state_dict without assign=True), or unstream, "
-            "replace and stream again"
-        )
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""
@@ -293,6 +281,8 @@ class Streamed:
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, SteppedGradient):
                 parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         self.optimizer, self.update, self.store.updates.updater = optimizer, optimizer.update, updater
         self.replan()
 

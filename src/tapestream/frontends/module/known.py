@@ -1,0 +1,30 @@
+"""`Known`: the parameters that a model had when it was streamed."""
+
+from torch import nn
+
+from tapestream.errors import InputError
+
+
+class Known:
+    """None of them may be replaced, none may come or go."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._parameters = model, tuple(model.parameters())
+        self._identities: tuple[int, ...] = ()  # of the parameters when they were last found to be those known
+
+    def check(self, identities: tuple[int, ...]) -> None:
+        """Raise InputError where that has happened. ``identities``: as `tapestream.runner.stage.mode_of` has them now;
+        nothing is looked at while they stay."""
+        if identities == self._identities:
+            return
+        named, known = list(self._model.named_parameters()), [id(p) for p in self._parameters]
+        if [id(p) for _, p in named] != known:
+            strange = next(
+                (f"parameter {n!r} was replaced by another, or added," for n, p in named if id(p) not in known), ""
+            )
+            raise InputError(
+                f"{strange or 'a parameter was taken away'} after stream(), so that it would not be streamed or "
+                "trained; copy into the parameter that was there instead (load_state_dict without assign=True), or "
+                "unstream, replace and stream again"
+            )
+        self._identities = identities
