@@ -181,6 +181,22 @@ def test_a_forward_before_the_step_of_an_update_within_backward_is_refused(model
     step(model, optimizer)
 
 
+def test_a_save_before_the_step_of_an_update_within_backward_is_refused(
+    model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Blocks would be saved a step ahead of the rest."""
+    optimizer = ts.optimizer(model, torch.optim.AdamW, update="backward", **ADAMW)
+    loss_at(model, CASE).backward()
+    parts: dict[str, Any]
+    path = tmp_path_factory.mktemp("run") / "saves"
+    for parts in ({"model": model}, {"optimizer": optimizer}):
+        with pytest.raises(GradientError, match=r"ts.save\(\) came after a backward whose optimizer.step\(\)"):
+            ts.save(path, **parts)
+    assert not path.exists()
+    optimizer.step()
+    ts.save(path, model=model, optimizer=optimizer)
+
+
 def test_a_backward_that_failed_after_blocks_were_updated_awaits_its_step(model: Any) -> None:
     optimizer = ts.optimizer(model, torch.optim.SGD, update="backward", lr=0.1)
     handle = model.blocks[0].linear.weight.register_hook(lambda g: 1 / 0)

@@ -149,11 +149,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._show_state()
         return loss
 
-    def check_stepped(self) -> None:
-        """Raise GradientError where blocks are a step ahead of the rest of the model, which waits for `step`."""
+    def check_stepped(self, what: str) -> None:
+        """Raise GradientError where ``what`` comes while blocks are a step ahead of the rest of the model."""
         if self.update == "backward" and self._rule.updated:
             raise GradientError(
-                "a forward began after a backward whose optimizer.step() has not come: with update='backward' that "
+                f"{what} came after a backward whose optimizer.step() has not come: with update='backward' that "
                 "backward has updated the blocks already, so that gradients are not accumulated over several "
                 "backwards, and no step can be left out; call optimizer.step() after each backward, or use "
                 "update='step'"

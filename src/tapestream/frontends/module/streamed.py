@@ -105,7 +105,7 @@ class Streamed:
             return original(*args, **kwargs)
         with self._live.working():
             if self.optimizer is not None:
-                self.optimizer.check_stepped()
+                self.optimizer.check_stepped("a forward")
             if not torch.is_grad_enabled():
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError, StorageError
+from tapestream.frontends.module.stream import handle_of, is_streamed
 from tapestream.frontends.saving import generators
 from tapestream.frontends.saving.fits import check_fits, check_given, notes_of
 from tapestream.frontends.saving.folder import Saves
@@ -130,8 +131,11 @@ def _never_refuses(part: Any) -> bool:
 
 def _packed(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """By part, the JSON for its state and the tensors in it; the random generators' too."""
-    for name in parts:
+    for name, part in parts.items():
         check_name(name)
+        optimizer = handle_of(part).optimizer if isinstance(part, nn.Module) and is_streamed(part) else part
+        if isinstance(optimizer, StreamedOptimizer):
+            optimizer.check_stepped("ts.save()")
     states = {**{name: state_of(part) for name, part in parts.items()}, GENERATORS: generators.states()}
     packed = {name: pack(state, name) for name, state in states.items()}
     return {name: tree for name, (tree, _) in packed.items()}, {name: found for name, (_, found) in packed.items()}
