@@ -106,7 +106,6 @@ def check_changed(
     """Refuse writes into tensors of others that a replay could not honour; gives storages written unannounced, which
     spoils the restart checkpoints that hold them. ``before``: version and need of a gradient; ``external``: by storage.
     """
-    name = getattr(function, "__name__", str(function))
     spoilt = set()
     for tensor, (version, wanted) in zip(tensors, before, strict=True):
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
@@ -114,17 +113,22 @@ def check_changed(
             continue
         if external[storage] and (wanted or tensor.requires_grad or flag):
             raise GradientError(
-                f"Program: {name} changed in place a tensor of shape {tuple(tensor.shape)} that the program did not "
-                "make and that requires a gradient; clone() it inside the program first"
+                f"Program: {_name(function)} changed in place a tensor of shape {tuple(tensor.shape)} that the program "
+                "did not make and that requires a gradient; clone() it inside the program first"
             )
         if written and storage not in announced:
             if external[storage]:
                 raise GradientError(
-                    f"Program: {name} wrote into a tensor of shape {tuple(tensor.shape)} that the program did not "
-                    "make, without saying so; clone() it inside the program"
+                    f"Program: {_name(function)} wrote into a tensor of shape {tuple(tensor.shape)} that the program "
+                    "did not make, without saying so; clone() it inside the program"
                 )
             spoilt.add(storage)
     return spoilt
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name: str | None = getattr(function, "__name__", None)
+    return name or str(function)  # of a module, a page of text: asked for in errors only
 
 
 def check_allowed(function: Callable[..., Any]) -> None:
