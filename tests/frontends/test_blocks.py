@@ -47,6 +47,27 @@ def test_stages_of_different_width_are_opened() -> None:
     assert find_blocks(model) == [conv for stage in stages for conv in stage.layers]
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Conv2d(width, width, 3), nn.BatchNorm2d(width))
+
+
+def test_blocks_of_several_widths_in_one_list_are_not_opened() -> None:
+    blocks = [Residual(width) for width in (2, 4, 8) for _ in range(3)]
+    assert find_blocks(nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(8, 2)})) == blocks
+
+
+def test_a_pair_of_body_and_head_is_opened() -> None:
+    model = nn.Sequential(tower(3), nn.Linear(8, 2))
+    assert find_blocks(model) == list(model[0]["layers"])
+
+
+def test_stages_of_two_blocks_that_differ_are_opened() -> None:
+    stages = [nn.Sequential(Stage(1, width), Stage(2, width)) for width in (2, 4, 8)]
+    assert find_blocks(nn.ModuleList(stages)) == [block for stage in stages for block in stage]
+
+
 def test_experts_inside_equal_layers_are_not_opened() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(3))})
     assert find_blocks(model) == list(model["layers"])

@@ -90,9 +90,12 @@ def kind_of(module: nn.Module) -> object:
 
 
 def _alike(container: nn.Module) -> bool:
-    """Most of the children are of one class and one shape."""
-    shapes = Counter(kind_of(child) for child in container.children())
-    return 2 * max(shapes.values()) >= sum(shapes.values())
+    """Most children are like another of them in class and shapes, or there are no more than two, of one class."""
+    children = list(container.children())
+    if len(children) <= 2 and len(set(map(type, children))) == 1:
+        return True
+    kinds = Counter(map(kind_of, children))
+    return 2 * sum(count for count in kinds.values() if count > 1) >= len(children)
 
 
 def _opened(container: nn.Module) -> list[nn.Module]:
