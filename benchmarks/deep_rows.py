@@ -1,11 +1,33 @@
-"""Rows of benchmarks.million_layers beside each other: shallow and deep networks of one kind, and what is claimed."""
+"""Rows of million_layers beside each other: shallow and deep networks of one kind, and what is claimed."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from benchmarks.common import Row, yes
+from benchmarks.common import Row, Settings, write, yes
 
 SECONDS, PEAK = "seconds per layer, of the shallowest's", "peak, of the shallowest's"
 LINK = "step, of max(resident, link)"
+
+
+def keep_as_they_come(
+    rows: Iterable[Row],
+    order: Sequence[tuple[str, int]],
+    name: str,
+    title: str,
+    chosen: Settings,
+    output: Path,
+    **facts: object,
+) -> None:
+    """Print ``rows``. With ``chosen.save`` each is put in its place in ``output``/NAME.json as it comes, and the other
+    rows there stay as they are."""
+    file = output / f"{name}.json"
+    known = json.loads(file.read_text())["rows"] if chosen.save and file.exists() else []
+    for row in rows:
+        known = merged(known, row, order)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        if chosen.save:
+            write(name, title, chosen, known, output, **facts)
 
 
 def merged(rows: Sequence[Row], row: Row, order: Sequence[tuple[str, int]]) -> list[Row]:

@@ -32,9 +32,9 @@ from benchmarks.common import (
     forget_resident_peak,
     mebibytes,
     process_nbytes,
-    write,
+    synchronize,
 )
-from benchmarks.deep_rows import LINK, merged
+from benchmarks.deep_rows import LINK, keep_as_they_come
 from tapestream.cli.loop import Config, config_from_json, config_to_json, model_of, optimizer_class
 from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
 from tapestream.simulate import simulate
@@ -170,16 +170,9 @@ def main() -> None:
 
 
 def update(wanted: list[Job], chosen: Settings, output: Path) -> None:
-    """Run ``wanted``. With ``chosen.save`` every row is put in its place in ``output``/million_layers.json as it comes,
-    and the other rows there stay as they are."""
-    file = output / "million_layers.json"
-    known = json.loads(file.read_text())["rows"] if chosen.save and file.exists() else []
+    """Run ``wanted`` (see `keep_as_they_come`)."""
     order = [(job.name, job.layers) for job in jobs(1)]
-    for row in _rows(wanted, chosen):
-        known = merged(known, row, order)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        if chosen.save:
-            write("million_layers", TITLE, chosen, known, output, update="in backward")
+    keep_as_they_come(_rows(wanted, chosen), order, "million_layers", TITLE, chosen, output, update="in backward")
 
 
 def _rows(wanted: list[Job], chosen: Settings) -> Iterator[Row]:
@@ -281,8 +274,8 @@ def _stream(job: Job, home: str) -> Row:
     )
     optimizer = ts.optimizer(model, optimizer_class(job.optimizer), update="backward", lr=1e-3)
     row["Python bytes/layer"] = round(max(0, process_nbytes()["RssAnon"] - start["RssAnon"]) / depth)
-    _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, _batch(job)))
-    losses, seconds = _train(job, model, optimizer)
+    _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, batch_of(job)))
+    losses, seconds = train(job, model, optimizer)
     report = ts.report(model)
     row |= {
         "parameters": sum(p.numel() for p in model.parameters()), "groups": len(hollow.blocks),
@@ -313,26 +306,31 @@ def _link_seconds(plan: ts.Plan) -> float:
 def _plain(job: Job, home: str) -> Row:
     model = model_of(job.config)
     optimizer = optimizer_class(job.optimizer)(model.parameters(), lr=1e-3)
-    losses, seconds = _train(job, model, optimizer)
+    losses, seconds = train(job, model, optimizer)
     return {"losses": " ".join(f"{loss:.6g}" for loss in losses), "step s": round(median(seconds), 4)}
 
 
-def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
+def train(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, device: str = "cpu"
+) -> tuple[list[float], list[float]]:
+    """The loss and the seconds of each of the job's steps."""
     losses, seconds = [], []
     for step in range(job.steps):
-        inputs, targets = _batch(job)
+        inputs, targets = (tensor.to(device) for tensor in batch_of(job))
+        synchronize(device)
         begin = time.perf_counter()
         loss = model(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
         print(f"step {step + 1}: loss {losses[-1]:.6g}, {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
     return losses, seconds
 
 
-def _batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     """The same at every step."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(job.config, GPTConfig):

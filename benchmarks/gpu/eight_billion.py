@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tapestream as ts
 from benchmarks.common import Row, Settings, mebibytes, milliseconds, save, settings, synchronize
 from benchmarks.from_disk import link_seconds
+from benchmarks.gpu.speeds import product_flops_per_second
 from benchmarks.least_moved import least_moved
 from tapestream.frontends.available import host_nbytes
 
@@ -106,7 +107,9 @@ def _child() -> Row:
     torch.manual_seed(0)
     config = config_of(given.vocabulary, given.tokens, given.quick)
     row = _ours(given, config) if given.side == "ours" else _theirs(given, config)
-    flops, speed = flops_of(config, given.tokens), matmul_flops_per_second(config, given.tokens, given.device)
+    flops = flops_of(config, given.tokens)
+    widest = given.tokens, config.hidden_size, config.intermediate_size
+    speed = product_flops_per_second(*widest, torch.bfloat16, given.device)
     seconds = row.pop("seconds")
     bound = max(flops / speed, row.pop("link seconds", 0.0))
     found = {
@@ -210,21 +213,6 @@ def _tokens(given: argparse.Namespace) -> torch.Tensor:
 def _host_nbytes() -> int:
     """Parameters, masters and AdamW state take 105 GiB: more than the default share of a machine of 128 GiB."""
     return round(0.95 * host_nbytes())
-
-
-def matmul_flops_per_second(config: LlamaConfig, tokens: int, device: str) -> float:
-    """Of the widest product of a block in bfloat16, the median of ten after three unmeasured."""
-    left = torch.randn(tokens, config.hidden_size, device=device, dtype=torch.bfloat16)
-    right = torch.randn(config.hidden_size, config.intermediate_size, device=device, dtype=torch.bfloat16)
-    seconds = []
-    for number in range(13):
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(10):
-            left @ right
-        synchronize(device)
-        seconds += [(time.perf_counter() - begin) / 10] if number > 2 else []
-    return 2 * tokens * config.hidden_size * config.intermediate_size / median(seconds)
 
 
 if __name__ == "__main__":
