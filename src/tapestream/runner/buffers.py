@@ -1,20 +1,66 @@
-"""Buffers (BatchNorm's statistics, spectral norm's vectors): a recompute sees the old ones and its writes are
-discarded."""
+"""Buffers (BatchNorm's statistics, spectral norm's vectors) and numbers that modules keep as attributes (how often they
+were called): a recompute sees the old ones and its writes are discarded."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 Slot = tuple[nn.Module, str]
 
+_NUMBERS = frozenset((bool, int, float, complex, str, type(None)))
+_EVERY_MODULES = frozenset(vars(nn.Module()))
+
+
+class _Absent:
+    """In a snapshot: the module itself has no such attribute (its class has)."""
+
+
+_ABSENT = _Absent()
+
 
 def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
-    """Every place below ``modules`` that holds a buffer."""
-    return tuple((module, name) for module in modules for name, buffer in module._buffers.items() if buffer is not None)
+    """Every place below ``modules`` that holds a buffer, or a number or text as an attribute."""
+    buffers = ((module, name) for module in modules for name, buffer in module._buffers.items() if buffer is not None)
+    attributes = ((module, name) for module in modules for name in _attributes(module))
+    return (*buffers, *attributes)
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    own = [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _EVERY_MODULES]
+    return [*own, *(name for name in _of_class(type(module)) if name not in vars(module))]
+
+
+def _of_class(cls: type[nn.Module]) -> tuple[str, ...]:
+    """What assigning to an attribute of a module would hide: numbers of its class."""
+    # Not cached: a streamed module has a class of its own, which would then live for ever, and its model with it.
+    classes = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    names = (name for one in classes for name, value in vars(one).items() if type(value) in _NUMBERS)
+    return tuple(dict.fromkeys(name for name in names if not name.startswith("__")))
+
+
+def held(slot: Slot) -> Any:
+    """What is there now."""
+    module, name = slot
+    return module._buffers[name] if name in module._buffers else vars(module).get(name, _ABSENT)
+
+
+def put(slot: Slot, value: Any) -> None:
+    """Let it be there."""
+    module, name = slot
+    place: dict[str, Any] = module._buffers if name in module._buffers else vars(module)
+    if isinstance(value, _Absent):
+        place.pop(name, None)
+    else:
+        place[name] = value
+
+
+def copied(value: Any) -> Any:
+    """Of a buffer's content; numbers are never written into."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 @runtime_checkable
@@ -27,18 +73,17 @@ class WritesBuffers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BufferSnapshot:
-    """Copies of the buffers that a stage writes, from before its first run. ``unread``: slots whose content does not
-    matter, so that recomputes find copies of what is there by then."""
+    """Copies of the buffers and attributes that a stage writes, from before its first run. ``unread``: slots whose
+    content does not matter, so that recomputes find copies of what is there by then."""
 
     slots: tuple[Slot, ...]
-    copies: tuple[torch.Tensor, ...]
+    copies: tuple[Any, ...]
     unread: tuple[Slot, ...] = ()
 
     @classmethod
     def take(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
         """Copy what the slots hold now."""
-        held = [module._buffers[name] for module, name in slots]
-        return cls(tuple(slots), tuple(torch.empty(0) if b is None else b.detach().clone() for b in held))
+        return cls(tuple(slots), tuple(copied(held(slot)) for slot in slots))
 
     @classmethod
     def for_recomputes(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
@@ -47,41 +92,48 @@ class BufferSnapshot:
         return replace(cls.take([slot for slot in slots if slot not in unread]), unread=unread)
 
     def changed(self) -> tuple[Slot, ...]:
-        """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN).
+        """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN), and those of
+        modules of which any attribute does and is a number still.
 
         All of a module's: a mean that happens to be what it was may change at the next run, as the counter beside it
         does. (BatchNorm's kernels write without telling version counters.)
         """
         written = {
-            id(module)
-            for (module, name), copy in zip(self.slots, self.copies, strict=True)
-            if not _same(module._buffers[name], copy)
+            (id(slot[0]), isinstance(copy, torch.Tensor))
+            for slot, copy in zip(self.slots, self.copies, strict=True)
+            if _differs(held(slot), copy)
         }
-        return tuple((module, name) for module, name in self.slots if id(module) in written)
+        pairs = zip(self.slots, self.copies, strict=True)
+        return tuple(slot for slot, copy in pairs if (id(slot[0]), isinstance(copy, torch.Tensor)) in written)
 
     def put_back(self) -> None:
-        """Write the copies into the buffers that the modules hold."""
+        """Write the copies into the buffers that the modules hold, and set attributes that are numbers still."""
         with torch.no_grad():
-            for (module, name), copy in zip(self.slots, self.copies, strict=True):
-                buffer = module._buffers[name]
-                if buffer is not None and buffer.shape == copy.shape:
-                    buffer.copy_(copy)
+            for slot, copy in zip(self.slots, self.copies, strict=True):
+                now = held(slot)
+                if not isinstance(copy, torch.Tensor):
+                    if type(now) in _NUMBERS and now is not copy:
+                        put(slot, copy)
+                elif isinstance(now, torch.Tensor) and now.shape == copy.shape:
+                    now.copy_(copy)
 
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:
         """Inside, modules hold fresh copies of the snapshot; afterwards the buffers that they had."""
         slots = (*self.slots, *self.unread)
-        before = [module._buffers[name] for module, name in slots]
-        for (module, name), copy in zip(slots, (*self.copies, *before[len(self.slots) :]), strict=True):
-            module._buffers[name] = None if copy is None else copy.clone()
+        before = [held(slot) for slot in slots]
+        for slot, copy in zip(slots, (*self.copies, *before[len(self.slots) :]), strict=True):
+            put(slot, copied(copy))
         try:
             yield
         finally:
-            for (module, name), buffer in zip(slots, before, strict=True):
-                module._buffers[name] = buffer
+            for slot, value in zip(slots, before, strict=True):
+                put(slot, value)
 
 
-def _same(now: torch.Tensor | None, copy: torch.Tensor) -> bool:
-    if now is None or now.shape != copy.shape or now.dtype != copy.dtype:
-        return False
-    return bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all())
+def _differs(now: Any, copy: Any) -> bool:
+    if not isinstance(copy, torch.Tensor):
+        return type(now) in _NUMBERS and (type(now) is not type(copy) or now != copy)
+    if not isinstance(now, torch.Tensor) or now.shape != copy.shape or now.dtype != copy.dtype:
+        return True
+    return not (bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all()))

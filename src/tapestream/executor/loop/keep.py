@@ -10,7 +10,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.traits import Body
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
-from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.buffers import BufferSnapshot, copied, put
 from tapestream.runner.guards import check_versions
 from tapestream.runner.state import replica
 
@@ -62,8 +62,8 @@ class Keeper:
         if kept.host_generators is not None:
             kept.host_generators.restore()
         if kept.buffers is not None:
-            for (module, name), copy in zip(kept.buffers.slots, kept.buffers.copies, strict=True):
-                module._buffers[name] = copy.clone()
+            for slot, copy in zip(kept.buffers.slots, kept.buffers.copies, strict=True):
+                put(slot, copied(copy))
         return state if last else self._unshared(state)
 
     def own(self, state: Any) -> Any:

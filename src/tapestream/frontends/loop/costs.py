@@ -12,6 +12,7 @@ from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
+from tapestream.runner.buffers import held
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage
@@ -54,8 +55,8 @@ def cost_of(
         with watch.paused():
             seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
-    written = (module._buffers[name] for module, name in traits.buffers)
-    buffers = sum(buffer.nbytes for buffer in written if buffer is not None)
+    written = (held(slot) for slot in traits.buffers)
+    buffers = sum(buffer.nbytes for buffer in written if isinstance(buffer, torch.Tensor))
     beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch] + buffers
     return replace(
         cost,

@@ -1,5 +1,6 @@
 """A block's call taken apart: which tensors are the chain's state, what is bound to this call, what comes out."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ class BlockRun:
         self.name = name
         self._original, self._hooked = original, hooked(modules)
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._opened = any(_holds_container(value) for value in (*args, *kwargs.values()))
         self.linked, here, self._picks = _recognised(name, leaves, link)
         self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
         self._places = tuple(here.slots.index(entry) for entry in range(len(here.tensors)))
@@ -101,6 +103,8 @@ class BlockRun:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with capturing(self._hooked) as captured:
             out = self._original(*args, **kwargs)
+        if self._opened:
+            self._check_containers((args, kwargs), leaves)
         self.writes = self.writes or any(t._version != version for t, version in held)
         found, live = take_apart(out)
         if self._first:
@@ -109,6 +113,15 @@ class BlockRun:
             if recomputing() and not self._changed:  # of the first such run: a later one must not free its tensors
                 self._changed = list(detached(changing))
         return (*live, *captured.tensors, *(state[self._places[entry]] for entry in self._sides))
+
+    def _check_containers(self, given: Any, before: list[Any]) -> None:
+        """Raise InputError where the block has put something into a list or dictionary: it got one of its own."""
+        after, spec = pytree.tree_flatten(given)
+        if spec != self._spec or any(now is not was for now, was in zip(after, before, strict=True)):
+            raise InputError(
+                f"{self.name} changes a list or dictionary that it is given (an append, an item set), which the "
+                "caller would not see; let it return what it makes, or give it an object with attributes of its own"
+            )
 
     def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:
         """After the first run, which gave ``state``: what the caller gets, made of ``outputs``, and the next link."""
@@ -151,6 +164,13 @@ class BlockRun:
         for at, changed in zip(self._changing, self._changed, strict=True):
             take_over(self._leaves[at], changed)
         return max(0, _nbytes([self._leaves[at] for at in self._changing]) - held)
+
+
+def _holds_container(value: Any) -> bool:
+    """Whether it is, or holds in tuples, what is taken apart for each run and can be changed."""
+    if isinstance(value, tuple):
+        return any(map(_holds_container, value))
+    return isinstance(value, (list, dict, deque))
 
 
 def _nbytes(things: Sequence[Any]) -> int:

@@ -11,6 +11,7 @@ from tapestream.executor.blocks import BlockStore, Replaced
 from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
+from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
@@ -193,6 +194,8 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
+        if self.prepared.update == "backward":
+            self._check_no_gradients()
         self.store.adopt_replaced(but=self._replaced)
         root, anchor = self._ends
         wanted = torch._C._will_engine_execute_node(root)
@@ -210,6 +213,17 @@ class StreamCall:
         elif len(self.live.calls) > 1:
             self.store.gradients.together = True
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _check_no_gradients(self) -> None:
+        """A block's update within backward sees what this backward makes, and nothing that was there before."""
+        for block in (one for one in self.store.blocks if one.index not in self.prepared.pinned):
+            for p in block.parameters:
+                if p.grad is not None and not isinstance(p.grad, SteppedGradient):
+                    raise GradientError(
+                        f"a parameter of shape {tuple(p.shape)} in block {block.index} has a gradient from before this "
+                        "backward, which its update within backward would leave out; call zero_grad() first, or use "
+                        "update='step'"
+                    )
 
     def finish(self, *, publish: bool = True) -> None:
         """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become
@@ -266,10 +280,11 @@ def _refusing(name: str, root: Node) -> Callable[[Any], None]:
     def refuse(gradients: Any) -> None:
         if gradients[0] is not None and torch._C._will_engine_execute_node(root):
             raise GradientError(
-                f"{name!r} comes and goes with its module (an embedding, a head), but was used otherwise than by "
-                "calling that module, in one backward with such a call. Call the module; or differentiate that use by "
-                "a backward of its own; or make a loss of the head's weight by stream(..., loss_chunks='auto'); or "
-                "keep it on the device by naming the modules to stream with blocks=[...]"
+                f"{name!r} comes and goes with its module (a block, an embedding, a head), but was used otherwise than "
+                "by calling that module, in one backward with such a call. Call the module; or, with update='step', "
+                "differentiate that use (a penalty on weights) by a backward of its own; or make a loss of the head's "
+                "weight by stream(..., loss_chunks='auto'); or keep it on the device (blocks=[...] names the modules "
+                "to stream, home='device' streams none)"
             )
 
     return refuse

@@ -13,7 +13,7 @@ from tapestream.frontends.module.observe import Observed, Segment
 from tapestream.frontends.module.shared import Shared, shared_blocks
 from tapestream.frontends.module.step import Step
 from tapestream.frontends.module.terms import Terms, Update
-from tapestream.ir.actions import Value
+from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import at_start, at_step_of, resident_of, staying_of
@@ -173,8 +173,12 @@ def _staying_nbytes(plan: Plan) -> int:
 
 
 def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
-    """Trained parameters of wide modules that come and go, by name."""
-    coming = set(handle.store.uses[handle.wide :]) - handle.pinned.blocks
+    """Trained parameters, by name, that get their gradients from calls of their modules alone: they come and go, or are
+    updated as soon as these arrive."""
+    blocks = set(handle.store.uses)
+    if handle.update != "backward" and handle.store.homes[Kind.GRADIENT] is Tier.DEVICE:
+        blocks = set(handle.store.uses[handle.wide :])
+    coming = blocks - handle.pinned.blocks
     found = {id(p) for block in handle.store.blocks if block.index in coming for p in block.parameters}
     return {name: p for name, p in handle.model.named_parameters() if p.requires_grad and id(p) in found}
 
