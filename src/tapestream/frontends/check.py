@@ -6,6 +6,7 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.planning.profile import undisturbed
+from tapestream.runner.belongings import Belongings
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State
@@ -14,10 +15,12 @@ from tapestream.runner.state import State
 def check_deterministic(stages: Sequence[Stage], state: State, device: torch.device) -> None:
     """Run every stage twice with the same RNG and buffers; raise GradientError naming the first that differs."""
     for stage in stages:
-        with undisturbed((stage,), device):
+        own = tuple(Belongings(stage.modules, stage.function).generators)
+        with undisturbed((stage,), device, own):
             cautious = Traits(
                 mutates=frozenset(range(len(state.tensors))),
                 buffers=stage.buffer_slots(),
+                generators=own,
                 leaves=tuple(p for p in stage.parameters() if p.requires_grad),
                 calls_autograd=True,
             )

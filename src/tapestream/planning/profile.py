@@ -2,36 +2,33 @@
 
 import contextlib
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
-from tapestream.executor.travel.cargo import copies_to_move
 from tapestream.planning.observer import Observer
+from tapestream.planning.repeating import check_runs_alike
+from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
-from tapestream.planning.uneven import Skewed, may_be_uneven, nbytes_of, skewed
+from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
+from tapestream.runner.belongings import Belongings, Change, same_bits, unchanged, undo
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
-from tapestream.runner.runner import Runner, Tape
+from tapestream.runner.guards import refusing_transforms
+from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
-_SHORT_SECONDS = 5e-3
-_COLD = 4  # times a forward: a first backward that takes longer is timed again
-_SETTLING_SECONDS, _MOST_RUNS = 0.02, 8
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
-T = TypeVar("T")
 Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 """A stage's graph: the names of its nodes, and what is saved for each tensor saved: shape, strides, dtype."""
 
@@ -44,8 +41,17 @@ class Known(NamedTuple):
     saves_nbytes: int
 
 
-Alike: TypeAlias = dict[object, Known]
-"""Kinds of stages profiled so far in one call."""
+@dataclass(slots=True)
+class Profiled:
+    """What one call has found so far: the kinds of stages, and what their runs have changed besides buffers."""
+
+    alike: dict[object, Known] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+
+    def put_back(self) -> None:
+        """Undo these changes: the user's own run makes them."""
+        undo(self.changes)
+        self.changes.clear()
 
 
 def profile_stages(
@@ -64,10 +70,11 @@ def profile_stages(
     costs: list[StageCost] = []
     traits: list[Traits] = []
     travellers = Travellers(state)
-    alike: Alike = {}
-    with unchanged_generators(device), watch_memory(device) as watch:
+    profiled = Profiled()
+    with unchanged_generators(device), watch_memory(device) as watch, contextlib.ExitStack() as stack:
+        stack.callback(profiled.put_back)
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, watch, alike)
+            cost, trait, out = profile_stage(stage, state, watch, profiled)
             # Where gradients are not counted, nothing that comes before they do can be set off against them.
             costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
             traits.append(trait)
@@ -93,16 +100,18 @@ def collector_off() -> Iterator[None]:
 
 @as_recompute()
 @collector_off()
-def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) -> tuple[StageCost, Traits, State]:
+def profile_stage(
+    stage: Stage, state: State, watch: MemoryWatch, profiled: Profiled
+) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
-    A stage whose run builds the same graph over the same shapes as one in ``alike`` takes over its cost; where sizes
+    A stage whose run builds the same graph over the same shapes as one in ``profiled`` takes over its cost; where sizes
     depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
     `recomputing` is true in these runs: none of them is the user's.
     """
-    snapshot, device = BufferSnapshot.take(stage.buffer_slots()), watch.device
+    snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
     try:
-        traits, escapes, looks, out, steady = _discover(stage, state, device, snapshot)
+        traits, escapes, looks, out, steady = _discover(stage, state, device, snapshot, profiled.changes)
         uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
         runner = Runner([stage], [traits], device)
         if out is None:
@@ -117,15 +126,15 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
             runner.ran(0)
         elif 0 not in runner.seen:
             runner.forward(0, state)  # the first run leaves behind what recomputes need
-        skew = _measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
+        skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        cost, out = _measure(runner, state, out, watch, first=not alike and skew is None)
+        cost, out = measure(runner, state, out, watch, first=not alike and skew is None)
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
-        short = cost.forward_seconds < _SHORT_SECONDS
+        short = cost.forward_seconds < SHORT_SECONDS
         if short:
             with watch.paused():
-                cost = _settled(runner, state, out, cost, device)
+                cost = settled(runner, state, out, cost, device)
         if cost.forward_seconds >= _LONG_SECONDS and not traits.calls_autograd:
             runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
@@ -139,48 +148,9 @@ def profile_stage(stage: Stage, state: State, watch: MemoryWatch, alike: Alike) 
     return cost, runner.traits[0], out
 
 
-def _measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool) -> tuple[StageCost, State]:
-    """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
-    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
-    device = watch.device
-    if first and device.type == "cuda":
-        _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
-    with watch.measured() as meter:
-        seconds, out = _clock(device, lambda: runner.forward(0, state))
-    output_nbytes = _made_nbytes(state, out)
-    cost, tape = _measure_record(runner, state, output_nbytes, watch)
-    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
-    if first and seconds >= _SHORT_SECONDS and backward_seconds > _COLD * seconds:  # short: see `_settled`
-        again, tape = _measure_record(runner, state, output_nbytes, watch)
-        cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
-        backward_seconds = min(backward_seconds, _measure_backward(runner, tape, out, watch)[0])
-    return replace(
-        cost,
-        forward_seconds=seconds,
-        backward_seconds=backward_seconds,
-        forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
-        backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
-        cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
-    ), out
-
-
-def _settled(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
-    """The cost with the least seconds of several runs: the first few of a short stage, in which memory is fetched from
-    the system and caches fill, take several times as long as the thousands that follow."""
-    forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
-    end = time.perf_counter() + _SETTLING_SECONDS
-    for _ in range(_MOST_RUNS):
-        forward = min(forward, _clock(device, lambda: runner.forward(0, state))[0])
-        seconds, (_, tape) = _clock(device, lambda: runner.record(0, state))
-        record = min(record, seconds)
-        run = partial(runner.backward, 0, tape, _cotangents(tape, out), {})
-        backward = min(backward, _clock(device, run)[0])
-        if time.perf_counter() > end:
-            break
-    return replace(cost, forward_seconds=forward, record_seconds=record, backward_seconds=backward)
-
-
-def _as_known(alike: Alike, kind: object, traits: Traits, saves_nbytes: int) -> tuple[StageCost, Traits] | None:
+def _as_known(
+    alike: dict[object, Known], kind: object, traits: Traits, saves_nbytes: int
+) -> tuple[StageCost, Traits] | None:
     """What a stage of a kind seen before costs, None for a new kind."""
     if kind not in alike or alike[kind].saves_nbytes < saves_nbytes:
         return None
@@ -198,18 +168,20 @@ def _kind_of(state: State, out: State, traits: Traits) -> object:
 
 
 def _discover(
-    stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot
+    stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot, changes: list[Change]
 ) -> tuple[Traits, bool, Looks, State | None, bool]:
     """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, what
     that graph looks like, its output (None where that lies in the copies that the run got of its inputs), and whether
-    a recompute of it is a run like any other: it drew nothing and wrote no buffers."""
-    generators, host = TorchGenerators.capture(device), HostGenerators.capture()
-    observed = Observer()
+    a recompute of it is a run like any other: it drew nothing and wrote no buffers. What it changes besides is added
+    to ``changes``; raises InputError where it would find that changed when it runs again."""
+    generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
+    host, observed = HostGenerators.capture(), Observer()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
     since = next_sequence_number()
     watching = saved_tensors_hooks(observed.pack, observed.unpack)
-    with torch.enable_grad(), probe.autocast.entered(cache=False), watching:
+    casting = probe.autocast.entered(cache=False)
+    with refusing_transforms(stage.name), torch.enable_grad(), casting, watching:
         inputs, _ = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = stage.function(state.tree(inputs))
@@ -224,7 +196,7 @@ def _discover(
     looks = (node_names(live), tuple(observed.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
-    del tree, live, inputs, reached, out
+    del tree, live, inputs, reached
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
     known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(
@@ -240,7 +212,20 @@ def _discover(
         makes_leaves=len(alive) < len(watched),
     )
     drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
-    return traits, observed.something_lives(), looks, own, not drew and not traits.buffers
+    lives = observed.something_lives()
+
+    def again() -> bool:
+        generators.restore()
+        host.restore()
+        snapshot.put_back()
+        with torch.enable_grad(), probe.autocast.entered(cache=False):
+            found, _ = take_apart(stage.function(state.tree(probe.guarded(0, state)[0])))
+        return found.same_structure(out) and all(map(same_bits, found.tensors, out.tensors))
+
+    drawn = check_runs_alike(stage, belongings, again, changes)
+    if drawn:
+        traits = replace(traits, draws_host=True, generators=drawn)
+    return traits, lives, looks, own, not drew and not drawn and not traits.buffers
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
@@ -255,94 +240,14 @@ def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
             )
 
 
-def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: MemoryWatch) -> tuple[StageCost, Tape]:
-    """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
-    held: dict[int, int] = {}
-    packed: list[weakref.ref[torch.Tensor]] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.update(storages((tensor,)))
-        own = tensor.detach()  # as in Observer
-        packed.append(weakref.ref(own))
-        return own
-
-    runner.hooks = lambda _: (pack, lambda tensor: tensor)
-    with watch.measured() as meter:
-        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(0, state))
-    runner.hooks = None
-    inputs, outputs = storages(state.tensors), storages(out.tensors)
-    saved = max(0, meter.end_nbytes - output_nbytes)
-    cost = StageCost(
-        0.0,
-        0.0,
-        output_nbytes,
-        saved,
-        reads_input=any(a in inputs for a in held),
-        reads_output=any(a in outputs and a not in inputs for a in held),
-        record_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
-        record_seconds=seconds,
-        saved_storages=copies_to_move([own for one in packed if (own := one()) is not None]),
-    )
-    return cost, tape
-
-
-def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
-    """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
-    there beside what it frees), and its peak with these."""
-    cotangents = _cotangents(tape, out)
-    with watch.measured() as meter:
-        seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
-    made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
-    return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
-
-
-def _cotangents(tape: Tape, out: State) -> list[torch.Tensor | None]:
-    edges = zip(out.tensors, tape.edges, strict=True)
-    return [None if edge is None else torch.ones_like(t) for t, edge in edges]
-
-
-def _measure_skewed(
-    stage: Stage, state: State, out: State, traits: Traits, watch: MemoryWatch, snapshot: BufferSnapshot
-) -> Skewed | None:
-    """What the stage takes when its tokens are all alike; None where it cannot be run on such."""
-    state = skewed(state, out)
-    try:
-        runner = Runner([stage], [traits], watch.device, once=(0,))
-        with watch.measured() as meter:
-            out = runner.forward(0, state)
-        snapshot.put_back()
-        output_nbytes = _made_nbytes(state, out)
-        runner = Runner([stage], [traits], watch.device, once=(0,))
-        cost, tape = _measure_record(runner, state, output_nbytes, watch)
-        _, extra, peak = _measure_backward(runner, tape, out, watch)
-    except Exception:  # the user's code may stumble over such a batch
-        return None
-    finally:
-        snapshot.put_back()
-    forward_extra = max(0, meter.peak_nbytes - output_nbytes)
-    return Skewed(cost.saved_nbytes, forward_extra, cost.recorded_extra_nbytes, extra, peak)
-
-
-def _made_nbytes(state: State, out: State) -> int:
-    """Bytes of ``out`` that are not those of ``state``."""
-    held = storages(state.tensors)
-    return sum(n for a, n in storages(out.tensors).items() if a not in held)
-
-
-def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, result
-
-
 @contextlib.contextmanager
 def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[object] = ()) -> Iterator[None]:
-    """Random generators (``own``: and these) and the stages' buffers are afterwards as they were before."""
+    """Random generators (``own``: and these), the stages' buffers and what else they hold are afterwards as before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
     try:
-        with unchanged_generators(device, own):
+        with unchanged_generators(device, own), contextlib.ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(unchanged(stage.modules, stage.function))
             yield
     finally:
         for snapshot in snapshots:

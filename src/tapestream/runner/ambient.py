@@ -84,7 +84,7 @@ class HostGenerators:
     @classmethod
     def capture(cls, own: Iterable[object] = ()) -> "HostGenerators":
         """The states as they are now. ``own``: objects of `GENERATORS`."""
-        states = tuple((one, _state_of(one)) for one in own)
+        states = tuple((one, state_of(one)) for one in own)
         return cls(random.getstate(), numpy.random.get_state(legacy=False), states)
 
     def restore(self) -> None:
@@ -92,12 +92,12 @@ class HostGenerators:
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         for one, state in self.own:
-            _set_state(one, state)
+            set_state(one, state)
 
     def equals(self, other: "HostGenerators") -> bool:
         """Nothing was drawn in between."""
         mine, theirs = self.numpy["state"], other.numpy["state"]
-        if self.python != other.python or not _same(self.own, other.own):
+        if self.python != other.python or not same_states(self.own, other.own):
             return False
         return mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
 
@@ -106,25 +106,26 @@ GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState,
 """Random generators that are objects of their own."""
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_states(one: Any, other: Any) -> bool:
     """Whether two states, or the same generators with their states, are equal throughout."""
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same_states(value, other[key]) for key, value in one.items())
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_states, one, other))
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return one is other or numpy.array_equal(one, other)
 
 
-def _state_of(one: Any) -> Any:
-    """A copy: none of these generators shows its own."""
+def state_of(one: Any) -> Any:
+    """Of an object of `GENERATORS`. A copy: none of them shows its own."""
     if isinstance(one, random.Random):
         return one.getstate()
     return one.bit_generator.state if isinstance(one, numpy.random.Generator) else one.get_state()
 
 
-def _set_state(one: Any, state: Any) -> None:
+def set_state(one: Any, state: Any) -> None:
+    """Set it to what `state_of` gave."""
     if isinstance(one, random.Random):
         one.setstate(state)
     elif isinstance(one, numpy.random.Generator):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tapestream.errors import GradientError
+from tapestream.errors import GradientError, InputError
 
 
 class Guard(torch.autograd.Function):
@@ -100,3 +100,17 @@ def check_differentiated_once(what: str, instead: str) -> None:
             f"{what} was differentiated with create_graph=True, but its gradients cannot be differentiated again; "
             f"leave create_graph out, or {instead}"
         )
+
+
+@contextlib.contextmanager
+def refusing_transforms(name: str) -> Iterator[None]:
+    """Raise InputError where what runs inside, while saved tensors are taken note of, calls ``torch.func.grad``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise InputError(
+            f"{name} calls torch.func's grad, vjp, jacrev or hessian, which cannot be used where saved tensors are "
+            "dropped and recomputed; make it a torch.autograd.Function that calls torch.autograd.grad in its forward"
+        ) from error

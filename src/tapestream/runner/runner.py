@@ -273,11 +273,11 @@ class Runner:
                 yield
             elif seen is None:
                 generators = TorchGenerators.capture(self.device)
-                host = HostGenerators.capture() if traits.draws_host else None
+                host = HostGenerators.capture(traits.generators) if traits.draws_host else None
                 buffers = BufferSnapshot.for_recomputes(traits.buffers) if traits.buffers else None
                 yield
                 drew = not generators.equals(TorchGenerators.capture(self.device))
-                if host is not None and host.equals(HostGenerators.capture()):
+                if host is not None and host.equals(HostGenerators.capture(traits.generators)):
                     host = None
                 self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k))
             else:
@@ -293,7 +293,7 @@ class Runner:
             stack.callback(TorchGenerators.capture(self.device).restore)
             seen.torch_generators.restore()
         if seen.host_generators is not None:
-            stack.callback(HostGenerators.capture().restore)
+            stack.callback(HostGenerators.capture(one for one, _ in seen.host_generators.own).restore)
             seen.host_generators.restore()
 
     def _versions(self, k: int) -> tuple[int | Mark, ...]:

@@ -18,20 +18,21 @@ class Traits:
     """What profiling found about one stage under one setting of shapes, modes and autocast.
 
     ``mutates``: input tensors that it changes in place; ``dense``: those of them whose cotangents leave it contiguous,
-    as they are views in plain PyTorch. ``buffers``: buffers that it writes. ``draws_host``: it may
-    draw from Python's or NumPy's generator. ``calls_autograd``: it differentiates inside itself, so its tape must
-    live until it ends. ``plain_forward``: running it under ``no_grad`` gave the same bits. ``casts_twice``: under
-    autocast it casts one weight for several uses; ``casts``: ids of leaves of which it uses nothing but casts;
-    ``uncast``: ids of leaves that it uses as they are. ``requires``: which output tensors carry a gradient.
-    ``saved``: how many tensors it saves for its backward, where what follows the last of them may be left out of a
-    recompute. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made
-    inside and gone with it.
+    as they are views in plain PyTorch. ``buffers``: buffers that it writes. ``draws_host``: it may draw from Python's
+    or NumPy's generator; ``generators``: those that are objects of its own, from which it draws. ``calls_autograd``: it
+    differentiates inside itself, so its tape must live until it ends. ``plain_forward``: running it under ``no_grad``
+    gave the same bits. ``casts_twice``: under autocast it casts one weight for several uses; ``casts``: ids of leaves
+    of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
+    tensors carry a gradient. ``saved``: how many tensors it saves for its backward, where what follows the last of
+    them may be left out of a recompute. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
+    ends at others too, made inside and gone with it.
     """
 
     mutates: frozenset[int] = frozenset()
     dense: frozenset[int] = frozenset()
     buffers: tuple[Slot, ...] = ()
     draws_host: bool = True
+    generators: tuple[Any, ...] = ()
     calls_autograd: bool = False
     plain_forward: bool = False
     casts_twice: bool = True

@@ -1,5 +1,6 @@
 """Steps of many kinds, and a plain Python loop to compare with."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -253,3 +254,17 @@ def assert_equal(one: Result, other: Result) -> None:
         assert same(a, b) if isinstance(a, Tensor) else a == b
     assert all(same(a, b) for a, b in zip(one.gradients, other.gradients, strict=True))
     assert all(same(a, b) for a, b in zip(one.extra, other.extra, strict=True))
+
+
+class Ticks:
+    """Counts runs of a step, recomputes too. A step that counts them otherwise is refused, as it runs again."""
+
+    def __init__(self):
+        self._count = itertools.count()
+
+    def tick(self):
+        next(self._count)
+
+    @property
+    def number(self):
+        return int(repr(self._count).removeprefix("count(").removesuffix(")"))

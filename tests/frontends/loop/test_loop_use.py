@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy
 import pytest
 import torch
-from looping import captured, differentiated, dropout_module, lstm_cell, same, seeded, tanh_rnn
+from looping import Ticks, captured, differentiated, dropout_module, lstm_cell, same, seeded, tanh_rnn
 from torch import nn
 
 import tapestream as ts
@@ -20,21 +20,19 @@ from tapestream.planners._recurrences import least_forwards
 
 @pytest.mark.parametrize(("steps", "slots"), [(1, 1), (10, 2), (10, 3), (100, 5), (137, 9)])
 def test_executed_steps_are_those_of_revolve(steps, slots):
-    calls = 0
-    weight = torch.ones(3, requires_grad=True)
+    ticks, weight = Ticks(), torch.ones(3, requires_grad=True)
 
     def step(h):
-        nonlocal calls
-        calls += 1
+        ticks.tick()
         return torch.sin(h * weight)
 
     run = ts.Loop(step, planner="revolve", slots=slots)
     run(torch.ones(3), steps=steps).sum().backward()
     assert run.plan.simulation.forwards == steps + least_forwards(steps, slots)
-    calls, again = 0, run(torch.ones(3), steps=steps)
-    watched = calls - (steps - 1)  # all but the last forward, which is recorded, and what watching took
+    again = run(torch.ones(3), steps=steps)
+    before = ticks.number - (steps - 1)  # all but the last forward, which is recorded, and what watching took
     again.sum().backward()
-    assert calls - watched + 1 == steps + least_forwards(steps, slots)
+    assert ticks.number - before + 1 == steps + least_forwards(steps, slots)
 
 
 def test_recomputing_is_said():

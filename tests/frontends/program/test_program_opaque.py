@@ -284,6 +284,11 @@ class Odd(nn.Module):
             case "weight":
                 with torch.no_grad():
                     self.linear.weight.mul_(0.9)
+            case "registers":
+                if not hasattr(self, "late"):
+                    self.register_buffer("late", torch.zeros(8))
+                self.late += 1
+                x = x + self.late
             case "seeds":
                 torch.manual_seed(3)
         return torch.tanh(self.linear(x))
@@ -295,6 +300,7 @@ class Odd(nn.Module):
         ("writes", "Odd, taken as one operation, writes into an argument"),
         ("captures", "Odd, taken as one operation, uses a"),
         ("captures constants", "Odd, taken as one operation, uses a tensor"),
+        ("registers", "registers a buffer while it runs"),
         ("counts", "sets its attribute 'count'"),
         ("random", "draws from Python's"),
         ("generator", "draws from Python's or NumPy's generators, or from its own"),

@@ -147,6 +147,8 @@ class Taken:
             raise _refused(name, "draws from Python's or NumPy's generators, or from its own", "draw from torch's")
         if (changed := Attributes(module).difference(state.attributes)) is not None:
             raise _refused(name, f"sets its attribute {changed!r} while it runs", "return it")
+        if sum(b is not None for m in state.modules for b in m._buffers.values()) != len(buffers):
+            raise _refused(name, "registers a buffer while it runs", "register it before")
         if any(place.get(key) is not b for (place, key), b in zip(new.buffers, buffers, strict=True)):
             raise _refused(name, "replaces a buffer", "copy_() into the buffer")
         _check_graph(name, result, since, reached)

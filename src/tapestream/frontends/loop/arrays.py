@@ -1,8 +1,9 @@
 """``adjoint=``: loops over NumPy arrays, for solvers written in other languages."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,10 +16,12 @@ from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.traits import Body, StepTraits, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Called, Inputs, Rows, source_of
-from tapestream.frontends.loop.look import check_repeats
+from tapestream.frontends.loop.look import check_repeats, first_difference
 from tapestream.frontends.loop.reach import generators_behind
 from tapestream.planning.profile import undisturbed
+from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import HostGenerators, as_recompute
+from tapestream.runner.belongings import Belongings
 from tapestream.runner.stage import Stage
 
 _OBJECT_NBYTES = 300
@@ -68,16 +71,13 @@ def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify
         state = _copied(start)
         mutates: set[int] = set()
         for number, x in enumerate(given):
-            before, given_state = _copied(state), state
+            before, given_state, belongings = _copied(state), state, Belongings(stage.modules, stage.function)
             began = time.perf_counter()
             state = stage.function(state, *x)
             seconds = time.perf_counter() - began
             form.check(state, number)
-            if verify and number == 0:
-                after = HostGenerators.capture(own)
-                host.restore()
-                check_repeats(state, stage.function(_copied(start), *x), form)
-                after.restore()
+            if number == 0:
+                _check_first(stage, belongings, state, partial(_again, stage, start, x, host), form, verify)
             pairs = zip(form.leaves(before), form.leaves(given_state), strict=True)
             mutates |= {i for i, (a, b) in enumerate(pairs) if isinstance(b, numpy.ndarray) and not _same(a, b)}
         draws = not host.equals(HostGenerators.capture(own))
@@ -90,6 +90,23 @@ def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify
     cost = StageCost(seconds, backward_seconds, nbytes, nbytes, backward_extra_nbytes=2 * nbytes)
     body = Body(stage.function, form, traits, source, None, torch.device("cpu"))
     return replace(task, body=body), cost
+
+
+def _again(stage: Stage, start: Any, given: tuple[Any, ...], host: HostGenerators) -> Any:
+    """The first step once more, after which generators are as they are now."""
+    after = HostGenerators.capture(one for one, _ in host.own)
+    host.restore()
+    state = stage.function(_copied(start), *given)
+    after.restore()
+    return state
+
+
+def _check_first(
+    stage: Stage, before: Belongings, state: Any, again: Callable[[], Any], form: Form, verify: bool
+) -> None:
+    check_runs_alike(stage, before, lambda: first_difference(state, again(), form) is None, [])
+    if verify:
+        check_repeats(state, again(), form)
 
 
 def runner_with(adjoint: Adjoint) -> Any:

@@ -16,8 +16,10 @@ from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
 from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
+from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.runner import hooks_off
+from tapestream.runner.stage import Stage
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -122,6 +124,9 @@ class TensorCall:
             stack.enter_context(unchanged_generators(device, traits.generators))
             stack.enter_context(self._autocast())
             stack.enter_context(hooks_off(traits.leaves))
+            if traits.leaves_behind:
+                stage = Stage(0, self.task.body.function)
+                stack.enter_context(unchanged(stage.modules, stage.function))
             if traits.buffers:
                 stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
             yield

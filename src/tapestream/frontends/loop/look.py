@@ -13,7 +13,9 @@ from tapestream.executor.loop.traits import StepTraits, Sweep
 from tapestream.frontends.loop.reach import generators_behind, tensors_behind
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
+from tapestream.runner.belongings import Belongings, Change
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import replica
@@ -51,7 +53,16 @@ def look_at(
             host_before.restore()
             buffers.put_back()
 
+        belongings = Belongings(stage.modules, step)
         found = [watch(step, state, first, form, given[0], split, 0)]
+
+        def repeats() -> bool:
+            again()
+            once_more = watch(step, state, first, form, given[0], split, 0)
+            return _same([(list(form.leaves(once_more.state)), _outputs(once_more))], found)
+
+        left: list[Change] = []
+        of_generators = check_runs_alike(stage, belongings, repeats, left)
         mask = found[0].requires
         twice = len(given) > 1 and not (ended is not None and ended(found[0].state))
         for _ in range(2 * twice):
@@ -64,6 +75,7 @@ def look_at(
         written = buffers.changed()
         traits = _merged(stage, found, first, mask, device)
         traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host, generators=own)
+        traits = replace(traits, leaves_behind=len(left) > len(of_generators))
         again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
@@ -123,10 +135,14 @@ def _same(runs: list[tuple[Any, Any]], found: list[Watched]) -> bool:
     if len(runs) != len(found):
         return False
     for (state, output), one in zip(runs, found, strict=True):
-        expected = (*Form.of(one.state).leaves(one.state), *Form.of(one.output).leaves(one.output))
+        expected = (*Form.of(one.state).leaves(one.state), *_outputs(one))
         if not all(_equal(a, b) for a, b in zip((*state, *output), expected, strict=True)):
             return False
     return True
+
+
+def _outputs(one: Watched) -> list[Any]:
+    return list(Form.of(one.output).leaves(one.output))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -138,14 +154,19 @@ def _equal(a: Any, b: Any) -> bool:
 
 def check_repeats(one: Any, other: Any, form: Form) -> None:
     """Raise GradientError naming the first leaf in which the states after two runs from one state differ."""
+    part = first_difference(one, other, form)
+    if part is not None:
+        raise GradientError(
+            f"Loop: the step is not deterministic: two runs with the same state, random state and buffers give "
+            f"different {part.name}. Gradients of a recomputed step would be wrong; take its randomness from "
+            "torch's, Python's or NumPy's generators, and keep counts in the state"
+        )
+
+
+def first_difference(one: Any, other: Any, form: Form) -> Leaf | None:
+    """The first leaf in which two states of that form differ."""
     pairs = zip(form.parts, form.leaves(one), form.leaves(other), strict=True)
-    for part, a, b in pairs:
-        if not _repeated(part, a, b):
-            raise GradientError(
-                f"Loop: the step is not deterministic: two runs with the same state, random state and buffers give "
-                f"different {part.name}. Gradients of a recomputed step would be wrong; take its randomness from "
-                "torch's, Python's or NumPy's generators, and keep counts in the state"
-            )
+    return next((part for part, a, b in pairs if not _repeated(part, a, b)), None)
 
 
 def _repeated(part: Leaf, a: Any, b: Any) -> bool:

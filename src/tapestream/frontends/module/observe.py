@@ -20,9 +20,10 @@ from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
-from tapestream.planning.profile import Alike, collector_off, profile_stage
+from tapestream.planning.profile import Profiled, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
+from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import tensors_in
@@ -84,7 +85,7 @@ class Observation:
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
         self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
-        self._alike: Alike = {}
+        self._profiled = Profiled()
         self.segments: list[Segment] = []
         self._link = Link()
         self._left_out = LeftOut(model, blocks[:wide])
@@ -103,6 +104,7 @@ class Observation:
         snapshot = BufferSnapshot.take(buffer_slots(outside))
         try:
             with (
+                unchanged(outside),
                 unchanged_generators(self.device),
                 hooks_unchanged(list(self.model.modules())),
                 self._uncached(),
@@ -119,6 +121,7 @@ class Observation:
             written = bool(snapshot.changed())
         finally:
             snapshot.put_back()
+            self._profiled.put_back()
         return Observed(
             self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written, frozenset(self._direct.found)
         )
@@ -232,7 +235,7 @@ class Observation:
         try:
             if self.verify:
                 check_deterministic([stage], state, self.device)
-            cost, traits, out = profile_stage(stage, state, watch, self._alike)
+            cost, traits, out = profile_stage(stage, state, watch, self._profiled)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)

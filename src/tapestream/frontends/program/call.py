@@ -34,6 +34,7 @@ from tapestream.ir import (  # fmt: skip
 )
 from tapestream.ir import Record as RecordStage
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
+from tapestream.runner.guards import refusing_transforms
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -52,7 +53,7 @@ class Sweep:
 
 def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder: Recorder) -> Sweep:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
-    with recorder.listening():
+    with refusing_transforms("Program"), recorder.listening():
         result = function()
     found = found_in(result)
     numbers = [n for t in found if (n := recorder.numbers.of(t)) is not None and n >= 0]

@@ -1,0 +1,147 @@
+"""What a stage costs: bytes and seconds of its forward, of its recording and of its backward, measured."""
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from tapestream.costs import StageCost
+from tapestream.executor.travel.cargo import copies_to_move
+from tapestream.planning.uneven import Skewed, skewed
+from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.runner import Runner, Tape
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, storages
+from tapestream.storage.meter import MemoryWatch
+
+SHORT_SECONDS = 5e-3
+_COLD = 4  # times a forward: a first backward that takes longer is timed again
+_SETTLING_SECONDS, _MOST_RUNS = 0.02, 8
+T = TypeVar("T")
+
+
+def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool) -> tuple[StageCost, State]:
+    """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
+    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
+    device = watch.device
+    if first and device.type == "cuda":
+        _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
+    with watch.measured() as meter:
+        seconds, out = _clock(device, lambda: runner.forward(0, state))
+    output_nbytes = _made_nbytes(state, out)
+    cost, tape = _measure_record(runner, state, output_nbytes, watch)
+    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
+    if first and seconds >= SHORT_SECONDS and backward_seconds > _COLD * seconds:  # short: see `_settled`
+        again, tape = _measure_record(runner, state, output_nbytes, watch)
+        cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
+        backward_seconds = min(backward_seconds, _measure_backward(runner, tape, out, watch)[0])
+    return replace(
+        cost,
+        forward_seconds=seconds,
+        backward_seconds=backward_seconds,
+        forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
+        backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
+        cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
+    ), out
+
+
+def settled(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
+    """The cost with the least seconds of several runs: the first few of a short stage, in which memory is fetched from
+    the system and caches fill, take several times as long as the thousands that follow."""
+    forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
+    end = time.perf_counter() + _SETTLING_SECONDS
+    for _ in range(_MOST_RUNS):
+        forward = min(forward, _clock(device, lambda: runner.forward(0, state))[0])
+        seconds, (_, tape) = _clock(device, lambda: runner.record(0, state))
+        record = min(record, seconds)
+        run = partial(runner.backward, 0, tape, _cotangents(tape, out), {})
+        backward = min(backward, _clock(device, run)[0])
+        if time.perf_counter() > end:
+            break
+    return replace(cost, forward_seconds=forward, record_seconds=record, backward_seconds=backward)
+
+
+def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: MemoryWatch) -> tuple[StageCost, Tape]:
+    """Record once: saved bytes beyond output and input, transient bytes, which states the tape holds."""
+    held: dict[int, int] = {}
+    packed: list[weakref.ref[torch.Tensor]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.update(storages((tensor,)))
+        own = tensor.detach()  # as in Observer
+        packed.append(weakref.ref(own))
+        return own
+
+    runner.hooks = lambda _: (pack, lambda tensor: tensor)
+    with watch.measured() as meter:
+        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(0, state))
+    runner.hooks = None
+    inputs, outputs = storages(state.tensors), storages(out.tensors)
+    saved = max(0, meter.end_nbytes - output_nbytes)
+    cost = StageCost(
+        0.0,
+        0.0,
+        output_nbytes,
+        saved,
+        reads_input=any(a in inputs for a in held),
+        reads_output=any(a in outputs and a not in inputs for a in held),
+        record_extra_nbytes=max(0, meter.peak_nbytes - meter.end_nbytes),
+        record_seconds=seconds,
+        saved_storages=copies_to_move([own for one in packed if (own := one()) is not None]),
+    )
+    return cost, tape
+
+
+def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
+    """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
+    there beside what it frees), and its peak with these."""
+    cotangents = _cotangents(tape, out)
+    with watch.measured() as meter:
+        seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
+    made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
+    return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
+
+
+def _cotangents(tape: Tape, out: State) -> list[torch.Tensor | None]:
+    edges = zip(out.tensors, tape.edges, strict=True)
+    return [None if edge is None else torch.ones_like(t) for t, edge in edges]
+
+
+def measure_skewed(
+    stage: Stage, state: State, out: State, traits: Traits, watch: MemoryWatch, snapshot: BufferSnapshot
+) -> Skewed | None:
+    """What the stage takes when its tokens are all alike; None where it cannot be run on such."""
+    state = skewed(state, out)
+    try:
+        runner = Runner([stage], [traits], watch.device, once=(0,))
+        with watch.measured() as meter:
+            out = runner.forward(0, state)
+        snapshot.put_back()
+        output_nbytes = _made_nbytes(state, out)
+        runner = Runner([stage], [traits], watch.device, once=(0,))
+        cost, tape = _measure_record(runner, state, output_nbytes, watch)
+        _, extra, peak = _measure_backward(runner, tape, out, watch)
+    except Exception:  # the user's code may stumble over such a batch
+        return None
+    finally:
+        snapshot.put_back()
+    forward_extra = max(0, meter.peak_nbytes - output_nbytes)
+    return Skewed(cost.saved_nbytes, forward_extra, cost.recorded_extra_nbytes, extra, peak)
+
+
+def _made_nbytes(state: State, out: State) -> int:
+    """Bytes of ``out`` that are not those of ``state``."""
+    held = storages(state.tensors)
+    return sum(n for a, n in storages(out.tensors).items() if a not in held)
+
+
+def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result

@@ -1,0 +1,296 @@
+"""What modules and functions hold besides parameters and buffers: lists, objects, tensors and generators in attributes,
+in closures and in the globals that they name. A run that changes it may find something else the next time."""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LISTS, _SETS = (list, tuple, deque), (set, frozenset)
+_EVERY_MODULES = frozenset(vars(nn.Module()))
+_DEEPEST, _MOST, _MOST_NBYTES = 4, 10_000, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Stands for a buffer of that name among the attributes of a module."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Absent:
+    """There was no such attribute."""
+
+
+@dataclass(slots=True)
+class _Thing:
+    """An object as it was. ``mark``: a tensor's version, a generator's state, an array's content, a list's length;
+    ``copy``: of a tensor that was not there before; ``inside``: what it holds, by key (plain values themselves)."""
+
+    value: Any
+    mark: Any = None
+    copy: torch.Tensor | None = None
+    inside: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``holder`` (a module, container, object or generator) had ``before`` under ``key``, or as its own content (None).
+    ``name``: of the attribute, variable or global by which it is reached, with its owner."""
+
+    holder: Any
+    key: Any
+    before: Any
+    name: str
+
+    @property
+    def makes_attribute(self) -> bool:
+        """Whether a module has a new attribute."""
+        return isinstance(self.holder, nn.Module) and self.before is _Absent
+
+    def put_back(self) -> None:
+        """Let it be there again. What tensors held before they were written into is not known any more."""
+        holder, before = self.holder, self.before
+        if self.key is None:
+            _refill(holder, before)
+            return
+        value = before.value if isinstance(before, _Thing) else before
+        if isinstance(self.key, _Buffer):
+            holder._buffers.pop(self.key.name, None)
+        elif isinstance(holder, (dict, types.FunctionType)) or hasattr(holder, "__dict__"):
+            place = holder if isinstance(holder, dict) else _place_of(holder)
+            if value is _Absent:
+                place.pop(self.key, None)
+            else:
+                place[self.key] = value
+        elif value is not _Absent:
+            setattr(holder, self.key, value)
+
+
+class Belongings:
+    """What ``modules``, and ``function`` where it is no module, hold now, a few objects deep."""
+
+    def __init__(self, modules: Sequence[nn.Module], function: Any = None, since: "Belongings | None" = None) -> None:
+        """``since``: earlier ones to be compared with; tensors that were not there then are copied."""
+        self._since, self._seen = since, {id(module) for module in modules}
+        self.versions: dict[int, int] = {}
+        self.generators: list[Any] = []
+        self._roots = [self._module(module) for module in modules]
+        self._hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+        if function is not None and not isinstance(function, nn.Module):
+            self._roots.append(self._look(function, _DEEPEST))
+
+    def changes(self, later: "Belongings") -> list[Change]:
+        """What of these is another in ``later``. Where hooks were registered in between, attributes that are new stay:
+        one of them may tell that this has been done."""
+        found: list[Change] = []
+        for old, new in zip(self._roots, later._roots, strict=False):
+            if isinstance(old, _Thing) and isinstance(new, _Thing) and old.value is new.value:
+                owner = getattr(old.value, "__name__", type(old.value).__name__)
+                found.extend(_inside(old, new, owner))
+        hooked = self._hooks != later._hooks
+        return [change for change in found if not (hooked and change.makes_attribute)]
+
+    def _module(self, module: nn.Module) -> _Thing:
+        thing = _Thing(module)
+        for name, value in vars(module).items():
+            if name not in _EVERY_MODULES:
+                thing.inside[name] = value if type(value) in _PLAIN else self._look(value, _DEEPEST)
+        since = self._since
+        known = None if since is None else next((one.inside for one in since._roots if one.value is module), None)
+        for name, buffer in module._buffers.items():
+            new = known is not None and _Buffer(name) not in known
+            thing.inside[_Buffer(name)] = self._look(buffer, 1) if new else True
+        return thing
+
+    def _look(self, value: Any, deep: int) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        thing = _Thing(value)
+        if id(value) in self._seen:
+            return thing
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            thing.mark = self.versions[id(value)] = -1 if value.is_inference() else value._version
+            if self._since is not None and self._since.versions.get(id(value)) != thing.mark:
+                thing.copy = value.detach().clone()
+        elif isinstance(value, GENERATORS):
+            thing.mark = state_of(value)
+            self.generators.append(value)
+        elif isinstance(value, numpy.ndarray):
+            thing.mark = value.copy() if value.nbytes <= _MOST_NBYTES and value.dtype.kind != "O" else None
+        elif deep > 0:
+            items = _items(value)
+            if isinstance(value, (*_LISTS, *_SETS)) or len(items) > _MOST:
+                thing.mark = len(items)
+            if len(items) <= _MOST:
+                thing.inside = {key: self._look(item, deep - 1) for key, item in items.items()}
+        return thing
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """What ``value`` holds, by key; nothing where that is none of a stage's business."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, _LISTS):
+        return dict(enumerate(value))
+    if isinstance(value, _SETS):
+        return dict.fromkeys(value)
+    if isinstance(value, functools.partial):
+        return {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"__func__": value.__func__, "__self__": value.__self__}
+    if isinstance(value, types.FunctionType):
+        return _named(value)
+    if isinstance(value, types.CellType):
+        return {"cell_contents": next(iter(_content(value)), None)}
+    own = type(value).__module__.startswith("tapestream.frontends.")
+    if own or isinstance(value, (type, types.ModuleType, nn.Module)) or inspect.isbuiltin(value):
+        return {}
+    slots = (name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name))
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _slots_of(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ())
+    return [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
+
+
+def _named(function: types.FunctionType) -> dict[Any, Any]:
+    """Cells and defaults by number, and numbers, lists, dictionaries, sets, tensors and generators by global name."""
+    kinds = (*_PLAIN, list, dict, set, deque, torch.Tensor, numpy.ndarray, *GENERATORS)
+    known = function.__globals__
+    named = {name: known[name] for name in function.__code__.co_names if name in known}
+    found: dict[Any, Any] = {name: value for name, value in named.items() if isinstance(value, kinds)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return found | {(name, "closed over"): cell for name, cell in cells} | dict(enumerate(function.__defaults__ or ()))
+
+
+def _content(cell: types.CellType) -> Iterator[Any]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # empty
+        return
+
+
+def _inside(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
+    """How one object has changed; ``name``: how it is reached."""
+    if old.mark is not None and not _same_mark(old, new):
+        yield Change(old.value, None, old, name)
+    if isinstance(old.value, (*_LISTS, *_SETS)):
+        if old.mark == new.mark:
+            yield from _inside_list(old, new, name)
+        return
+    for key in {**old.inside, **new.inside}:
+        before, after = old.inside.get(key, _Absent), new.inside.get(key, _Absent)
+        called = name if isinstance(old.value, types.CellType) else _called(name, key)
+        if _is_one(before, after):
+            yield from _inside(before, after, called)
+        elif not _equal(before, after):
+            yield Change(old.value, key, before, called)
+
+
+def _called(owner: str, key: Any) -> str:
+    if isinstance(key, tuple) and len(key) == 2:  # see `_named`
+        key = key[0]
+    return f"{owner}.{key}" if isinstance(key, (str, _Buffer)) else owner
+
+
+def _inside_list(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
+    for key, before in old.inside.items():
+        after = new.inside.get(key, _Absent)
+        if _is_one(before, after):
+            yield from _inside(before, after, name)
+        elif not _equal(before, after):
+            yield Change(old.value, None, old, name)
+            return
+
+
+def _is_one(old: Any, new: Any) -> bool:
+    return isinstance(old, _Thing) and isinstance(new, _Thing) and old.value is new.value
+
+
+def _same_mark(old: _Thing, new: _Thing) -> bool:
+    if isinstance(old.value, torch.Tensor):
+        return old.mark == new.mark or (old.copy is not None and same_bits(old.copy, new.value))
+    if isinstance(old.value, GENERATORS):
+        return same_states(old.mark, new.mark)
+    if isinstance(old.value, numpy.ndarray):
+        if old.mark is None or new.mark is None:  # too large to be kept
+            return True
+        return bool(numpy.array_equal(old.mark, new.mark, equal_nan=old.mark.dtype.kind in "fc"))
+    return bool(old.mark == new.mark)
+
+
+def _equal(old: Any, new: Any) -> bool:
+    """Whether two objects hold the same, as far as one can tell."""
+    if not isinstance(old, _Thing) or not isinstance(new, _Thing):
+        return type(old) is type(new) and (old is new or bool(old == new) or (old != old and new != new))
+    if type(old.value) is not type(new.value):
+        return False
+    if old.value is new.value:
+        return not any(True for _ in _inside(old, new, ""))
+    if isinstance(old.value, torch.Tensor):
+        return same_bits(old.value if old.copy is None else old.copy, new.value)
+    if isinstance(old.value, (numpy.ndarray, *GENERATORS)):
+        return _same_mark(old, new)
+    pairs = ((before, new.inside.get(key, _Absent)) for key, before in old.inside.items())
+    return old.inside.keys() == new.inside.keys() and all(_equal(before, after) for before, after in pairs)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.device.type == "meta":
+        return True
+    return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _place_of(holder: Any) -> Any:
+    return holder.__globals__ if isinstance(holder, types.FunctionType) else vars(holder)
+
+
+def _refill(holder: Any, before: _Thing) -> None:
+    held = [one.value if isinstance(one, _Thing) else one for one in before.inside.values()]
+    if isinstance(holder, GENERATORS):
+        set_state(holder, before.mark)
+    elif isinstance(holder, numpy.ndarray):
+        numpy.copyto(holder, before.mark)
+    elif isinstance(holder, set):
+        holder.clear()
+        holder.update(before.inside)
+    elif isinstance(holder, (list, deque)) and len(held) == before.mark:  # else too many to be looked at
+        holder.clear()
+        holder.extend(held)
+
+
+@contextlib.contextmanager
+def unchanged(modules: Sequence[nn.Module], function: Any = None) -> Iterator[None]:
+    """They hold afterwards what they held before; attributes that are new stay."""
+    before = Belongings(modules, function)
+    try:
+        yield
+    finally:
+        changes = before.changes(Belongings(modules, function))
+        undo([change for change in changes if not change.makes_attribute])
+
+
+def undo(changes: Sequence[Change]) -> None:
+    """Put back what was before, the latest first."""
+    for change in reversed(changes):
+        change.put_back()
