@@ -17,6 +17,7 @@ from torch import nn
 from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN_TYPES = frozenset(_PLAIN)
 _LISTS, _SETS = (list, tuple, deque), (set, frozenset)
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 _DEEPEST, _MOST, _MOST_NBYTES = 4, 10_000, 2**20
@@ -109,7 +110,7 @@ class Belongings:
         thing = _Thing(module)
         for name, value in vars(module).items():
             if name not in _EVERY_MODULES:
-                thing.inside[name] = value if type(value) in _PLAIN else self._look(value, _DEEPEST)
+                thing.inside[name] = self._look(value, _DEEPEST)
         since = self._since
         known = None if since is None else next((one.inside for one in since._roots if one.value is module), None)
         for name, buffer in module._buffers.items():
@@ -118,7 +119,7 @@ class Belongings:
         return thing
 
     def _look(self, value: Any, deep: int) -> Any:
-        if isinstance(value, _PLAIN):
+        if _plain(value):
             return value
         thing = _Thing(value)
         if id(value) in self._seen:
@@ -142,6 +143,13 @@ class Belongings:
         return thing
 
 
+def _plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return True
+    return all(type(item) in _PLAIN_TYPES for item in value) if kind is tuple else isinstance(value, _PLAIN)
+
+
 def _items(value: Any) -> dict[Any, Any]:
     """What ``value`` holds, by key; nothing where that is none of a stage's business."""
     if isinstance(value, dict):
@@ -158,8 +166,11 @@ def _items(value: Any) -> dict[Any, Any]:
         return _named(value)
     if isinstance(value, types.CellType):
         return {"cell_contents": next(iter(_content(value)), None)}
-    own = type(value).__module__.startswith("tapestream.frontends.")
-    if own or isinstance(value, (type, types.ModuleType, nn.Module)) or inspect.isbuiltin(value):
+    if (
+        type(value).__module__.startswith("tapestream.")
+        or isinstance(value, (type, types.ModuleType, nn.Module))
+        or inspect.isbuiltin(value)
+    ):
         return {}
     slots = (name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name))
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
