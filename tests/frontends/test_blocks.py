@@ -1,6 +1,7 @@
 """Which modules are found to be blocks, and how they may be named."""
 
 import pytest
+import torch
 from torch import nn
 
 from tapestream.errors import InputError
@@ -98,3 +99,59 @@ def test_one_block_by_its_name() -> None:
 def test_an_unknown_name_lists_the_classes(name: object) -> None:
     with pytest.raises(InputError, match=r"blocks= names '\w+', but ModuleDict has no module or class.*Linear"):
         find_blocks(tower(2), name)  # type: ignore[arg-type]
+
+
+class Owner(nn.Module):
+    """Holds modules under the names given."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def test_an_activation_of_all_blocks_is_no_overlap() -> None:
+    activation, dropout = nn.GELU(), nn.Sequential(nn.Dropout(0.1), nn.Identity())
+    blocks = [nn.Sequential(nn.Linear(8, 8), activation, dropout) for _ in range(3)]
+    assert find_blocks(nn.ModuleList(blocks)) == blocks
+    shared = nn.BatchNorm1d(8, affine=False)  # has buffers
+    with pytest.raises(InputError, match="blocks overlap: Sequential and Sequential share a BatchNorm1d"):
+        find_blocks(nn.ModuleList(nn.Sequential(nn.Linear(8, 8), shared) for _ in range(3)))
+
+
+def test_lists_of_lists_are_opened() -> None:
+    pairs = [nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())]) for _ in range(3)]
+    model = Owner(layers=nn.ModuleList(pairs), head=nn.Linear(8, 2))
+    parts = [part for pair in pairs for part in pair]
+    assert find_blocks(model) == parts
+    assert find_blocks(model, "layers") == parts
+    assert find_blocks(model, "layers.1") == list(pairs[1])
+    named = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}) for _ in range(3))
+    assert find_blocks(named) == [part for layer in named for part in layer.children()]
+
+
+class Called(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self:
+            x = part(x)
+        return x
+
+
+def test_lists_that_can_be_called_are_blocks() -> None:
+    blocks = [Called([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3)]
+    assert find_blocks(nn.ModuleList(blocks)) == blocks
+
+
+def test_dictionaries_of_blocks() -> None:
+    blocks = {f"layer{number}": layer() for number in range(3)}
+    assert find_blocks(Owner(layers=nn.ModuleDict(blocks), head=nn.Linear(8, 2))) == list(blocks.values())
+    towers = nn.ModuleDict({"text": Owner(layers=tower(3)), "image": Owner(layers=tower(3))})
+    assert len(find_blocks(towers)) == 6
+
+
+def test_two_ways_to_the_same_blocks() -> None:
+    stages = [nn.Sequential(layer(), layer()) for _ in range(2)]
+    blocks = [block for stage in stages for block in stage]
+    model = Owner(stages=nn.ModuleList(stages), flat=nn.ModuleList(blocks), again=nn.Sequential(*blocks))
+    assert sorted(map(id, find_blocks(model))) == sorted(map(id, blocks))
+    assert find_blocks(model, ["flat.0", "again.3"]) == [blocks[0], blocks[3]]

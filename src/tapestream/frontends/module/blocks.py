@@ -15,10 +15,12 @@ BlockNames: TypeAlias = Sequence[nn.Module | type[nn.Module] | str] | type[nn.Mo
 def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.Module]:
     """The blocks of ``model`` in order, each once.
 
-    None: the repeated children of its largest ModuleLists and Sequentials; where the children of one differ in shape
-    (the stages of a vision model), the repeated children inside these. ``blocks`` names them instead: modules, classes
-    or class names (every instance), or names as in ``named_modules()`` (of a block, or of a container of blocks).
-    Raises InputError when there are none, or one lies inside another.
+    None: the repeated children of its largest ModuleLists and Sequentials (where there are none, of ModuleDicts of one
+    class); where the children of one differ in shape (the stages of a vision model), the repeated children inside
+    these; where they are lists themselves, which nobody calls, what is in them. ``blocks`` names them instead: modules,
+    classes or class names (every instance), or names as in ``named_modules()`` (of a block, or of a container of
+    blocks). Blocks may share modules without parameters and buffers (an activation). Raises InputError when there are
+    none, or one lies inside another.
     """
     if blocks is None:
         found = repeated_children(model)
@@ -28,7 +30,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     if not found:
         raise InputError(
             f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with two or more "
-            "children that hold parameters; name them with blocks=[...]"
+            "children that hold parameters, and no ModuleDict of such of one class; name them with blocks=[...]"
         )
     members = {id(m) for m in model.modules()}
     inner: dict[int, nn.Module] = {}
@@ -36,7 +38,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
         if id(block) not in members:
             raise InputError(f"blocks= names a {type(block).__name__} that is not part of the model")
         for module in block.modules():
-            if id(module) in inner:
+            if id(module) in inner and (module is block or module._parameters or module._buffers):
                 raise InputError(
                     f"blocks overlap: {type(block).__name__} and {type(inner[id(module)]).__name__} share a "
                     f"{type(module).__name__}; name disjoint blocks with blocks=[...]"
@@ -48,13 +50,11 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
 def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn.Module]:
     if isinstance(name, nn.Module):
         return [name]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(name, str) and name in modules:
         module = modules[name]
-        return list(module.children()) if _is_container(module) else [module]
-    found = [
-        m for m in modules.values() if (type(m).__name__ == name if isinstance(name, str) else isinstance(m, name))
-    ]
+        return list(_callable(module)) if _is_container(module) or _is_list(module) else [module]
+    found = [m for m in model.modules() if (type(m).__name__ == name if isinstance(name, str) else isinstance(m, name))]
     if not found:
         asked = name if isinstance(name, str) else name.__name__
         classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:12])
@@ -67,6 +67,26 @@ def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn
 
 def _is_container(module: nn.Module, least: int = 2) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(list(module.children())) >= least
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    """Whether it is a ModuleDict of two or more modules of one class: most hold an embedding, a list and a head."""
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleDict) and len(kinds) >= 2 and len(set(kinds)) == 1
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it cannot be called itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _callable(container: nn.Module) -> Iterator[nn.Module]:
+    """The children of a container; in place of a list among them, what is in it."""
+    for child in container.children():
+        if _is_list(child):
+            yield from _callable(child)
+        else:
+            yield child
 
 
 def _containers(module: nn.Module, least: int = 2) -> Iterator[nn.Module]:
@@ -111,17 +131,19 @@ def repeated_children(model: nn.Module) -> list[nn.Module]:
     """What `find_blocks` finds where none are named; none is no error."""
     containers = [opened for container in _containers(model) for opened in _opened(container)]
     if not containers:
+        containers = [module for module in model.modules() if _is_uniform(module)][:1]
+    if not containers:
         return []
     largest = max(containers, key=_size)
     kinds = {type(child) for child in largest.children()}
     # A small container beside a large one (a two-layer head, say) is not worth streaming, unless it holds the same
     # kind of blocks: the first stage of a vision model has few parameters and most of the tape.
-    return list(
-        dict.fromkeys(
-            child
-            for container in containers
-            if _size(container) > 0
-            and (20 * _size(container) >= _size(largest) or {type(child) for child in container.children()} <= kinds)
-            for child in container.children()
-        )
+    found = dict.fromkeys(
+        child
+        for container in containers
+        if _size(container) > 0
+        and (20 * _size(container) >= _size(largest) or {type(child) for child in container.children()} <= kinds)
+        for child in _callable(container)
     )
+    # One that holds another is a second way to reach it: stages beside a list of all that is in them.
+    return [block for block in found if not any(part in found for part in block.modules() if part is not block)]
