@@ -155,3 +155,9 @@ def test_two_ways_to_the_same_blocks() -> None:
     model = Owner(stages=nn.ModuleList(stages), flat=nn.ModuleList(blocks), again=nn.Sequential(*blocks))
     assert sorted(map(id, find_blocks(model))) == sorted(map(id, blocks))
     assert find_blocks(model, ["flat.0", "again.3"]) == [blocks[0], blocks[3]]
+
+
+def test_parts_of_an_embedding_beside_blocks_are_none() -> None:
+    embedding = nn.Sequential(nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Identity())
+    blocks = [layer() for _ in range(3)]
+    assert find_blocks(Owner(embedding=embedding, layers=nn.ModuleList(blocks))) == blocks

@@ -65,3 +65,40 @@ def test_exact_at_the_least_budget(kind: type[nn.Module]) -> None:
             model(torch.randn(32, 16)).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))
     ts.unstream(ours)
+
+
+class Picky(nn.Module):
+    def __init__(self, usable: bool) -> None:
+        super().__init__()
+        self.linear, self.usable = nn.Linear(16, 16), usable
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.usable:
+            raise ValueError("this block is for another mode")
+        return torch.tanh(self.linear(x))
+
+
+class Skipping(nn.Module):
+    """Its first block is never called, and could not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Picky(usable=number > 0) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_first_block_that_is_never_called() -> None:
+    """It is tried, since a layer may be dropped at random, and leaves nothing behind."""
+    torch.manual_seed(0)
+    plain = Skipping()
+    ours = ts.stream(copy.deepcopy(plain), device="cpu", budget=2**30)
+    x = torch.randn(4, 16)
+    for model in (plain, ours):
+        model(x).backward()
+    pairs = list(zip(plain.blocks[1:].parameters(), ours.blocks[1:].parameters(), strict=True))
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    ts.unstream(ours)

@@ -135,6 +135,8 @@ def repeated_children(model: nn.Module) -> list[nn.Module]:
     if not containers:
         return []
     largest = max(containers, key=_size)
+    if _alike(largest):  # beside it, the parts of a patch embedding or a head are none
+        containers = [container for container in containers if _alike(container)]
     kinds = {type(child) for child in largest.children()}
     # A small container beside a large one (a two-layer head, say) is not worth streaming, unless it holds the same
     # kind of blocks: the first stage of a vision model has few parameters and most of the tape.

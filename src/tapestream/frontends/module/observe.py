@@ -197,6 +197,8 @@ class Observation:
             _, run = self._observe(position, lambda *a, **k: base.__call__(block, *a, **k), args, kwargs, segment)
         except Exception:
             self._link = link
+            if not self.segments[-1].positions:  # it was to be the first of another
+                self.segments.pop()
             self._stop_measuring()
             self._measure_outside()
             return args, kwargs
