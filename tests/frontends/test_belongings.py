@@ -3,6 +3,7 @@ name. All of it is equal to plain PyTorch, what is left behind included."""
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,12 @@ class Unused(Averages):
         return 1.0
 
 
+class UnusedTuple(Unused):
+    def factor(self, x: torch.Tensor) -> Any:
+        self.kept = (self.kept[0] + 1,) if isinstance(self.kept, tuple) else (0,)  # type: ignore[assignment, unreachable]
+        return 1.0
+
+
 class RegistersLate(Block):
     def factor(self, x: torch.Tensor) -> Any:
         if not hasattr(self, "kept"):
@@ -165,6 +172,17 @@ class Last(Block):
         return 1.0
 
 
+class Timed(Block):
+    """A number that is another one in every run, and a sparse tensor made in each."""
+
+    def prepare(self) -> None:
+        self.began, self.table = 0.0, None
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.began, self.table = time.perf_counter(), torch.eye(16).to_sparse()  # type: ignore[assignment]
+        return self.table.to_dense().diagonal()  # type: ignore[attr-defined]
+
+
 class Guarded(Appends):
     def factor(self, x: torch.Tensor) -> Any:
         if not ts.recomputing():
@@ -172,8 +190,19 @@ class Guarded(Appends):
         return 1.0
 
 
-REFUSED = [Appends, SetsItem, MakesTuple, ChangesObject, Averages, AveragesInPlace, Unused, RegistersLate, Previous]
-EXACT = [PythonsOwn, TorchsOwn, NumpysOwn, MadeLate, Drawn, Last, Guarded]
+REFUSED = [
+    Appends,
+    SetsItem,
+    MakesTuple,
+    ChangesObject,
+    Averages,
+    AveragesInPlace,
+    Unused,
+    UnusedTuple,
+    RegistersLate,
+    Previous,
+]
+EXACT = [PythonsOwn, TorchsOwn, NumpysOwn, MadeLate, Drawn, Last, Timed, Guarded]
 
 
 class Net(nn.Module):

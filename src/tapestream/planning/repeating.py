@@ -26,7 +26,8 @@ def check_runs_alike(
     if len(drawn) < len(found):
         undo(drawn)
         same = again()
-        further = after.changes(Belongings(stage.modules, stage.function, before))
+        last = Belongings(stage.modules, stage.function, before)
+        further = [change for change in after.changes(last) if not before.has_number(change)]
         if further or not same:
             undo(found)
             raise InputError(_refusal(stage.name, (further or found)[0].name, further=bool(further)))

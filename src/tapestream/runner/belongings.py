@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
+from tapestream.runner.buffers import NUMBERS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _LISTS, _SETS = (list, tuple, deque), (set, frozenset)
 _EVERY_MODULES = frozenset(vars(nn.Module()))
-_DEEPEST, _MOST, _MOST_NBYTES = 4, 10_000, 2**20
+_LIBRARIES = ("tapestream.", "torch.")
+"""Whose own objects are none of a stage's belongings: what a compiler keeps, say."""
+_DEEPEST, _MOST, _MOST_IN_ALL, _MOST_NBYTES = 4, 10_000, 100_000, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class Belongings:
 
     def __init__(self, modules: Sequence[nn.Module], function: Any = None, since: "Belongings | None" = None) -> None:
         """``since``: earlier ones to be compared with; tensors that were not there then are copied."""
-        self._since, self._seen = since, {id(module) for module in modules}
+        self._seen, self._since = {id(module) for module in modules}, since
+        self._buffers: dict[int, frozenset[str]] = {}  # of each module, by its id
         self.versions: dict[int, int] = {}
         self.generators: list[Any] = []
         self._roots = [self._module(module) for module in modules]
@@ -111,18 +115,23 @@ class Belongings:
         for name, value in vars(module).items():
             if name not in _EVERY_MODULES:
                 thing.inside[name] = self._look(value, _DEEPEST)
-        since = self._since
-        known = None if since is None else next((one.inside for one in since._roots if one.value is module), None)
+        names = self._buffers[id(module)] = frozenset(module._buffers)
+        known = names if self._since is None else self._since._buffers.get(id(module), names)
         for name, buffer in module._buffers.items():
-            new = known is not None and _Buffer(name) not in known
-            thing.inside[_Buffer(name)] = self._look(buffer, 1) if new else True
+            thing.inside[_Buffer(name)] = True if name in known else self._look(buffer, 1)
         return thing
+
+    def has_number(self, change: Change) -> bool:
+        """Whether what has changed is a number that a module has had from the beginning: a `BufferSnapshot` has it."""
+        own = next((one.inside for one in self._roots if isinstance(one, _Thing) and one.value is change.holder), {})
+        kinds = type(own.get(change.key, _Absent)), type(change.before)
+        return isinstance(change.holder, nn.Module) and NUMBERS.issuperset(kinds)
 
     def _look(self, value: Any, deep: int) -> Any:
         if _plain(value):
             return value
         thing = _Thing(value)
-        if id(value) in self._seen:
+        if id(value) in self._seen or len(self._seen) > _MOST_IN_ALL:
             return thing
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -167,7 +176,7 @@ def _items(value: Any) -> dict[Any, Any]:
     if isinstance(value, types.CellType):
         return {"cell_contents": next(iter(_content(value)), None)}
     if (
-        type(value).__module__.startswith("tapestream.")
+        str(type(value).__module__).startswith(_LIBRARIES)
         or isinstance(value, (type, types.ModuleType, nn.Module))
         or inspect.isbuiltin(value)
     ):
@@ -269,6 +278,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.device.type == "meta":
         return True
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return one.layout is other.layout and same_bits(one.to_dense(), other.to_dense())
     return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 

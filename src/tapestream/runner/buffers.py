@@ -11,7 +11,8 @@ from torch import nn
 
 Slot = tuple[nn.Module, str]
 
-_NUMBERS = frozenset((bool, int, float, complex, str, type(None)))
+NUMBERS = frozenset((bool, int, float, complex, str, type(None)))
+"""What counts as a number among the attributes of a module: kept in snapshots by itself."""
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -30,7 +31,7 @@ def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
 
 
 def _attributes(module: nn.Module) -> list[str]:
-    own = [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _EVERY_MODULES]
+    own = [name for name, value in vars(module).items() if type(value) in NUMBERS and name not in _EVERY_MODULES]
     return [*own, *(name for name in _of_class(type(module)) if name not in vars(module))]
 
 
@@ -38,7 +39,7 @@ def _of_class(cls: type[nn.Module]) -> tuple[str, ...]:
     """What assigning to an attribute of a module would hide: numbers of its class."""
     # Not cached: a streamed module has a class of its own, which would then live for ever, and its model with it.
     classes = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    names = (name for one in classes for name, value in vars(one).items() if type(value) in _NUMBERS)
+    names = (name for one in classes for name, value in vars(one).items() if type(value) in NUMBERS)
     return tuple(dict.fromkeys(name for name in names if not name.startswith("__")))
 
 
@@ -112,7 +113,7 @@ class BufferSnapshot:
             for slot, copy in zip(self.slots, self.copies, strict=True):
                 now = held(slot)
                 if not isinstance(copy, torch.Tensor):
-                    if type(now) in _NUMBERS and now is not copy:
+                    if type(now) in NUMBERS and now is not copy:
                         put(slot, copy)
                 elif isinstance(now, torch.Tensor) and now.shape == copy.shape:
                     now.copy_(copy)
@@ -133,7 +134,7 @@ class BufferSnapshot:
 
 def _differs(now: Any, copy: Any) -> bool:
     if not isinstance(copy, torch.Tensor):
-        return type(now) in _NUMBERS and (type(now) is not type(copy) or now != copy)
+        return type(now) in NUMBERS and (type(now) is not type(copy) or now != copy)
     if not isinstance(now, torch.Tensor) or now.shape != copy.shape or now.dtype != copy.dtype:
         return True
     return not (bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all()))
