@@ -136,7 +136,7 @@ def repeated_children(model: nn.Module) -> list[nn.Module]:
         return []
     largest = max(containers, key=_size)
     if _alike(largest):  # beside it, the parts of a patch embedding or a head are none
-        containers = [container for container in containers if _alike(container)]
+        containers = [one for one in containers if _alike(one) or len(set(map(type, one.children()))) == 1]
     kinds = {type(child) for child in largest.children()}
     # A small container beside a large one (a two-layer head, say) is not worth streaming, unless it holds the same
     # kind of blocks: the first stage of a vision model has few parameters and most of the tape.
