@@ -2,6 +2,7 @@
 name. All of it is equal to plain PyTorch, what is left behind included."""
 
 import copy
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -183,6 +184,27 @@ class Timed(Block):
         return self.table.to_dense().diagonal()  # type: ignore[attr-defined]
 
 
+class Keeping(logging.Handler):
+    """Collects what is logged, in a list that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+class Logs(Block):
+    def prepare(self) -> None:
+        self.logger = logging.Logger("block")
+        self.logger.addHandler(Keeping())
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.logger.warning("called")
+        return 1.0
+
+
 class Guarded(Appends):
     def factor(self, x: torch.Tensor) -> Any:
         if not ts.recomputing():
@@ -202,7 +224,7 @@ REFUSED = [
     RegistersLate,
     Previous,
 ]
-EXACT = [PythonsOwn, TorchsOwn, NumpysOwn, MadeLate, Drawn, Last, Timed, Guarded]
+EXACT = [PythonsOwn, TorchsOwn, NumpysOwn, MadeLate, Drawn, Last, Timed, Logs, Guarded]
 
 
 class Net(nn.Module):

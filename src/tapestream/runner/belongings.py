@@ -4,6 +4,8 @@ in closures and in the globals that they name. A run that changes it may find so
 import contextlib
 import functools
 import inspect
+import io
+import logging
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,8 @@ _LISTS, _SETS = (list, tuple, deque), (set, frozenset)
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("tapestream.", "torch.")
 """Whose own objects are none of a stage's belongings: what a compiler keeps, say."""
+_NONE_OF_ITS = (type, types.ModuleType, nn.Module, logging.Logger, io.IOBase)
+"""Modules are looked at by themselves; what is logged, counted or cached by the others no result depends on."""
 _DEEPEST, _MOST, _MOST_IN_ALL, _MOST_NBYTES = 4, 10_000, 100_000, 2**20
 
 
@@ -177,7 +181,7 @@ def _items(value: Any) -> dict[Any, Any]:
         return {"cell_contents": next(iter(_content(value)), None)}
     if (
         str(type(value).__module__).startswith(_LIBRARIES)
-        or isinstance(value, (type, types.ModuleType, nn.Module))
+        or isinstance(value, _NONE_OF_ITS)
         or inspect.isbuiltin(value)
     ):
         return {}
