@@ -219,8 +219,11 @@ def _inside(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
         if old.mark == new.mark:
             yield from _inside_list(old, new, name)
         return
-    for key in {**old.inside, **new.inside}:
+    keys = old.inside if old.inside.keys() == new.inside.keys() else {**old.inside, **new.inside}
+    for key in keys:
         before, after = old.inside.get(key, _Absent), new.inside.get(key, _Absent)
+        if before is after:
+            continue
         called = name if isinstance(old.value, types.CellType) else _called(name, key)
         if _is_one(before, after):
             yield from _inside(before, after, called)
