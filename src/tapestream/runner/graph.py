@@ -46,6 +46,13 @@ def reached_leaves(
     return list(leaves.values())
 
 
+def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that the graph of ``outputs`` reaches, wherever it was made."""
+    found = (_variable(node) for node in _nodes(outputs))
+    own = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    return [*own, *(leaf for leaf in found if leaf is not None)]
+
+
 def user_of(outputs: Sequence[torch.Tensor], used: Node | torch.Tensor) -> int:
     """The sequence number of a node that uses ``used`` (a node, or a leaf); of the next node if none does."""
     for node in _nodes(outputs):

@@ -8,6 +8,7 @@ from torch import nn
 
 from tapestream.ir.actions import Kind
 from tapestream.storage.layout import Layout, in_memory_order
+from tapestream.storage.transfer import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class ParameterBlock:
     PARAMETERS holds those numbered ``trained``: those that take gradients, or all where none does; ``layout`` is that
     of GRADIENT too. BUFFERS holds the others, ``frozen``, which no update changes, so that they are never written
     back and have no bytes of gradients. ``state_parts``: the optimizer's state and what each part of it covers.
+    ``unit``: the bytes of parameters and gradients are multiples of it, as direct transfers need.
     """
 
     index: int
@@ -66,6 +68,7 @@ class ParameterBlock:
     frozen_layout: Layout = field(init=False)
     strides: tuple[tuple[int, ...], ...] = field(init=False)
     state_parts: tuple[StatePart, ...] = ()
+    unit: int = ALIGNMENT
 
     def __post_init__(self) -> None:
         self.strides = tuple(p.stride() if _dense(p) else _contiguous(p) for p in self.parameters)
@@ -75,7 +78,7 @@ class ParameterBlock:
         """Lay out what is trained now apart from what is frozen now."""
         self.trained, self.frozen = divided([p.requires_grad for p in self.parameters])
         self.layout, self.frozen_layout = (
-            Layout.of((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers)
+            Layout.of(((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers), self.unit)
             for numbers in (self.trained, self.frozen)
         )
 

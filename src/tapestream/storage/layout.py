@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tapestream.errors import InputError
-from tapestream.storage.transfer import round_up
+from tapestream.storage.transfer import ALIGNMENT, round_up
 
 # PyTorch's kernels choose by address (a float32 `linear` differs at 4- or 8-byte offsets); this is what its CUDA
 # allocator aligns to, so tensors in a block see the kernels that tensors of their own would.
@@ -16,7 +16,8 @@ TENSOR_ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``offsets`` in bytes (multiples of 512) of tensors of these shapes and dtypes; ``nbytes``: a multiple of 4096."""
+    """``offsets`` in bytes (multiples of 512) of tensors of these shapes and dtypes; ``nbytes`` with what fills up the
+    last unit that is moved."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -24,15 +25,15 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> "Layout":
-        """Lay (shape, dtype) pairs out one after the other."""
+    def of(cls, tensors: Iterable[tuple[Sequence[int], torch.dtype]], unit: int = ALIGNMENT) -> "Layout":
+        """Lay (shape, dtype) pairs out one after the other; ``nbytes`` is a multiple of ``unit``."""
         shapes, dtypes, offsets, end = [], [], [], 0
         for shape, dtype in tensors:
             shapes.append(tuple(shape))
             dtypes.append(dtype)
             offsets.append(round_up(end, TENSOR_ALIGNMENT))
             end = offsets[-1] + math.prod(shape) * dtype.itemsize
-        return cls(tuple(shapes), tuple(dtypes), tuple(offsets), round_up(end))
+        return cls(tuple(shapes), tuple(dtypes), tuple(offsets), round_up(end, unit))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Contiguous tensors that share the bytes of ``memory``, a uint8 tensor of at least ``nbytes`` elements.

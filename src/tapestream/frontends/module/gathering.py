@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.divide import Division
-from tapestream.frontends.module.prepare import Prepared, assembled, terms_of
+from tapestream.frontends.module.prepare import Late, Prepared, assembled, terms_of
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.passes.residency import uses_of_blocks
 
@@ -24,7 +24,7 @@ def gathering(handle: "Streamed", prepared: Prepared, known: MutableMapping[obje
     """
     if handle.update == "backward" or handle.given is not None:
         return prepared
-    if all(p.grad is None for block in handle.store.blocks for p in block.parameters):
+    if all(p.grad is None for block in handle.store.blocks for p in block.parameters) and not prepared.late.there:
         return prepared
     if id(prepared) not in known:
         stay = handle.store.home is Tier.DEVICE
@@ -49,7 +49,8 @@ def _all_sent_home(handle: "Streamed", prepared: Prepared) -> Prepared:
 def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
     there = sum(cost.gradient_nbytes for profile in prepared.profiles for cost in profile.blocks)
     made = _made_outside(handle)
-    outside = prepared.profiles[0].outside_nbytes + there + sum(made) + sum(map(_summed_nbytes, prepared.profiles))
+    outside = prepared.profiles[0].outside_nbytes + prepared.late.nbytes + there + sum(made)
+    outside += sum(map(_summed_nbytes, prepared.profiles))
     profiles = [_beside(profile, outside, max(made, default=0)) for profile in prepared.profiles]
     try:
         return _planned(handle, prepared, profiles, outside, None, there)
@@ -75,7 +76,7 @@ def _planned(
     assert allowed is not None
     segments, shared = prepared.segments, prepared.shared
     plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
-    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, there)
+    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, Late(), there)
 
 
 def _made_outside(handle: "Streamed") -> list[int]:

@@ -22,7 +22,9 @@ from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.heap import free_at_once, keep_freed
+from tapestream.storage.layout import TENSOR_ALIGNMENT
 from tapestream.storage.pool import Pool
+from tapestream.storage.transfer import ALIGNMENT
 
 
 class Homes:
@@ -69,11 +71,12 @@ class Homes:
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             undo.callback(self._disown)
+            unit = TENSOR_ALIGNMENT if set(home.values()) == {Tier.DEVICE} else ALIGNMENT  # nothing is ever moved
             for number, members in enumerate(groups):
                 modules = [blocks[position] for position in members]
                 for module in modules:
                     maker.block(module, device)
-                self.store.adopt(ParameterBlock(number, parameters_of(modules)))
+                self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
                 progress("moving blocks home", number + 1, len(groups))
             for position, use in enumerate(uses):
                 if use is None:

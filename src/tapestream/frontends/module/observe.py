@@ -25,6 +25,7 @@ from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
+from tapestream.runner.graph import leaves_behind
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import tensors_in
 from tapestream.runner.runner import hooks_off
@@ -56,6 +57,8 @@ class Observed:
     ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs
     after the last block's forward and before its backward (head, loss). ``writes_outside``: whether what runs outside
     blocks wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
+    ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
+    gradients are made when the backward of all blocks has ended.
     """
 
     segments: list[Segment]
@@ -64,6 +67,7 @@ class Observed:
     turn_seconds: float
     writes_outside: bool
     used_directly: frozenset[int]
+    used_first: frozenset[int]
 
 
 class Observation:
@@ -96,6 +100,8 @@ class Observation:
         self._watch: MemoryWatch | None = None
         self._held: tuple[torch.Tensor, ...] = ()
         self._alive: list[torch.Tensor] = []  # what a call that is not observed holds until its backward
+        self._first: frozenset[int] | None = None  # ids of leaves behind what the first block is given
+        self._later: set[int] = set()
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """Call the model once; `observe` sees its blocks (none of them, if the model drops all)."""
@@ -123,8 +129,9 @@ class Observation:
             snapshot.put_back()
             self._profiled.put_back()
         return Observed(
-            self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written, frozenset(self._direct.found)
-        )
+            self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written, frozenset(self._direct.found),
+            (self._first or frozenset()) - self._later,
+        )  # fmt: skip
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
         """Casts made here must not be found by the call itself: a weight's parts would be added in another order."""
@@ -136,6 +143,7 @@ class Observation:
         found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
+        self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
         leaves = [t for t in self._link.tensors if t.requires_grad]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
@@ -221,6 +229,11 @@ class Observation:
     ) -> tuple[Any, BlockRun]:
         meter, watch = self._stop_measuring(), self._watch
         assert watch is not None
+        behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
+        if self._first is None:
+            self._first = behind
+        else:
+            self._later |= behind
         bare = Stage(position, self.blocks[position])
         run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)

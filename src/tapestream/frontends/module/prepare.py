@@ -1,7 +1,7 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,6 +29,20 @@ _UPDATE_BYTES_PER_SECOND = 5e9
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """Gradients of ``parameters`` that only what runs before the first block uses (an embedding): they are made when
+    all tapes are gone. ``nbytes`` of them find room in what the first block's backward had last."""
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def there(self) -> bool:
+        """Whether an earlier backward has left some."""
+        return any(p.grad is not None for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
     stages that its plan runs a single time. ``resident``, ``at_step``: what is on the device between two steps, and
@@ -37,7 +51,7 @@ class Prepared:
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
-    nothing but calls of their modules may use.
+    nothing but calls of their modules may use. ``late``: gradients that the profiles leave out.
     """
 
     segments: tuple[Segment, ...]
@@ -55,6 +69,7 @@ class Prepared:
     profiles: tuple[Profile, ...]
     pinned: frozenset[int]
     watched: Mapping[str, nn.Parameter]
+    late: "Late"
 
     @property
     def plan(self) -> Plan:
@@ -70,7 +85,9 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     segments = observed.segments
     shared = shared_blocks(segments, handle.store.uses)
     profiles = _profiles(handle, observed, shared)
-    outside = profiles[0].outside_nbytes
+    late = _late(handle, observed, profiles[0])
+    outside = profiles[0].outside_nbytes - late.nbytes
+    profiles = [replace(profile, outside_nbytes=outside) for profile in profiles]
     allowed = handle.budget.device_nbytes
     assert allowed is not None
     try:
@@ -79,7 +96,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         if handle.cut_finer():
             return prepare(handle, observed)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
-    return assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside)
+    return assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
 
 
 def terms_of(handle: "Streamed") -> Terms:
@@ -112,7 +129,7 @@ def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepar
             f"{len(live)} call(s) of this model whose backward has not run yet, and this call, parameters included, "
             f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, or allow more"
         ) from None
-    return assembled(handle, left, segments, plans, profiles, prepared.shared, prepared.writes_outside)
+    return assembled(handle, left, segments, plans, profiles, prepared.shared, prepared.writes_outside, prepared.late)
 
 
 def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
@@ -142,6 +159,7 @@ def assembled(
     profiles: Sequence[Profile],
     shared: Mapping[int, Shared],
     writes_outside: bool,
+    late: Late,
     gathered_nbytes: int = 0,
 ) -> Prepared:
     """What follows from ``plans`` within ``allowed`` bytes; ``gathered_nbytes``: of gradients that earlier backwards
@@ -155,14 +173,14 @@ def assembled(
     staying = [_staying_nbytes(plan) for plan in plans]
     inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
     outside = outside_nbytes(handle) + gathered_nbytes
-    before = profiles[0].outside_nbytes - outside
+    before = profiles[0].outside_nbytes + late.nbytes - outside
     held = outside + sum(staying)
     pinned = handle.pinned.values()
     main = next((s for s, segment in enumerate(segments) if min(segment.positions) < handle.wide), 0)
     return Prepared(
         tuple(segments), tuple(plans), order, once, resident | pinned, at_step | pinned, handle.update, held,
         min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
-        handle.pinned.blocks, _watched(handle),
+        handle.pinned.blocks, _watched(handle), late,
     )  # fmt: skip
 
 
@@ -204,6 +222,18 @@ def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
         update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
         state_parts=parts,
     )
+
+
+def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
+    """What is late, where all lies on the device: the last backward of all is that of the ``first`` chain's stage 0,
+    and what it holds beside what stays, more than an update takes, is free afterwards."""
+    if handle.store.home is not Tier.DEVICE or handle.update == "backward":
+        return Late()
+    outside = handle.outside_parameters()
+    late = tuple(p for p in outside if p.requires_grad and id(p) in observed.used_first)
+    cost, updating = first.stages[0], max((block.update_extra_nbytes for block in first.blocks), default=0)
+    room = cost.saved_nbytes + cost.cotangent_bytes + cost.backward_extra_nbytes - updating
+    return Late(late, min(sum(p.nbytes for p in late), max(0, room)))
 
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
