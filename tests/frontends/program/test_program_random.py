@@ -161,7 +161,7 @@ def test_two_thousand_random_programs(steps: list[int], seed: int) -> None:
 @pytest.mark.timeout(1800)
 def test_random_programs_with_values_and_tails_kept(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long stretches, and of all plans the one that keeps the most values and tails of them."""
-    monkeypatch.setattr(plans, "FEWER", (3, 6, 10))
+    monkeypatch.setattr(plans, "FEWER", ((3,), (6,), (10,)))
     monkeypatch.setattr(plans._Found, "again", lambda one, borders: -len(one.holding) - len(one.cuts) / 100)
     monkeypatch.setattr(Sizes, "seconds", lambda sizes: numpy.arange(len(sizes.record)) % 7 + 1.0)
     holding = tails = 0

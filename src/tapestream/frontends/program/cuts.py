@@ -12,8 +12,8 @@ from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
-FEWER = (18, 24, 28)
-"""Other numbers that the quickest of those is tried with: which one suits blocks that come again, it shows."""
+FEWER = (range(16, 21), range(21, 27), range(27, 33))
+"""Other numbers that the quickest of those is tried with, one of each: that which suits blocks that come again."""
 
 
 class Borders:
@@ -75,6 +75,14 @@ class Borders:
                 found.add(int(window[numpy.argmin(sizes.alive[window] + sizes.held[window])]))
         return sorted(found)
 
+    def suiting(self, numbers: Iterable[int]) -> list[int]:
+        """`cuts` for the one of ``numbers`` of which the largest stretch saves least, the smallest of equals: a number
+        that does not suit blocks that come again has two of them in one stretch."""
+        return min((self.cuts(most) for most in numbers), key=lambda cuts: (self._largest(cuts), len(cuts)))
+
+    def _largest(self, cuts: Sequence[int]) -> int:
+        return max(one.saved for one in stages_of(self.sizes, list(cuts)))
+
     def needed_seconds(self, first: int, end: int, there: Container[int] = ()) -> float:
         """Seconds of what has to run again of a stretch, of which the values ``there`` are kept (see `Needed`)."""
         todo = numpy.frombuffer(self._needed.of(first, end, there), dtype=numpy.uint8)
@@ -104,6 +112,7 @@ class Borders:
         for (a, b), one in zip(pairwise(cuts), stages_of(sizes, list(cuts)), strict=True):
             taken = float(seconds[b] - seconds[a])
             states, cotangents = int(sizes.alive[a] + sizes.alive[b]), [sizes.waiting(k) for k in (a, b)]
+            gradients = int(sizes.gradients[a:b].sum())
             stages.append(
                 StageCost(
                     taken,
@@ -114,9 +123,11 @@ class Borders:
                     reads_output=one.reads_output,
                     forward_extra_nbytes=max(0, one.forward - states),
                     record_extra_nbytes=max(0, one.record - states - one.saved),
-                    backward_extra_nbytes=max(-one.saved - cotangents[1], one.backward - one.saved - sum(cotangents)),
+                    backward_extra_nbytes=max(
+                        -one.saved - cotangents[1], one.backward - one.saved - sum(cotangents) - gradients
+                    ),
                     cotangent_nbytes=cotangents[1],
-                    gradient_nbytes=int(sizes.gradients[a:b].sum()),
+                    gradient_nbytes=gradients,
                     saved_storages=max(1, one.copies),
                 )
             )

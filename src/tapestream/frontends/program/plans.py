@@ -170,7 +170,7 @@ def _slow(found: "_Found", borders: Borders) -> bool:
 
 def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> list[_Found]:
     """Plans by `rotor` for several numbers of stretches; for those of ``before`` where these do not fit."""
-    found = [one for most in FEWER for one in _added(borders, borders.cuts(most), room, below)]
+    found = [one for numbers in FEWER for one in _added(borders, borders.suiting(numbers), room, below)]
     return found or list(_added(borders, before.cuts, room, below))
 
 

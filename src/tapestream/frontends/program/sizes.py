@@ -241,7 +241,8 @@ class StageBytes:
         savers |= inner > 0
         places = numpy.where(savers, numpy.arange(b - a), b - a - 1)
         after_it = numpy.minimum.accumulate(places[::-1])[::-1]
-        self.backward = int((left[after_it] + sizes.reversing[a:b]).max())
+        made = numpy.cumsum(sizes.gradients[a:b][::-1])[::-1]  # those of leaves come while what was saved goes
+        self.backward = int((left[after_it] + sizes.reversing[a:b] + made).max())
 
     @staticmethod
     def _since(places: Numbers, nbytes: Numbers, length: int) -> Numbers:

@@ -1,0 +1,62 @@
+"""Where programs are cut into stretches, and what these take."""
+
+import torch
+from torch import nn
+
+from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.program import Program
+from tapestream.storage.meter import track_memory
+
+WIDTH, ROWS = 64, 256
+LAYER = WIDTH * WIDTH * 4  # bytes of the gradient of a layer of one width
+
+
+class Residual(nn.Module):
+    """Saves little at its borders and much inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def borders_of(net: nn.Module, x: torch.Tensor) -> Borders:
+    """Of a call of ``net``, whose gradients count."""
+    program, found = Program(net, gradients_within=True, budget="1GiB"), []
+    made = program._borders
+    program._borders = lambda sweep: found.append(made(sweep)) or found[-1]  # type: ignore[assignment, func-returns-value]
+    program(x).sum().backward()
+    return found[-1]
+
+
+def largest(borders: Borders, cuts: list[int]) -> int:
+    return max(cost.saved_nbytes for cost in borders.profile(cuts).stages)
+
+
+def test_the_number_of_stretches_suits_the_blocks_that_come_again() -> None:
+    blocks = 20
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *(Residual() for _ in range(blocks)), nn.Linear(WIDTH, 8))
+    borders = borders_of(net, torch.randn(ROWS, WIDTH))
+    one = largest(borders_of(Residual(), torch.randn(ROWS, WIDTH)), [0, 4])
+    suiting = borders.suiting(range(18, 24))
+    assert largest(borders, suiting) <= one + 2 * ROWS * WIDTH * 4
+    assert max(largest(borders, borders.cuts(most)) for most in range(18, 24)) >= 1.8 * one
+    assert len(suiting) - 1 <= blocks + 2  # of equals, the smallest number
+
+
+def test_gradients_come_while_what_was_saved_goes() -> None:
+    """All of one and all of the other are never there at once: a stretch takes what a step is seen to take."""
+    layers = 8
+    net = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    x = torch.randn(WIDTH, WIDTH)
+    borders = borders_of(net, x)
+    (stage,) = borders.profile([0, len(borders.record)]).stages
+    planned = stage.saved_nbytes + stage.backward_extra_nbytes + stage.cotangent_bytes + stage.gradient_nbytes
+    net.zero_grad()
+    with track_memory() as meter:
+        net(x).sum().backward()
+    assert stage.saved_nbytes + stage.gradient_nbytes >= (2 * layers - 1) * LAYER
+    assert meter.peak_nbytes <= planned + LAYER
+    assert planned <= meter.peak_nbytes + 3 * LAYER < (2 * layers - 1) * LAYER
