@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tapestream.errors import GradientError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.ambients import Ambients, surroundings
 from tapestream.executor.program.record import Ambient
 from tapestream.frontends.program.program import Program
@@ -295,3 +295,40 @@ def test_weights_frozen_or_not_between_call_and_backward(frozen: bool) -> None:
     for ours, plain in zip(*gradients, strict=True):
         assert ours is not None
         assert torch.equal(ours, plain)
+
+
+def frozen_encoder(**options: bool) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, **options).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_takes_the_fast_path_that_it_takes_in_plain_pytorch(masked: bool) -> None:
+    """Modules leave it where a function mode is entered, and the numbers of both differ."""
+    torch.manual_seed(0)
+    encoder, attention = frozen_encoder(enable_nested_tensor=False), nn.MultiheadAttention(32, 4, batch_first=True)
+    attention.eval()
+    weight, x, padding = nn.Parameter(torch.eye(32)), torch.randn(2, 9, 32), torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:] = masked
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            attended = attention(x, x, x, key_padding_mask=padding if masked else None, need_weights=False)[0]
+        return torch.tanh((encoder(x, src_key_padding_mask=padding if masked else None) + attended) @ weight)
+
+    wanted = run(x)
+    assert torch.equal(Program(run, budget="1GiB")(x), wanted)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert not torch.equal(run(x), wanted)  # else this test shows nothing
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name() -> None:
+    encoder, padding = frozen_encoder(), torch.zeros(2, 9, dtype=torch.bool)
+    padding[:, 7:] = True
+    weight = nn.Parameter(torch.eye(32))
+    with pytest.raises(InputError, match="enable_nested_tensor=False"):
+        Program(lambda x: encoder(x, src_key_padding_mask=padding) @ weight)(torch.randn(2, 9, 32))

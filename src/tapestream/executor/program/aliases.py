@@ -5,7 +5,7 @@ import torch
 
 from tapestream.executor.program.keeper import foreign
 from tapestream.executor.program.record import External, Record
-from tapestream.executor.program.writes import STATISTICS, trains
+from tapestream.executor.program.writes import places_of_statistics, trains
 
 
 def unseen(record: Record) -> str | None:
@@ -21,7 +21,7 @@ def _normalised(record: Record) -> str | None:
     evaluations = {
         number
         for number, pattern in enumerate(record.patterns.all)
-        if pattern.function in STATISTICS and trains(pattern.args, pattern.kwargs) is False
+        if places_of_statistics(pattern.function) is not None and trains(pattern.args, pattern.kwargs) is False
     }
     for k, call in enumerate(record.calls) if evaluations else ():
         if call in evaluations and any(record.written_since(record.storage_of(n), k + 1) for n in _outside(record, k)):

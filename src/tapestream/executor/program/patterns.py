@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
 from tapestream.executor.program.foreign import Foreign
@@ -126,7 +127,10 @@ class Patterns:
         Raises InputError and GradientError for what a replay could not do again.
         """
         key = (function, tuple([_key(a, tensors) for a in args]), _key(kwargs, tensors) if kwargs else None)
-        shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        try:
+            shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        except RuntimeError as error:
+            raise (shapeless(function, tensors) or error) from None
         found = self._calls.get((key, shapes))
         if found is None:
             check_allowed(function)
@@ -157,6 +161,23 @@ class Patterns:
             if call.number == len(self.all):
                 self.all.append(call.pattern)
         return call.number
+
+
+def shapeless(function: Any, tensors: Sequence[torch.Tensor]) -> InputError | None:
+    """Why tensors without shapes cannot be kept."""
+    name = getattr(function, "__name__", function)
+    if any(t.is_nested for t in tensors):
+        return InputError(
+            f"Program: {name} is given a nested tensor, which programs cannot keep (an nn.TransformerEncoder makes one "
+            "of a padding mask where no gradient is needed): make the encoder with enable_nested_tensor=False, or call "
+            "it before the program and give its result to it"
+        )
+    if any(map(is_lazy, tensors)):
+        return InputError(
+            f"Program: {name} is given a parameter of a lazy module that was never called; call the module once before "
+            "the program"
+        )
+    return None
 
 
 def tensors_of(result: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -201,6 +222,8 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is slice:
         return kind, tuple([_key(item, tensors) for item in (value.start, value.stop, value.step)])
     if isinstance(value, torch.Generator):
+        if _is_default(value):
+            return kind, str(value.device)
         raise InputError(
             "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
             "global generator (leave generator= out)"
@@ -208,6 +231,10 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, numpy.ndarray):
         return _Place, kind, object()  # may be written into later: a copy of its own each time
     return _Place, kind, Foreign(value)
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    return generator is torch.default_generator or any(generator is one for one in torch.cuda.default_generators)
 
 
 def _template(value: Any, foreign: list[Foreign]) -> Any:
@@ -222,7 +249,7 @@ def _template(value: Any, foreign: list[Foreign]) -> Any:
         return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
     if isinstance(value, numpy.ndarray):
         return _Held(numpy.ndarray, (numpy.array(value),))
-    if kind in _ATOMS or kind is float:
+    if kind in _ATOMS or kind is float or isinstance(value, torch.Generator):
         return value
     foreign.append(Foreign(value))
     return foreign[-1]

@@ -91,7 +91,16 @@ class Recorder(TorchFunctionMode):
             if self._hidden is not None:
                 self._hidden.see(func, args, kwargs)
             return func(*args, **kwargs)
+        if func is torch.Tensor.__deepcopy__:
+            return self._deep_copied(*args)
         return self._call(func, args, kwargs)
+
+    def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._call(_deep_copy, (tensor,), {})
+        found: torch.Tensor = memo[id(tensor)]
+        return found
 
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `Listener`: a call of an autograd.Function."""
@@ -340,3 +349,7 @@ class Recorder(TorchFunctionMode):
         record.inner_nbytes.append(inner)
         self.saved_nbytes += inner
         self._packs = self._look = 0  # all that it saved is noted
+
+
+def _deep_copy(tensor: torch.Tensor) -> Any:
+    return tensor.__deepcopy__({})  # type: ignore[no-untyped-call]

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import _get_current_function_mode_stack as modes_entered
 from torch.utils import checkpoint
 
+_DISABLED = torch._C._disabled_torch_function_impl
 _CHECKPOINTING = "_checkpoint_without_reentrant_generator"
 _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
@@ -121,12 +123,20 @@ class _Seams:
 
             return call
 
+        def overridden(given: Any) -> bool:
+            # Modules leave their fast paths where it says so; a mode that only watches is to change nothing.
+            modes: list[Any] = modes_entered() if heard.listener is not None else [None]  # type: ignore[no-untyped-call]
+            alone = all(getattr(mode, "only_watches", False) for mode in modes)
+            return any(map(_overrides, given)) if alone else bool(overriding(given))
+
         def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
             # Its hooks would hide what is saved inside, and dropping that is what a program does itself.
             return checkpointed(*args, **kwargs) if heard.listener is None else _nothing()
 
         cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
+        overriding = torch.overrides.has_torch_function
         self._before = []
+        self._replace(torch.overrides, "has_torch_function", overridden)
         checkpointed: Any = vars(checkpoint).get(_CHECKPOINTING)
         if checkpointed is not None:
             self._replace(checkpoint, _CHECKPOINTING, checkpointing)
@@ -174,6 +184,13 @@ class _Seams:
                 delattr(place, name)
             else:
                 setattr(place, name, old)
+
+
+def _overrides(given: Any) -> bool:
+    """Whether an argument's class takes torch's calls into its own hands, as PyTorch asks."""
+    kind = type(given)
+    plain = kind is torch.Tensor or kind is torch.nn.Parameter
+    return not plain and getattr(kind, "__torch_function__", _DISABLED) is not _DISABLED
 
 
 def _nothing() -> Iterator[None]:

@@ -10,7 +10,7 @@ import numpy
 from tapestream.executor.program.patterns import PLACE, Pattern
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
-from tapestream.executor.program.writes import STATISTICS, trains
+from tapestream.executor.program.writes import places_of_statistics, trains
 
 if TYPE_CHECKING:
     from tapestream.executor.program.record import Record
@@ -72,7 +72,7 @@ def _only_writes(record: "Record", k: int) -> bool:
 
 def _statistics(pattern: Pattern) -> frozenset[int]:
     """Which of the tensors of a normalisation in training are its running statistics, in their order."""
-    known = STATISTICS.get(pattern.function)
+    known = places_of_statistics(pattern.function)
     if known is None or trains(pattern.args, pattern.kwargs) is not True:
         return frozenset()
     given: list[tuple[Any, Any]] = [*enumerate(pattern.args), *(pattern.kwargs or {}).items()]

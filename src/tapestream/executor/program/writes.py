@@ -11,14 +11,15 @@ from torch.nn import functional
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.whole import Whole, announced
 
-STATISTICS = {
-    functional.batch_norm: (1, 2, "running_mean", "running_var"),
-    torch.batch_norm: (3, 4, "running_mean", "running_var"),
-    torch.native_batch_norm: (3, 4, "running_mean", "running_var"),
-    functional.instance_norm: (1, 2, "running_mean", "running_var"),
-    torch.instance_norm: (3, 4, "running_mean", "running_var"),
-}
-"""Functions that write into arguments without saying so: places and names of these."""
+_AVERAGES = ("running_mean", "running_var")
+_IN_PYTHON: dict[Any, tuple[int, int]] = {functional.batch_norm: (1, 2), functional.instance_norm: (1, 2)}
+_AVERAGING = frozenset(
+    ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm",
+     "_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats",
+     "batch_norm_gather_stats_with_counts", "_native_batch_norm_legit", "_batch_norm_with_update")
+)  # fmt: skip
+"""Operations that write running statistics, of which most schemas do not say so and no version tells."""
+_OPERATIONS = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _FLAGS = (5, "training", "use_input_stats")  # a place, or a name
 
 _ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "itemsize")
@@ -34,7 +35,8 @@ _STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory
 
 
 def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call says it will write into: by its name, ``out=``, ``inplace=True``, or running statistics.
+    """The tensors that a call says it will write into: by its name, ``out=``, ``inplace=True``, its schema, or running
+    statistics.
 
     A call may write into others unannounced (only their versions tell), and need not write into these.
     """
@@ -45,6 +47,8 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name == "__set__" or name == "__setitem__" or name.startswith("__i") or _in_place(name):
         found.append(args[0] if args else None)
     found += statistics(function, args, kwargs)
+    if isinstance(function, _OPERATIONS):
+        found += [args[at] if at < len(args) else kwargs.get(label) for at, label in _said_by_schema(function)]
     if kwargs:
         found.append(kwargs.get("out"))
     place = _place_of_inplace(function)
@@ -65,16 +69,53 @@ def _says_so(flag: Any) -> bool:
 
 def statistics(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The running statistics that a call may write into without a new version."""
-    places = STATISTICS.get(function)
+    places = places_of_statistics(function)
     if places is None or trains(args, kwargs) is False:
         return []
-    first, second, *names = places
-    found = [*(args[place] for place in (first, second) if place < len(args)), *(kwargs.get(name) for name in names)]
+    found = [*(args[place] for place in places if place < len(args)), *(kwargs.get(name) for name in _AVERAGES)]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
+def places_of_statistics(function: Callable[..., Any]) -> tuple[int, int] | None:
+    """Which arguments are running statistics that the function may write into, None where it has none."""
+    if isinstance(function, _OPERATIONS):
+        return _averaged(function)
+    return _IN_PYTHON.get(function) if isinstance(function, types.FunctionType) else None
+
+
+@functools.lru_cache(1024)
+def _averaged(function: Any) -> tuple[int, int] | None:
+    for schema in _schemas(function):
+        names = [argument.name for argument in schema.arguments]
+        if schema.name.partition("::")[2] in _AVERAGING and set(_AVERAGES).issubset(names):
+            return names.index(_AVERAGES[0]), names.index(_AVERAGES[1])
+    return None
+
+
+@functools.lru_cache(1024)
+def _said_by_schema(function: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the tensors that an operation's schema says are written into."""
+    return tuple({
+        (place, argument.name): None
+        for schema in _schemas(function)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write and not argument.is_out
+        if str(argument.type) in ("Tensor", "Optional[Tensor]")
+    })  # fmt: skip
+
+
+def _schemas(function: Any) -> list[Any]:
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    packet = function
+    if isinstance(function, types.BuiltinFunctionType):
+        packet = getattr(torch.ops.aten, function.__name__, None)
+    return [] if packet is None else [getattr(packet, name)._schema for name in packet.overloads()]
+
+
 def trains(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """What one of `STATISTICS` is told: True to normalise by its input and to write, False to read, None: nothing."""
+    """What a function with running statistics is told: True to normalise by its input and to write, False to read,
+    None: nothing."""
     found = [value for place, value in (*enumerate(args), *(kwargs or {}).items()) if place in _FLAGS]
     return found[0] if found else None
 
