@@ -1,6 +1,7 @@
 """`tapestream train resnet` and `dranet`: from options to metrics."""
 
 import gc
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.data import Wanted, batches_of, task_of
-from tapestream.cli.loop import Job
+from tapestream.cli.loop import Job, Measured, run, streamed
 from tapestream.errors import InputError
 from tapestream.models import DRANetConfig, ResNetConfig
 
@@ -71,6 +74,31 @@ def test_a_dranet_is_trained_on_shapes(tmp_path: Path) -> None:
 def test_a_resnet_is_trained_on_digits(tmp_path: Path) -> None:
     _, lines = train(tmp_path, "resnet", "--layers", "8", "--width", "8", "--steps", "2")
     assert len(lines) == 2
+
+
+def trained(saves: Path, workers: int, stops: tuple[int, ...] = ()) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of four steps of a network with dropout, begun anew from a save at each of ``stops``."""
+    config = DRANetConfig.on(ResNetConfig.deep(35, width=4), 4)
+    losses = []
+    torch.manual_seed(0)
+    for first, stop in itertools.pairwise((0, *stops, 4)):
+        job = Job(config, "shapes", 2, 16, stop, 0.01, 1, "adamw", "backward", "cpu", "8MiB", None, "device", None)
+        batches = batches_of(job, workers)
+        model, optimizer = streamed(job, lambda *_: None)
+        if first:
+            torch.manual_seed(99)
+            ts.load(saves, model=model, optimizer=optimizer, batches=batches)
+        losses += [record.loss for record in run(job, model, optimizer, batches, Measured(), first=first)]
+        ts.save(saves, model=model, optimizer=optimizer, batches=batches)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_run_with_workers_is_the_one_without_also_stopped_and_resumed(tmp_path: Path) -> None:
+    losses, parameters = trained(tmp_path / "alone", 0)
+    for workers, stops in ((1, ()), (0, (2,)), (2, (1, 3))):
+        found = trained(tmp_path / f"{workers}", workers, stops)
+        assert found[0] == losses, f"{workers} workers, stopped after {stops}"
+        assert [name for name in parameters if not torch.equal(found[1][name], parameters[name])] == []
 
 
 def test_networks_are_what_the_options_say(tmp_path: Path) -> None:

@@ -91,11 +91,13 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
 class _Ahead:
     """Batches that workers make. They end with this object, or before the process does: Python would send them SIGTERM,
     which they do not hear, and wait for ever. They are told by something that the garbage collector cannot reach, as it
-    takes the queues to them apart in any order."""
+    takes the queues to them apart in any order. Their seed, which no batch depends on, is not drawn from PyTorch's own
+    generator: a resumed run would draw it later than the run that never stopped."""
 
     def __init__(self, made: ImageBatches, numbers: Iterable[int], workers: int) -> None:
         batches: Any = iter(DataLoader(
             _Telling(made), batch_size=None, sampler=numbers, num_workers=workers, worker_init_fn=_hear_no_signals,
+            generator=torch.Generator(torch.get_default_device()).manual_seed(0),
         ))  # fmt: skip
         self.batches = batches
         atexit.register(weakref.finalize(self, batches._shutdown_workers))
