@@ -1,8 +1,9 @@
 """Ready networks and data for examples, tests and benchmarks; they use the public API only."""
 
 from tapestream.models.dranet import DRANet, DRANetConfig
+from tapestream.models.folders import ClassFolders, MaskFolders
 from tapestream.models.gpt import GPT, Block, GPTConfig
-from tapestream.models.images import ClassFolders, Digits, ImageBatches, MaskFolders, Shapes
+from tapestream.models.images import Digits, ImageBatches, Shapes
 from tapestream.models.resnet import ResNet, ResNetConfig
 from tapestream.models.text import Batches, load_bytes, standard_library_bytes
 

@@ -1,0 +1,159 @@
+"""Folders of images: with a subfolder per class, or with a mask per image."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tapestream.errors import InputError
+
+IGNORED = 255
+"""The label of pixels that count for nothing."""
+_ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"))
+
+
+class ClassFolders:
+    """A folder with one subfolder of images per class; each image is scaled and cropped to ``size``.
+
+    Raises InputError where there are none, or when one cannot be read.
+    """
+
+    channels = 3
+
+    def __init__(self, folder: Path, size: int) -> None:
+        _check_folder(folder)
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        found = [(path, label) for label, name in enumerate(names) for path in _images_in(folder / name)]
+        if not found:
+            raise InputError(
+                f"{folder} has no subfolders with images ({', '.join(sorted(_ENDINGS))}); put the images of each class "
+                "into a subfolder of their own"
+            )
+        if len(names) == 1:
+            raise InputError(
+                f"{folder} has one class only, {names[0]!r}; name the folder whose subfolders are the classes"
+            )
+        self.classes, self._found, self._size = len(names), found, size
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def sample(self, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Image (3, size, size), label ()."""
+        path, label = self._found[number]
+        image = _pixels(path)
+        height, width = image.shape[-2:]
+        scale = self._size / min(height, width)
+        scaled = (max(self._size, round(height * scale)), max(self._size, round(width * scale)))
+        image = F.interpolate(image[None], scaled, mode="bilinear", antialias=True)[0]
+        top, left = (scaled[0] - self._size) // 2, (scaled[1] - self._size) // 2
+        return image[:, top : top + self._size, left : left + self._size], torch.tensor(label)
+
+
+class MaskFolders:
+    """A folder with ``images`` and, of the same names, ``masks`` whose pixels are labels below ``classes`` or 255
+    (counts for nothing). Samples are random crops of ``size``, padded where an image is smaller.
+
+    Raises InputError where there are none, a mask is missing or of another size (all are looked at), or when one that
+    is read holds another label.
+    """
+
+    channels = 3
+
+    def __init__(self, folder: Path, size: int, classes: int) -> None:
+        _check_folder(folder)
+        images = {path.stem: path for path in _images_in(folder / "images")}
+        masks = {path.stem: path for path in _images_in(folder / "masks")}
+        if not images:
+            raise InputError(f"{folder / 'images'} holds no images ({', '.join(sorted(_ENDINGS))}); put them there")
+        lacking = [path for stem, path in images.items() if stem not in masks]
+        if lacking:
+            raise InputError(
+                f"{len(lacking)} of {len(images)} images have no mask, such as {lacking[0]}; put one of the same name "
+                f"into {folder / 'masks'}"
+            )
+        self.classes, self._size = classes, size
+        self._found = [(path, masks[stem]) for stem, path in sorted(images.items())]
+        for image, mask in self._found:
+            sizes = _size(image), _size(mask)
+            if sizes[0] != sizes[1]:
+                raise InputError(
+                    f"{mask} is {sizes[1][0]} x {sizes[1][1]} pixels and its image {image} {sizes[0][0]} x "
+                    f"{sizes[0][1]}; a mask has one label for each pixel of the image"
+                )
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def sample(self, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Image (3, size, size), labels (size, size)."""
+        image, mask = self._found[number]
+        pixels, labels = _pixels(image), _labels(mask)
+        wrong = labels[(labels >= self.classes) & (labels != IGNORED)]
+        if wrong.numel():
+            raise InputError(
+                f"{mask} holds the label {int(wrong.max())}, but there are {self.classes} classes, 0 to "
+                f"{self.classes - 1}, and {IGNORED} for pixels that count for nothing; correct it or give --classes"
+            )
+        height, width = labels.shape
+        space = max(0, self._size - width), max(0, self._size - height)
+        pixels = F.pad(pixels, (0, space[0], 0, space[1]))
+        labels = F.pad(labels, (0, space[0], 0, space[1]), value=IGNORED)
+        top, left = (
+            int(torch.randint(max(0, n - self._size) + 1, (), generator=generator, device="cpu"))
+            for n in (height, width)
+        )
+        window = (slice(top, top + self._size), slice(left, left + self._size))
+        return pixels[(..., *window)], labels[window]
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}; give the path of a folder with images")
+
+
+def _images_in(folder: Path) -> list[Path]:
+    found = folder.rglob("*") if folder.is_dir() else ()
+    return sorted(path for path in found if path.suffix.lower() in _ENDINGS and path.is_file())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The image, of which only the head is read yet."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise InputError("images are read by Pillow, which is not installed: pip install 'tapestream[demo]'") from error
+    try:
+        with Image.open(path) as image:
+            yield image
+    except (OSError, SyntaxError) as error:  # the latter is what Pillow makes of some broken files
+        raise InputError(f"cannot read the image {path} ({error}); replace it or leave it out") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    """Width and height."""
+    with _opened(path) as image:
+        return image.width, image.height
+
+
+def _pixels(path: Path) -> Tensor:
+    """(3, height, width), from -1 to 1."""
+    with _opened(path) as image:
+        data = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
+        return data.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
+
+
+def _labels(path: Path) -> Tensor:
+    """(height, width), the numbers as they are stored."""
+    with _opened(path) as mask:
+        if mask.mode not in ("L", "P"):
+            raise InputError(
+                f"the mask {path} has pixels of mode {mask.mode}; save it with one number of 8 bits per pixel"
+            )
+        data = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8)
+        return data.view(mask.height, mask.width).long()
