@@ -55,10 +55,30 @@ def test_mask_folders_crop_both_alike_and_pad(tmp_path: Path) -> None:
     assert (labels == 255).sum() == 64 - 36
 
 
+def test_masks_of_subfolders_go_with_the_images_of_the_same_subfolder(tmp_path: Path) -> None:
+    for number, name in enumerate(("a/0", "a/1", "b/0", "b/1", "0")):
+        write(tmp_path / "images" / f"{name}.jpg", numpy.full((4, 4, 3), 60 * number))
+        write(tmp_path / "masks" / f"{name}.png", numpy.full((4, 4), number))
+    samples = MaskFolders(tmp_path, 4, classes=5)
+    assert len(samples) == 5
+    seen = set()
+    for number in range(5):
+        image, labels = samples.sample(number, generator())
+        seen.add(int(labels[0, 0]))
+        torch.testing.assert_close(image[0], 60 * labels / 127.5 - 1, atol=0.02, rtol=0)
+    assert seen == {0, 1, 2, 3, 4}
+
+
 def bad_folders(root: Path) -> dict[str, Any]:
     white = numpy.full((4, 4, 3), 255)
     (root / "empty").mkdir()
     write(root / "lacking" / "images" / "x.png", white)
+    write(root / "elsewhere" / "images" / "a" / "x.png", white)
+    write(root / "elsewhere" / "masks" / "b" / "x.png", white)
+    for name in ("images/x.png", "masks/x.png", "masks/a/y.png"):
+        write(root / "more" / name, white)
+    for name in ("images/x.png", "images/x.jpg", "masks/x.png"):
+        write(root / "twice" / name, white)
     write(root / "sizes" / "images" / "x.png", white)
     write(root / "sizes" / "masks" / "x.png", numpy.zeros((4, 5)))
     write(root / "colour" / "images" / "x.png", white)
@@ -75,6 +95,9 @@ def bad_folders(root: Path) -> dict[str, Any]:
         "one class only, 'a'": lambda: ClassFolders(root / "one", 4),
         "holds no images": lambda: MaskFolders(root / "empty", 4, 2),
         "1 of 1 images have no mask": lambda: MaskFolders(root / "lacking", 4, 2),
+        "1 of 1 images have no mask, such as .*a/x.png": lambda: MaskFolders(root / "elsewhere", 4, 2),
+        "1 of 2 masks have no image, such as .*a/y.png": lambda: MaskFolders(root / "more", 4, 2),
+        r"images/x.jpg and .*images/x.png differ in their": lambda: MaskFolders(root / "twice", 4, 2),
         r"5 x 4 pixels and its image .* 4 x 4": lambda: MaskFolders(root / "sizes", 4, 2),
         "mode RGB": lambda: MaskFolders(root / "colour", 4, 2).sample(0, generator()),
         "label 7, but there are 2 classes": lambda: MaskFolders(root / "labels", 4, 2).sample(0, generator()),

@@ -55,29 +55,24 @@ class ClassFolders:
 
 
 class MaskFolders:
-    """A folder with ``images`` and, of the same names, ``masks`` whose pixels are labels below ``classes`` or 255
-    (counts for nothing). Samples are random crops of ``size``, padded where an image is smaller.
+    """A folder with ``images`` and, of the same names in the same subfolders, ``masks`` whose pixels are labels below
+    ``classes`` or 255 (counts for nothing). Samples are random crops of ``size``, padded where an image is smaller.
 
-    Raises InputError where there are none, a mask is missing or of another size (all are looked at), or when one that
-    is read holds another label.
+    Raises InputError where there are none, one has no partner, or two, or one of another size (all are looked at), or
+    when a mask that is read holds another label.
     """
 
     channels = 3
 
     def __init__(self, folder: Path, size: int, classes: int) -> None:
         _check_folder(folder)
-        images = {path.stem: path for path in _images_in(folder / "images")}
-        masks = {path.stem: path for path in _images_in(folder / "masks")}
+        images, masks = (_by_name(folder / name) for name in ("images", "masks"))
         if not images:
             raise InputError(f"{folder / 'images'} holds no images ({', '.join(sorted(_ENDINGS))}); put them there")
-        lacking = [path for stem, path in images.items() if stem not in masks]
-        if lacking:
-            raise InputError(
-                f"{len(lacking)} of {len(images)} images have no mask, such as {lacking[0]}; put one of the same name "
-                f"into {folder / 'masks'}"
-            )
+        _check_pairs(images, masks, "images", "mask", folder / "masks")
+        _check_pairs(masks, images, "masks", "image", folder / "images")
         self.classes, self._size = classes, size
-        self._found = [(path, masks[stem]) for stem, path in sorted(images.items())]
+        self._found = [(path, masks[name]) for name, path in sorted(images.items())]
         for image, mask in self._found:
             sizes = _size(image), _size(mask)
             if sizes[0] != sizes[1]:
@@ -119,6 +114,29 @@ def _check_folder(folder: Path) -> None:
 def _images_in(folder: Path) -> list[Path]:
     found = folder.rglob("*") if folder.is_dir() else ()
     return sorted(path for path in found if path.suffix.lower() in _ENDINGS and path.is_file())
+
+
+def _by_name(folder: Path) -> dict[str, Path]:
+    """Images by their path in the folder, without its ending, which an image and its mask may differ in."""
+    found: dict[str, Path] = {}
+    for path in _images_in(folder):
+        name = str(path.relative_to(folder).with_suffix(""))
+        if name in found:
+            raise InputError(
+                f"{found[name]} and {path} differ in their endings only, so that images and masks cannot be paired; "
+                "rename or remove one"
+            )
+        found[name] = path
+    return found
+
+
+def _check_pairs(some: dict[str, Path], others: dict[str, Path], kind: str, partner: str, there: Path) -> None:
+    lacking = [path for name, path in some.items() if name not in others]
+    if lacking:
+        raise InputError(
+            f"{len(lacking)} of {len(some)} {kind} have no {partner}, such as {lacking[0]}; put one of the same name "
+            f"into {there}, in the same subfolder, or leave it out"
+        )
 
 
 @contextmanager
