@@ -51,6 +51,20 @@ def test_deep_ones() -> None:
     assert ResNetConfig.deep(101).stages == ResNetConfig.named("resnet101").stages
 
 
+def dilations(model: ResNet) -> list[list[int]]:
+    """Of the 3x3 convolutions, stage by stage."""
+    return [[m.dilation[0] for m in stack.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+            for stack in model.stacks]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stride", "last"), [(8, [4, 8, 16]), (16, [2, 4, 8])])
+def test_a_grid_for_all_blocks_of_a_stage_multiplies_its_dilation(stride: int, last: list[int]) -> None:
+    """Chen et al. 2017, section 3.3: unit rates times multi-grid. Without one, as torchvision's dilated stages."""
+    config = ResNetConfig.named("resnet50", output_stride=stride, multi_grid=(1, 2, 4), group_nbytes=0)
+    assert dilations(on_meta(config))[3] == last
+    assert dilations(on_meta(replace(config, multi_grid=())))[3] == [last[0] // 2, last[0], last[0]]
+
+
 def test_stride_turns_into_dilation() -> None:
     config = ResNetConfig("bottleneck", (2, 2, 3, 5), width=4, output_stride=8, multi_grid=(1, 2, 4))
     model = ResNet(config)
@@ -61,10 +75,8 @@ def test_stride_turns_into_dilation() -> None:
         sizes.append(x.shape[-1])
     assert sizes == [16, 8, 8, 8]
     plain = on_meta(replace(config, group_nbytes=0))
-    dilations = [[m.dilation[0] for m in s.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-                 for s in plain.stacks]  # fmt: skip
     # The first block after a stride that is not taken still sees the resolution of the stage before.
-    assert dilations == [[1, 1], [1, 1], [1, 2, 2], [2, 4, 4, 8, 16]]
+    assert dilations(plain) == [[1, 1], [1, 1], [1, 2, 2], [2, 4, 4, 8, 16]]
     strides = [m.stride for m in plain.stacks[3].modules() if isinstance(m, nn.Conv2d)]
     assert set(strides) == {(1, 1)}
 

@@ -35,11 +35,11 @@ class ResNetConfig:
 
     ``stages``: blocks per stage; ``width``: channels of the first, doubled from stage to stage (a bottleneck's output
     has four times as many). ``stem``: "cifar" (3x3) or "imagenet" (7x7 with stride 2, pooling). Every stage but the
-    first halves the resolution until ``output_stride`` is reached, from where on they dilate instead; the last blocks
-    of the last stage multiply their dilation by ``multi_grid``. ``zero_residual``: the last norm of every block starts
-    at 0, so that however deep the network is, its blocks start as the identity (Goyal et al. 2017). ``group_nbytes``:
-    bytes of parameters per group of layers, at least; 0: every layer is a module of its own. Raises InputError where
-    the numbers do not fit together.
+    first halves the resolution until ``output_stride`` is reached, from where on they dilate instead, the first block
+    of a stage as the stage before; the last blocks of the last stage dilate by ``multi_grid`` times its dilation.
+    ``zero_residual``: the last norm of every block starts at 0, so that however deep the network is, its blocks start
+    as the identity (Goyal et al. 2017). ``group_nbytes``: bytes of parameters per group of layers, at least; 0: every
+    layer is a module of its own. Raises InputError where the numbers do not fit together.
     """
 
     block: Literal["basic", "bottleneck"]
@@ -314,8 +314,8 @@ def _stage(config: ResNetConfig, number: int, inputs: int, key: Key) -> Iterator
     stride = 2 if number and factor == 1 else 1
     grid = config.multi_grid if number == len(config.stages) - 1 else ()
     dilations = [factor] * (count - len(grid)) + [factor * g for g in grid]
-    if number and factor > 1:
-        dilations[0] = dilations[0] // 2  # the resolution is that of the stage before
+    if number and factor > 1 and count > len(grid):
+        dilations[0] = dilations[0] // 2  # of what it reads, the resolution before the stride that is not taken
     shapes = [(inputs if k == 0 else outputs, stride if k == 0 else 1, dilations[k]) for k in range(count)]
     first = 0
     while first < count:
