@@ -149,3 +149,38 @@ def test_batches_are_deterministic_and_resume() -> None:
         other.load_state_dict(state)
     with pytest.raises(InputError, match="at least 1"):
         ImageBatches(Shapes(8), 0)
+
+
+def test_a_state_of_other_images_is_refused_by_what_differs(tmp_path: Path) -> None:
+    white = numpy.full((4, 4, 3), 255)
+    for name in ("a/0", "a/1", "b/0", "b/1"):
+        write(tmp_path / f"{name}.png", white)
+    state = ImageBatches(ClassFolders(tmp_path, 4), 2).state_dict()
+    again = ImageBatches(ClassFolders(tmp_path, 4), 2)
+    again.load_state_dict(state)
+    again.load_state_dict({name: state[name] for name in ("drawn", "samples", "batch", "seed")})
+
+    def refused(said: str) -> None:
+        with pytest.raises(InputError, match=f"}}: {said} differ; make it with the same data"):
+            ImageBatches(ClassFolders(tmp_path, 4), 2).load_state_dict(state)
+
+    (tmp_path / "a").rename(tmp_path / "c")  # labels change places
+    refused("class names, file names")
+    (tmp_path / "c").rename(tmp_path / "a")
+    (tmp_path / "a" / "0.png").rename(tmp_path / "a" / "2.png")
+    refused("file names")
+    (tmp_path / "a" / "2.png").rename(tmp_path / "a" / "0.png")
+    ImageBatches(ClassFolders(tmp_path, 4), 2).load_state_dict(state)
+    write(tmp_path / "b" / "1.png", numpy.arange(192).reshape(8, 8, 3))
+    refused("file sizes")
+
+
+def test_a_state_of_other_masks_is_refused(tmp_path: Path) -> None:
+    for name in ("images/a/0", "masks/a/0"):
+        write(tmp_path / f"{name}.png", numpy.zeros((4, 4)))
+    state = ImageBatches(MaskFolders(tmp_path, 4, 2), 2).state_dict()
+    ImageBatches(MaskFolders(tmp_path, 4, 2), 2).load_state_dict(state)
+    for kind in ("images", "masks"):
+        (tmp_path / kind / "a").rename(tmp_path / kind / "b")
+    with pytest.raises(InputError, match="file names differ"):
+        ImageBatches(MaskFolders(tmp_path, 4, 2), 2).load_state_dict(state)

@@ -1,6 +1,7 @@
 """Folders of images: with a subfolder per class, or with a mask per image."""
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class ClassFolders:
                 f"{folder} has one class only, {names[0]!r}; name the folder whose subfolders are the classes"
             )
         self.classes, self._found, self._size = len(names), found, size
+        self.identity = {"class_names": _checksum(names), **_identity(folder, [path for path, _ in found])}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -80,6 +82,7 @@ class MaskFolders:
                     f"{mask} is {sizes[1][0]} x {sizes[1][1]} pixels and its image {image} {sizes[0][0]} x "
                     f"{sizes[0][1]}; a mask has one label for each pixel of the image"
                 )
+        self.identity = _identity(folder, [path for pair in self._found for path in pair])
 
     def __len__(self) -> int:
         return len(self._found)
@@ -114,6 +117,18 @@ def _check_folder(folder: Path) -> None:
 def _images_in(folder: Path) -> list[Path]:
     found = folder.rglob("*") if folder.is_dir() else ()
     return sorted(path for path in found if path.suffix.lower() in _ENDINGS and path.is_file())
+
+
+def _identity(folder: Path, files: list[Path]) -> dict[str, int]:
+    """What tells other files, or files that were changed, without reading them."""
+    return {
+        "file_names": _checksum(path.relative_to(folder) for path in files),
+        "file_sizes": _checksum(path.stat().st_size for path in files),
+    }
+
+
+def _checksum(values: Iterable[object]) -> int:
+    return zlib.crc32("\0".join(map(str, values)).encode(errors="surrogateescape"))
 
 
 def _by_name(folder: Path) -> dict[str, Path]:

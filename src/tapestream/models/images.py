@@ -69,17 +69,23 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         return {"drawn": self._drawn, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken; InputError where it was taken from other data."""
-        if {**state, "drawn": 0} != {"drawn": 0, **self._identity()} or state["drawn"] < 0:
+        """Go on where ``state_dict`` was taken; InputError where it was taken from other data. States of earlier
+        versions say nothing of names and sizes of files, and fit any of their number."""
+        mine = self._identity()
+        fits = {"drawn", "samples", "batch", "seed"} <= state.keys() and state["drawn"] >= 0
+        other = [name for name, value in state.items() if name != "drawn" and mine.get(name) != value]
+        if other or not fits:
+            what = ", ".join(name.replace("_", " ") for name in other) or "what they say"
             raise InputError(
-                f"ImageBatches: the state {state} does not fit an iterator of {self._identity()}; make it with the "
+                f"ImageBatches: the state {state} does not fit an iterator of {mine}: {what} differ; make it with the "
                 "same data, batch and seed"
             )
         self._drawn = state["drawn"]
         self._ahead = None
 
     def _identity(self) -> dict[str, int]:
-        return {"samples": len(self._samples), "batch": self._batch, "seed": self._seed}
+        found: dict[str, int] = getattr(self._samples, "identity", {})  # what is drawn or built in has none
+        return {"samples": len(self._samples), "batch": self._batch, "seed": self._seed, **found}
 
 
 class _Ahead:
