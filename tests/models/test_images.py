@@ -86,6 +86,8 @@ def bad_folders(root: Path) -> dict[str, Any]:
     write(root / "labels" / "images" / "x.png", white)
     write(root / "labels" / "masks" / "x.png", numpy.full((4, 4), 7))
     write(root / "one" / "a" / "x.png", white)
+    write(root / "hollow" / "a" / "x.png", white)
+    (root / "hollow" / "b").mkdir()
     write(root / "broken" / "b" / "x.png", white)
     write(root / "broken" / "a" / "x.png", white)
     (root / "broken" / "a" / "x.png").write_bytes(b"\x89PNG and no more")
@@ -93,6 +95,7 @@ def bad_folders(root: Path) -> dict[str, Any]:
         "no folder": lambda: ClassFolders(root / "nowhere", 4),
         "no subfolders with images": lambda: ClassFolders(root / "empty", 4),
         "one class only, 'a'": lambda: ClassFolders(root / "one", 4),
+        "1 of the 2 classes in .*hollow have no images, such as 'b'": lambda: ClassFolders(root / "hollow", 4),
         "holds no images": lambda: MaskFolders(root / "empty", 4, 2),
         "1 of 1 images have no mask": lambda: MaskFolders(root / "lacking", 4, 2),
         "1 of 1 images have no mask, such as .*a/x.png": lambda: MaskFolders(root / "elsewhere", 4, 2),

@@ -28,11 +28,18 @@ class ClassFolders:
     def __init__(self, folder: Path, size: int) -> None:
         _check_folder(folder)
         names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        found = [(path, label) for label, name in enumerate(names) for path in _images_in(folder / name)]
+        images = [_images_in(folder / name) for name in names]
+        found = [(path, label) for label, paths in enumerate(images) for path in paths]
         if not found:
             raise InputError(
                 f"{folder} has no subfolders with images ({', '.join(sorted(_ENDINGS))}); put the images of each class "
                 "into a subfolder of their own"
+            )
+        empty = [name for name, paths in zip(names, images, strict=True) if not paths]
+        if empty:
+            raise InputError(
+                f"{len(empty)} of the {len(names)} classes in {folder} have no images, such as {empty[0]!r}; put some "
+                "into its subfolder, or remove it"
             )
         if len(names) == 1:
             raise InputError(
