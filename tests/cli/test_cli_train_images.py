@@ -118,10 +118,25 @@ def test_networks_are_what_the_options_say(tmp_path: Path) -> None:
         assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 
 
+def masks(root: Path, label: int) -> Path:
+    """An image and its mask."""
+    for name, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), label))):
+        (root / name).mkdir()
+        Image.fromarray(pixels.astype(numpy.uint8)).save(root / name / "x.png")
+    return root
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    """Of a batch in which no pixel counts: NaN is not JSON."""
+    options = ("--layers", "35", "--width", "4", "--size", "16", "--batch", "2", "--steps", "1", "--classes", "6")
+    result, lines = train(tmp_path, "dranet", *options, "--data", str(masks(tmp_path, 255)), "--json")
+    assert lines[0]["loss"] is None
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["last"]["loss"] is None
+    assert "loss nan" in result.stderr
+
+
 def test_masks_of_a_folder(tmp_path: Path) -> None:
-    for folder, pixels in (("images", numpy.zeros((16, 16, 3))), ("masks", numpy.full((16, 16), 5))):
-        (tmp_path / folder).mkdir()
-        Image.fromarray(pixels.astype(numpy.uint8)).save(tmp_path / folder / "x.png")
+    masks(tmp_path, 5)
     options: dict[str, Any] = {"model": "dranet", "layers": 35, "width": 4, "size": 16, "data": str(tmp_path)}
     task = task_of(wanted(**options, classes=6))
     job = Job(task.config, task.data, 2, 16, 1, 0.1, 1, "sgd", "step", "cpu", None, None, "auto", None)

@@ -130,7 +130,7 @@ def _train(job: Job, story: Story, out: Path, compared: int) -> None:
             elif kind == "step":
                 record = Record(**message)
                 story.records.append(record)
-                lines.write(json.dumps(message) + "\n")
+                lines.write(json.dumps(record.to_json()) + "\n")
                 lines.flush()
                 advance("training", record.step + 1, job.steps, remark(record, allowed))
             elif kind == "digest":

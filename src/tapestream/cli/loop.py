@@ -1,5 +1,6 @@
 """The training loop that ``train`` and ``demo`` share: a streamed network on its data, one record per step."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -80,6 +81,10 @@ class Record:
     moved_nbytes: dict[str, int]
     planned_peak_nbytes: int
     measured_peak_nbytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name; None for a loss that is no number or infinite, for which JSON has no word."""
+        return {**asdict(self), "loss": self.loss if math.isfinite(self.loss) else None}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:

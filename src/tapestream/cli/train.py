@@ -1,7 +1,6 @@
 """``tapestream train``: a GPT on text, a ResNet on images, a DRANet on masks, within a budget."""
 
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -96,7 +95,7 @@ def train(
                     break
     first, last = records[0], records[-1]
     if json_:
-        show.as_json({"job": job.to_json(), "first": asdict(first), "last": asdict(last), "metrics": str(metrics)})
+        show.as_json({"job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics)})
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
     if saver.stopped_by is not None and last.step + 1 < steps:
@@ -148,7 +147,7 @@ def tell(lines: TextIO, record: Record, first: int) -> None:
     """Write a line about a step; what is there of earlier runs goes with the first step taken, not before."""
     if record.step == first:
         keep_steps(lines, first)
-    lines.write(json.dumps(asdict(record)) + "\n")
+    lines.write(json.dumps(record.to_json()) + "\n")
     lines.flush()
 
 
