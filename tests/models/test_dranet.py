@@ -119,6 +119,15 @@ def test_a_batch_of_one_image_is_refused_in_training() -> None:
         DRANet(SMALL)(*batch(0, images=1))
 
 
+@pytest.mark.parametrize("shape", [(2, 24, 24), (1, 48, 48), (2, 1, 48, 48)])
+def test_targets_of_another_size_than_the_images_are_refused(shape: tuple[int, ...]) -> None:
+    images, _ = batch(0)
+    with pytest.raises(InputError) as refused:
+        DRANet(SMALL)(images, torch.zeros(shape, dtype=torch.int64))
+    assert "(2, 48, 48) for images of (2, 3, 48, 48)" in str(refused.value)
+    assert f"given are {shape}" in str(refused.value)
+
+
 def train(model: nn.Module, optimizer: Any) -> list[float]:
     losses = []
     for number in range(3):

@@ -176,13 +176,19 @@ class DRANet(nn.Module):
         """Logits (batch, classes, height, width) of ``images`` (batch, channels, height, width).
 
         With integer ``targets`` (batch, height, width): the loss, mean cross-entropy over the pixels that count, in
-        nats, plus that of the auxiliary head by its weight. Raises InputError for a training batch of one image: the
-        norm of a single centre has nothing to take a mean of.
+        nats, plus that of the auxiliary head by its weight. Raises InputError for targets of another size, and for a
+        training batch of one image: the norm of a single centre has nothing to take a mean of.
         """
         if self.training and len(images) == 1:
             raise InputError(
                 "DRANet pools each image to one centre and normalises it over the batch, which takes two images or "
                 "more in training; one was given"
+            )
+        wanted = (len(images), *images.shape[-2:])
+        if targets is not None and targets.shape != wanted:
+            raise InputError(
+                f"DRANet takes a target for each pixel, {wanted} for images of {tuple(images.shape)}; those "
+                f"given are {tuple(targets.shape)}: crop or scale both alike"
             )
         *before, last = self.backbone.stacks
         x = detail = before[0](self.backbone.start(images))
