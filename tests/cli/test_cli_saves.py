@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.train import keep_steps, writing
-from tapestream.models import GPTConfig, ImageBatches, Shapes
+from tapestream.models import GPTConfig, ImageBatches, MaskFolders, Shapes
 
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu", "--budget", "8MiB"]
 
@@ -171,6 +171,46 @@ def test_what_a_worker_finds_wrong_ends_the_run_in_one_line(tmp_path: Path) -> N
     assert found.returncode == 2
     assert "x.png holds the label 9, but there are 6 classes" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.full)])
+def test_what_is_wrong_in_the_midst_ends_the_run_saved_and_mended_it_goes_on(workers: str, tmp_path: Path) -> None:
+    """As the run that never failed, bit for bit; the save that was just made (every 2 steps) is made anew."""
+    image, data = pytest.importorskip("PIL.Image"), tmp_path / "data"
+    for kind in ("images", "masks"):
+        (data / kind).mkdir(parents=True)
+        for number in range(8):
+            image.fromarray(numpy.full((16, 16), number, numpy.uint8)).save(data / kind / f"{number}.png")
+    batches = ImageBatches(MaskFolders(data, 16, 8), 2)
+    seen = [set(next(batches)[1].flatten().tolist()) for _ in range(4)]
+    bad = data / "masks" / f"{min(seen[2] - seen[1] - seen[0])}.png"
+    good = bad.read_bytes()
+    options = (
+        "dranet", "--layers", "35", "--width", "4", "--size", "16", "--batch", "2", "--device", "cpu", "--steps", "4",
+        "--data", str(data), "--classes", "8", "--workers", workers, "--save-every", "2", "--saves",
+    )  # fmt: skip
+
+    def losses() -> list[float]:
+        return [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    torch.manual_seed(0)
+    assert train(tmp_path, *options, str(tmp_path / "whole")).exit_code == 0
+    expected = losses()
+    image.fromarray(numpy.arange(256, dtype=numpy.uint8).reshape(16, 16)).save(bad)
+    assert bad.stat().st_size != len(good)
+    torch.manual_seed(0)
+    failed = train(tmp_path, *options, str(tmp_path / "saves"))
+    assert failed.exit_code == 2
+    assert f"{bad.name} holds the label 254" in failed.stderr
+    assert "(for step 3; the run is saved after step 2: when this is mended, go on with --resume)" in failed.stderr
+    assert losses() == expected[:2]
+    bad.write_bytes(good)
+    found = train(tmp_path, *options, str(tmp_path / "saves"), "--resume")
+    assert found.exit_code == 0, found.stderr
+    assert losses() == expected
+    last = [sorted((tmp_path / folder).glob("0*/model"))[-1] for folder in ("whole", "saves")]
+    whole, resumed = ((path / "model.safetensors").read_bytes() for path in last)
+    assert whole == resumed
 
 
 def test_batches_from_workers_are_the_same_batches() -> None:

@@ -1,7 +1,7 @@
 """``tapestream train --saves``: saves of a run, also when a signal asks for one, and going on from them."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import tapestream as ts
-from tapestream.cli.loop import Job, Report
+from tapestream.cli.loop import Batch, Job, Report
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.save import save_nbytes
@@ -26,6 +26,7 @@ class Saver:
         self._parts: dict[str, Any] = {}
         self._progress: Report | None = None
         self._asked = self._stepped = False
+        self._step = 0  # how many have been taken
         self.stopped_by: signal.Signals | None = None
 
     def begin(self, *, resume: bool) -> tuple[Job, int]:
@@ -53,6 +54,7 @@ class Saver:
         if done >= self._job.steps:
             raise InputError(f"{self._folder} holds a run of {done} steps already; ask for more with --steps")
         self._job = replace(self._job, warmup=saved["warmup"])
+        self._step = done
         return self._job, done
 
     def holds(self, parts: dict[str, Any], progress: Report, *, load: bool) -> None:
@@ -71,14 +73,35 @@ class Saver:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""
         stopping = self.stopped_by is not None  # one that is heard from here on stops the run after the next step
         asked, self._asked = self._asked, False
+        self._step = step
         due = last or asked or stopping or (self._every > 0 and step % self._every == 0)
         if self._folder is not None and not self._stepped and not due:
             self._check_room()  # also for what the optimizer keeps from now on
         self._stepped = True
-        if self._folder is not None and due:
-            progress = self._progress
-            ts.save(self._folder, **self._parts, step=step, job=self._identity(), progress=progress, keep=_KEEP)
+        if due:
+            self._save()
         return not stopping
+
+    def guarding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; where one cannot be made, what was done before it is saved, and the error says so."""
+        drawn = iter(batches)
+        while True:
+            try:
+                batch = next(drawn)
+            except InputError as error:
+                if self._folder is None or not self._step:
+                    raise
+                self._save()
+                raise InputError(
+                    f"{error} (for step {self._step + 1}; the run is saved after step {self._step}: when this is "
+                    "mended, go on with --resume)"
+                ) from error
+            yield batch
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            job, progress = self._identity(), self._progress
+            ts.save(self._folder, **self._parts, step=self._step, job=job, progress=progress, keep=_KEEP)
 
     def _check_room(self) -> None:
         """For as many saves as will be there at once: those that are kept, and the next before the oldest goes."""

@@ -69,7 +69,8 @@ def train(
 ) -> None:
     """Train a byte-level GPT, a ResNet or a DRANet within a memory budget.
 
-    With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on.
+    With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on. Data that cannot
+    be used end the run after a save.
     """
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
@@ -87,7 +88,7 @@ def train(
         net, rule = streamed(job, progress)
         saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
         with saver.listening():
-            for record in run(job, net, rule, batches, Measured(), first=done):
+            for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
                 tell(lines, record, first=done)
                 records.append(record)
                 advance("training", record.step + 1, steps, remark(record, allowed))

@@ -39,6 +39,7 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
             raise InputError(f"ImageBatches: batch must be at least 1 and workers 0, not {batch} and {workers}")
         self._samples, self._batch, self._seed, self._workers = samples, batch, seed, workers
         self._drawn = 0
+        self._failed = False
         self._ahead: _Ahead | None = None
 
     def __iter__(self) -> Self:
@@ -48,9 +49,11 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         if self._workers and self._ahead is None:
             alone = ImageBatches(self._samples, self._batch, self._seed)
             self._ahead = _Ahead(alone, itertools.count(self._drawn), self._workers)
+        self._failed = True
         found = self[self._drawn] if self._ahead is None else next(self._ahead.batches)
         if isinstance(found, InputError):
             raise found
+        self._failed = False
         self._drawn += 1
         return found
 
@@ -65,12 +68,16 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         return {**self.__dict__, "_ahead": None}
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iterator stands, and what it iterates over: plain integers."""
-        return {"drawn": self._drawn, **self._identity()}
+        """Where the iterator stands, and what it iterates over: plain integers. Where the next batch could not be made,
+        nothing of the sizes of files: mending one changes it."""
+        state = {"drawn": self._drawn, **self._identity()}
+        if self._failed:
+            state.pop("file_sizes", None)
+        return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken; InputError where it was taken from other data. States of earlier
-        versions say nothing of names and sizes of files, and fit any of their number."""
+        """Go on where ``state_dict`` was taken; InputError where it was taken from other data. What a state
+        does not tell, as those of earlier versions the names and sizes of files, may differ."""
         mine = self._identity()
         fits = {"drawn", "samples", "batch", "seed"} <= state.keys() and state["drawn"] >= 0
         other = [name for name, value in state.items() if name != "drawn" and mine.get(name) != value]
@@ -81,6 +88,7 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
                 "same data, batch and seed"
             )
         self._drawn = state["drawn"]
+        self._failed = False
         self._ahead = None
 
     def _identity(self) -> dict[str, int]:
