@@ -13,9 +13,11 @@ from tapestream.cli.loop import Batch, Job, Report
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.save import save_nbytes
+from tapestream.storage.locked import held_alone
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _KEEP = 2  # saves that stay
+_RUNNING = ".running"  # in the folder of saves, while a run has it
 
 
 class Saver:
@@ -28,6 +30,17 @@ class Saver:
         self._asked = self._stepped = False
         self._step = 0  # how many have been taken
         self.stopped_by: signal.Signals | None = None
+
+    @contextmanager
+    def alone(self, *, resume: bool) -> Iterator[None]:
+        """Inside, no other run saves in the folder: each would remove saves of the other. Raises StorageError where one
+        does, or there can be no folder; where there is none to ``resume`` from, `begin` says so."""
+        if self._folder is None or (resume and not self._folder.is_dir()):
+            yield
+            return
+        Saves(self._folder).check_room(0)
+        with held_alone(self._folder, _RUNNING):
+            yield
 
     def begin(self, *, resume: bool) -> tuple[Job, int]:
         """The job, and the steps that were taken: 0, or with ``resume`` those of the last save, whose job keeps the

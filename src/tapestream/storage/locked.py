@@ -12,8 +12,11 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tapestream.errors import StorageError
 
 LOCK = "lock"
 """The file in a run's folder that is locked while it lives, and then names its process."""
@@ -53,6 +56,42 @@ def unlock(file: int) -> None:
     """Give a lock up, also where a forked process has a copy of the open file."""
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
+
+
+@contextmanager
+def held_alone(path: Path, name: str) -> Iterator[None]:
+    """Hold a folder that other runs use too, by a file in it, which goes with the block. Raises StorageError where
+    another process has it, by its number, or it cannot be locked.
+
+    The lock is one of records, not ``flock``: processes forked from this one, which outlive it by seconds if it is
+    killed, do not inherit it.
+    """
+    while True:
+        try:
+            file = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(f"cannot lock {path}: {error.strerror or error}; choose another folder") from error
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:
+                break
+        except OSError as error:
+            owner = os.pread(file, 20, 0).decode(errors="replace") or "unknown"
+            os.close(file)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise StorageError(
+                    f"{path} is in use by another run (process {owner}); wait for its end, or choose another folder"
+                ) from error
+            raise StorageError(f"cannot lock {path}: {error.strerror or error}; choose another folder") from error
+        os.close(file)  # who had it has just removed it
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):
+            (path / name).unlink()
+        os.close(file)
 
 
 def wait_for(path: Path) -> None:
