@@ -1,5 +1,7 @@
-"""`tapestream train --saves`: one run at a time in a folder."""
+"""`tapestream train --saves`: one run at a time in a folder, and in a file of metrics."""
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -47,3 +49,26 @@ def test_two_runs_do_not_save_in_one_folder_and_a_killed_one_is_in_nobodys_way(t
     assert found.exit_code == 0, found.stderr
     assert ts.load(saves)["step"] == done + 1
     assert not (saves / ".running").exists()
+
+
+def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path: Path) -> None:
+    """Which has begun in the file of the first, and so has emptied it."""
+    first, other, metrics = tmp_path / "first", tmp_path / "other", tmp_path / "metrics.jsonl"
+    assert train(tmp_path, "--saves", str(first), "--steps", "2").exit_code == 0
+    lines = metrics.read_text()
+    assert train(tmp_path, "--saves", str(other), "--steps", "3").exit_code == 0
+    there = metrics.read_text()
+    resume = ("--saves", str(first), "--resume", "--steps", "3")
+    refused = train(tmp_path, *resume)
+    assert refused.exit_code == 2
+    assert f"does not hold step 1 as the run in {first} took it" in " ".join(refused.stderr.split())
+    assert "moving" not in refused.stderr
+    assert metrics.read_text() == there
+    for before in (lines + there.splitlines()[2] + "\n", ""):  # with a step after the save; a new file
+        metrics.write_text(before)
+        shutil.rmtree(other)
+        shutil.copytree(first, other)
+        found = train(tmp_path, "--saves", str(other), "--resume", "--steps", "3")
+        assert found.exit_code == 0, found.stderr
+        steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+        assert steps == ([0, 1, 2] if before else [2])

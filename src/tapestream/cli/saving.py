@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import tapestream as ts
 from tapestream.cli.loop import Batch, Job, Report
@@ -29,6 +29,7 @@ class Saver:
         self._progress: Report | None = None
         self._asked = self._stepped = False
         self._step = 0  # how many have been taken
+        self._told = ""  # of the last one, in the file of metrics
         self.stopped_by: signal.Signals | None = None
 
     @contextmanager
@@ -67,8 +68,19 @@ class Saver:
         if done >= self._job.steps:
             raise InputError(f"{self._folder} holds a run of {done} steps already; ask for more with --steps")
         self._job = replace(self._job, warmup=saved["warmup"])
-        self._step = done
+        self._step, self._told = done, found.get("told", "")
         return self._job, done
+
+    def check_metrics(self, path: Path, lines: TextIO) -> None:
+        """Raise InputError where a file of metrics is of another run: what it says of the last step is something else.
+        One with no line in it is as good as a new one."""
+        lines.seek(0)
+        there = [line.rstrip("\n") for line in lines if self._told]
+        if there and self._told not in there:
+            raise InputError(
+                f"--metrics {path} does not hold step {self._step - 1} as the run in {self._folder} took it: it is of "
+                "another run, or has lost its end; name the file of that run, or a new one"
+            )
 
     def holds(self, parts: dict[str, Any], progress: Report, *, load: bool) -> None:
         """``parts`` are saved, and with ``load`` brought to where the last save was made.
@@ -82,11 +94,12 @@ class Saver:
         if load:
             ts.load(self._folder, progress=progress, **parts)
 
-    def after(self, step: int, *, last: bool) -> bool:
-        """Save if it is time to; whether the run is to go on. ``step``: how many have been taken."""
+    def after(self, step: int, *, last: bool, told: str = "") -> bool:
+        """Save if it is time to; whether the run is to go on. ``step``: how many have been taken, ``told``: the line
+        about the last of them in the file of metrics."""
         stopping = self.stopped_by is not None  # one that is heard from here on stops the run after the next step
         asked, self._asked = self._asked, False
-        self._step = step
+        self._step, self._told = step, told
         due = last or asked or stopping or (self._every > 0 and step % self._every == 0)
         if self._folder is not None and not self._stepped and not due:
             self._check_room()  # also for what the optimizer keeps from now on
@@ -113,8 +126,9 @@ class Saver:
 
     def _save(self) -> None:
         if self._folder is not None:
-            job, progress = self._identity(), self._progress
-            ts.save(self._folder, **self._parts, step=self._step, job=job, progress=progress, keep=_KEEP)
+            job, step, told = self._identity(), self._step, self._told
+            parts = {**self._parts, "step": step, "job": job, "told": told}
+            ts.save(self._folder, **parts, progress=self._progress, keep=_KEEP)
 
     def _check_room(self) -> None:
         """For as many saves as will be there at once: those that are kept, and the next before the oldest goes."""

@@ -85,15 +85,16 @@ def train(
     with saver.alone(resume=resume), show.progress() as advance:
         job, done = saver.begin(resume=resume)
         with writing(metrics, append=True) as lines:
+            saver.check_metrics(metrics, lines)
             progress = partial(_advanced, advance)
             net, rule = streamed(job, progress)
             saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
             with saver.listening():
                 for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
-                    tell(lines, record, first=done)
+                    told = tell(lines, record, first=done)
                     records.append(record)
                     advance("training", record.step + 1, steps, remark(record, allowed))
-                    if not saver.after(record.step + 1, last=record.step + 1 == steps):
+                    if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
                         break
     first, last = records[0], records[-1]
     if json_:
@@ -145,12 +146,15 @@ def _is_record(line: bytes) -> bool:
     return isinstance(found, dict) and {"step", "loss", "planned_peak_nbytes"} <= found.keys()
 
 
-def tell(lines: TextIO, record: Record, first: int) -> None:
-    """Write a line about a step; what is there of earlier runs goes with the first step taken, not before."""
+def tell(lines: TextIO, record: Record, first: int) -> str:
+    """Write a line about a step, and give it; what is there of earlier runs goes with the first step taken, not
+    before."""
     if record.step == first:
         keep_steps(lines, first)
-    lines.write(json.dumps(record.to_json()) + "\n")
+    told = json.dumps(record.to_json())
+    lines.write(told + "\n")
     lines.flush()
+    return told
 
 
 def keep_steps(lines: TextIO, first: int) -> None:
