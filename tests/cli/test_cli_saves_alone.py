@@ -1,17 +1,22 @@
-"""`tapestream train --saves`: one run at a time in a folder, and in a file of metrics."""
+"""`tapestream train --saves`: one run at a time in a folder, and in a file of metrics; signals before it begins."""
 
+import gc
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 import tapestream as ts
 from tapestream.cli.app import make_app
+from tapestream.cli.loop import streamed
 
 SMALL = ["resnet", "--layers", "8", "--width", "8", "--device", "cpu"]
 
@@ -72,3 +77,33 @@ def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path: Path) -> None:
         assert found.exit_code == 0, found.stderr
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         assert steps == ([0, 1, 2] if before else [2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_training_leaves_no_home(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR1 saves after the first step and goes on; those that stop do so at once."""
+    home, saves = tmp_path / "home", tmp_path / "saves"
+
+    def made(*args: Any) -> Any:
+        found = streamed(*args)
+        assert list(home.iterdir()) != []
+        os.kill(os.getpid(), number)
+        return found
+
+    monkeypatch.setattr("tapestream.cli.train.streamed", made)
+    before = signal.signal(signal.SIGUSR1, pytest.fail)  # it would end this process
+    try:
+        where = ("--budget", "2MiB", "--home", "disk", "--folder", str(home), "--saves", str(saves))
+        status = train(tmp_path, *where, "--steps", "2").exit_code  # the rest refers to the model
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    gc.collect()
+    assert list(home.iterdir()) == []
+    if number == signal.SIGUSR1:
+        assert status == 0
+        assert [ts.load(path)["step"] for path in sorted(saves.glob("0*"))] == [1, 2]
+    else:
+        assert status == 130
+        assert list(saves.iterdir()) == []

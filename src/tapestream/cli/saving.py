@@ -27,7 +27,7 @@ class Saver:
         self._folder, self._every, self._job = folder, every, job
         self._parts: dict[str, Any] = {}
         self._progress: Report | None = None
-        self._asked = self._stepped = False
+        self._asked = self._stepped = self._ready = False
         self._step = 0  # how many have been taken
         self._told = ""  # of the last one, in the file of metrics
         self.stopped_by: signal.Signals | None = None
@@ -93,6 +93,7 @@ class Saver:
         self._check_room()
         if load:
             ts.load(self._folder, progress=progress, **parts)
+        self._ready = True
 
     def after(self, step: int, *, last: bool, told: str = "") -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken, ``told``: the line
@@ -146,8 +147,9 @@ class Saver:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGUSR1 asks for a save after the step at hand; SIGINT and SIGTERM also for the end. A second one of
-        these ends at once. Without a folder signals do what they always do."""
+        """Inside, SIGUSR1 asks for a save after the step at hand or, before the training, the first one; SIGINT and
+        SIGTERM also for the end. A second one of these ends at once, as does one before the training: there is nothing
+        to save yet. Without a folder signals do what they always do."""
         if self._folder is None:
             yield
             return
@@ -160,7 +162,7 @@ class Saver:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPPING:
-            if self.stopped_by is not None:
+            if self.stopped_by is not None or not self._ready:
                 raise KeyboardInterrupt
             self.stopped_by = signal.Signals(number)
         self._asked = True

@@ -82,20 +82,19 @@ def train(
     batches = batches_of(job, workers or 0)
     saver = Saver(saves, save_every, job)
     records: list[Record] = []
-    with saver.alone(resume=resume), show.progress() as advance:
+    with saver.alone(resume=resume), saver.listening(), show.progress() as advance:
         job, done = saver.begin(resume=resume)
         with writing(metrics, append=True) as lines:
             saver.check_metrics(metrics, lines)
             progress = partial(_advanced, advance)
             net, rule = streamed(job, progress)
             saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
-            with saver.listening():
-                for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
-                    told = tell(lines, record, first=done)
-                    records.append(record)
-                    advance("training", record.step + 1, steps, remark(record, allowed))
-                    if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
-                        break
+            for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
+                told = tell(lines, record, first=done)
+                records.append(record)
+                advance("training", record.step + 1, steps, remark(record, allowed))
+                if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
+                    break
     first, last = records[0], records[-1]
     if json_:
         show.as_json({"job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics)})
