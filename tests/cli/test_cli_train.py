@@ -42,6 +42,19 @@ def test_training_falls_writes_metrics_and_leaves_no_home_behind(tmp_path: Path)
     assert list(home.iterdir()) == []
 
 
+def test_a_peak_is_measured_from_the_third_step_on_or_planned(tmp_path: Path) -> None:
+    """What a step frees is seen only where the step that made it was metered too."""
+    for steps in (2, 3):
+        metrics, files = tmp_path / f"{steps}.jsonl", ("--home", "disk", "--folder", str(tmp_path / "home"))
+        options = ["--budget", "16MiB", *files, "--steps", str(steps), "--metrics", str(metrics)]
+        result = CliRunner().invoke(make_app(), ["train", *SMALL, *options])
+        assert result.exit_code == 0, result.output
+        peaks = [json.loads(line)["measured_peak_nbytes"] for line in metrics.read_text().splitlines()]
+        assert peaks[:2] == [None, None]
+        assert all(peak <= 16 * 2**20 for peak in peaks[2:])
+        assert [line.count("(measured)") for line in result.stderr.splitlines() if "loss" in line] == [0, 0, 1][:steps]
+
+
 def test_a_budget_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:
     options = ["--budget", "100kB", "--folder", str(tmp_path), "--metrics", str(tmp_path / "m.jsonl"), "--steps", "1"]
     result = CliRunner().invoke(make_app(), ["train", *SMALL, *options])

@@ -183,7 +183,7 @@ def run(
             measured.held = held_nbytes(model)
             with track_memory(job.device) as meter:
                 loss = _one(model, optimizer, inputs, targets, measured)
-            if step == min(at, job.steps - 1):
+            if step == at:
                 _keep(meter, measured)
         else:
             loss = _one(model, optimizer, inputs, targets, None)
