@@ -76,11 +76,34 @@ def test_a_resnet_is_trained_on_digits(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+MODELS = {
+    "gpt": ("--layers", "2", "--width", "64", "--batch", "1", "--seq", "32"),
+    "resnet": ("--layers", "8", "--width", "8"),
+    "dranet": ("--layers", "35", "--width", "4", "--size", "16", "--batch", "2"),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_equal_seeds_give_equal_runs(model: str, tmp_path: Path) -> None:
+    found = []
+    for number, seed in enumerate(((), ("--seed", "0"), ("--seed", "5"))):
+        torch.manual_seed(number)  # what was drawn before does not matter
+        saves = ("--saves", str(tmp_path / f"{number}"))
+        found.append(
+            [line["loss"] for line in train(tmp_path, model, *MODELS[model], "--steps", "2", *seed, *saves)[1]]
+        )
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+    options = ("train", model, *MODELS[model], *COMMON, "--steps", "3", "--resume", "--metrics", str(tmp_path / "m"))
+    other = CliRunner().invoke(make_app(), [*options, "--saves", str(tmp_path / "2")])
+    assert other.exit_code == 2
+    assert "holds a run with another seed (5 there, 0 here)" in other.stderr
+
+
 def trained(saves: Path, workers: int, stops: tuple[int, ...] = ()) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of four steps of a network with dropout, begun anew from a save at each of ``stops``."""
     config = DRANetConfig.on(ResNetConfig.deep(35, width=4), 4)
     losses = []
-    torch.manual_seed(0)
     for first, stop in itertools.pairwise((0, *stops, 4)):
         job = Job(config, "shapes", 2, 16, stop, 0.01, 1, "adamw", "backward", "cpu", "8MiB", None, "device", None)
         batches = batches_of(job, workers)

@@ -86,9 +86,10 @@ def batches_of(job: Job, workers: int = 0) -> Iterable[Batch]:
 
     Raises InputError for data that cannot be used."""
     if isinstance(job.config, GPTConfig):
-        return Batches(text_of(job.data), job.batch, job.sequence)
+        return Batches(text_of(job.data), job.batch, job.sequence, job.seed)
     segments = isinstance(job.config, DRANetConfig)
-    return ImageBatches(_samples(job.data, job.sequence, job.config.classes, segments), job.batch, workers=workers)
+    samples = _samples(job.data, job.sequence, job.config.classes, segments)
+    return ImageBatches(samples, job.batch, job.seed, workers)
 
 
 def check_fits(job: Job, limit_nbytes: int) -> None:

@@ -45,6 +45,7 @@ class Job:
     host_budget: str | None
     home: str
     folder: str | None
+    seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Fields by name."""
@@ -105,15 +106,15 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def model_of(config: Config) -> GPT | ResNet | DRANet:
+def model_of(config: Config, seed: int = 0) -> GPT | ResNet | DRANet:
     """The network of this shape."""
     match config:
         case GPTConfig():
-            return GPT(config)
+            return GPT(config, seed=seed)
         case ResNetConfig():
-            return ResNet(config)
+            return ResNet(config, seed=seed)
         case DRANetConfig():
-            return DRANet(config)
+            return DRANet(config, seed=seed)
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
@@ -139,9 +140,10 @@ def config_from_json(found: dict[str, Any]) -> Config:
 
 
 def streamed(job: Job, progress: Report) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, never whole in memory, and its optimizer."""
+    """The model, never whole in memory, and its optimizer; PyTorch's generators begin at the seed."""
+    torch.manual_seed(job.seed)
     with torch.device("meta"):
-        hollow = model_of(job.config)
+        hollow = model_of(job.config, job.seed)
     budget = ts.Budget(job.budget, host=job.host_budget)
     model = ts.stream(
         hollow, device=job.device, budget=budget, home=job.home, folder=job.folder, blocks=list(hollow.blocks),

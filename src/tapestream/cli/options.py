@@ -75,6 +75,12 @@ Optimizer = Annotated[str, typer.Option(help="adamw, adam, adagrad, rmsprop or s
 Update = Annotated[
     str, typer.Option(help="step: update after backward. backward: update each block as its gradient arrives.")
 ]
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0, max=2**63 - 1, help="Of initial values, dropout and the order of data: equal seeds give equal runs."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

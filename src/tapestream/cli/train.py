@@ -25,6 +25,7 @@ from tapestream.cli.options import (
     Layers,
     Model,
     Optimizer,
+    Seed,
     Seq,
     Size,
     Steps,
@@ -61,6 +62,7 @@ def train(
     optimizer: Optimizer = "adamw",
     update: Update = "step",
     rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, reached after a tenth of the steps.")] = 3e-4,
+    seed: Seed = 0,
     metrics: Annotated[Path, typer.Option(help="One line of JSON per step is written here.")] = Path("metrics.jsonl"),
     saves: Annotated[Path | None, typer.Option(help="The run is saved in this folder; the last two are kept.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps from save to save; 0: at the end or a signal.")] = 0,
@@ -75,7 +77,7 @@ def train(
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
         task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
-        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder),
+        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder), seed,
     )  # fmt: skip
     allowed = None if budget is None else parse_nbytes(budget)
     check_fits(job, free_nbytes(torch.device(job.device)) if allowed is None else allowed)
