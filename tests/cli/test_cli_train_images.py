@@ -100,6 +100,27 @@ def test_equal_seeds_give_equal_runs(model: str, tmp_path: Path) -> None:
     assert "holds a run with another seed (5 there, 0 here)" in other.stderr
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_with_masters(model: str, tmp_path: Path) -> None:
+    """Of half the bytes; resumed it is the run that never stopped."""
+    found = {}
+    for name, options in (("fp32", ()), ("whole", ("--dtype", "bf16")), ("part", ("--dtype", "bf16"))):
+        saves = ("--saves", str(tmp_path / name))
+        _, lines = train(tmp_path, model, *MODELS[model], *options, *saves, "--steps", "2" if name == "part" else "4")
+        found[name] = [line["loss"] for line in lines]
+    _, lines = train(tmp_path, model, *MODELS[model], "--dtype", "bf16", "--steps", "4", "--resume", *saves)
+    assert [line["loss"] for line in lines] == found["whole"]
+    assert found["whole"] != found["fp32"]
+    assert found["whole"] == pytest.approx(found["fp32"], rel=0.2)
+    assert any(loss != float(torch.tensor(loss).bfloat16()) for loss in found["whole"])  # more than three digits
+    (saved,) = (tmp_path / "whole").glob("*/model/model.safetensors")
+    half, full = (path.stat().st_size for path in (saved, *(tmp_path / "fp32").glob("*/model/model.safetensors")))
+    assert half < 0.6 * full
+    other = CliRunner().invoke(make_app(), ["train", model, *MODELS[model], *COMMON, "--resume", *saves])
+    assert other.exit_code == 2
+    assert "float32 here" in other.stderr or "dtype ('bf16' there, 'fp32' here)" in other.stderr
+
+
 def trained(saves: Path, workers: int, stops: tuple[int, ...] = ()) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of four steps of a network with dropout, begun anew from a save at each of ``stops``."""
     config = DRANetConfig.on(ResNetConfig.deep(35, width=4), 4)

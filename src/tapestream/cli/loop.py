@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tapestream as ts
+from tapestream.cli.options import chosen_dtype
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models import GPT, DRANet, DRANetConfig, GPTConfig, ResNet, ResNetConfig
@@ -46,6 +47,7 @@ class Job:
     home: str
     folder: str | None
     seed: int = 0
+    dtype: str = "fp32"
 
     def to_json(self) -> dict[str, Any]:
         """Fields by name."""
@@ -143,7 +145,7 @@ def streamed(job: Job, progress: Report) -> tuple[nn.Module, torch.optim.Optimiz
     """The model, never whole in memory, and its optimizer; PyTorch's generators begin at the seed."""
     torch.manual_seed(job.seed)
     with torch.device("meta"):
-        hollow = model_of(job.config, job.seed)
+        hollow = model_of(job.config, job.seed).to(chosen_dtype(job.dtype))
     budget = ts.Budget(job.budget, host=job.host_budget)
     model = ts.stream(
         hollow, device=job.device, budget=budget, home=job.home, folder=job.folder, blocks=list(hollow.blocks),
@@ -179,6 +181,8 @@ def run(
     at += first
     for step, (inputs, targets) in zip(range(first, job.steps), batches, strict=False):
         inputs, targets = inputs.to(job.device), targets.to(job.device)
+        if inputs.is_floating_point():
+            inputs = inputs.to(chosen_dtype(job.dtype))
         set_rate(optimizer, job.rate_at(step))
         start = time.perf_counter()
         if step in (at - 1, at):

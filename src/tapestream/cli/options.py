@@ -65,6 +65,7 @@ Blocks = Annotated[
     typer.Option(help="Class or name of the blocks to stream, where they are not found; may be repeated."),
 ]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16 (with fp32 masters).")]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Batch = Annotated[
     int | None, typer.Option(min=1, help="Samples per step; by default 2 sequences, 16 images, 4 for segmentation.")
 ]
@@ -127,6 +128,13 @@ def chosen_device(device: str) -> str:
     if device == "cuda" and not there:
         raise InputError("--device cuda was asked for, but PyTorch finds no GPU; use --device cpu")
     return device if device != "auto" else "cuda" if there else "cpu"
+
+
+def chosen_dtype(dtype: str) -> torch.dtype:
+    """The dtype of ``--dtype``. Raises InputError for one that is not known."""
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype} was asked for; --dtype is {' or '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:

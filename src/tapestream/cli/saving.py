@@ -56,7 +56,7 @@ class Saver:
         if self._folder is None:
             raise InputError("--resume was asked for without --saves; name the folder of the saves")
         found = ts.load(self._folder)
-        saved, done = {"seed": 0, **found["job"]}, int(found["step"])
+        saved, done = {"seed": 0, "dtype": "fp32", **found["job"]}, int(found["step"])
         mine = self._identity()
         other = [name for name in mine if name != "warmup" and saved.get(name) != mine[name]]
         if other:
@@ -170,7 +170,7 @@ class Saver:
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with; budgets, homes and the device may change."""
         found = self._job.to_json()
-        same = ("config", "data", "batch", "sequence", "optimizer", "warmup", "rate", "seed")
+        same = ("config", "data", "batch", "sequence", "optimizer", "warmup", "rate", "seed", "dtype")
         return {name: found[name] for name in same}
 
 

@@ -13,14 +13,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.cli import huggingface
-from tapestream.cli.options import make_config
+from tapestream.cli.options import chosen_dtype, make_config
 from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: by position, by name."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_SEQUENCE = 2048
 
 
@@ -67,8 +66,7 @@ class Wish:
 
 def subject_of(target: str, wish: Wish) -> Subject:
     """The Subject that ``target`` names. Raises InputError where there is none, saying what could be named."""
-    if wish.dtype not in DTYPES:
-        raise InputError(f"--dtype {wish.dtype} was asked for; --dtype is fp32 or bf16")
+    chosen_dtype(wish.dtype)
     folder = Path(target)
     if not folder.is_dir() and target.count(":") == 1:
         _check_sizes(target, wish)
@@ -94,7 +92,7 @@ def _gpt(target: str, wish: Wish) -> Subject:
     sequence = wish.sequence or DEFAULT_SEQUENCE
     config = make_config(
         target, wish.layers, wish.width, wish.heads,
-        context=sequence if target == "gpt" else None, vocabulary=wish.vocabulary, dtype=DTYPES[wish.dtype],
+        context=sequence if target == "gpt" else None, vocabulary=wish.vocabulary, dtype=chosen_dtype(wish.dtype),
     )  # fmt: skip
     if wish.sequence is None:
         sequence = min(sequence, config.context)
@@ -210,11 +208,11 @@ def _tokens(example: Any) -> int | None:
 
 
 def _cast(make: Callable[[], nn.Module], wish: Wish) -> Callable[[], nn.Module]:
-    return lambda: make().to(DTYPES[wish.dtype])
+    return lambda: make().to(chosen_dtype(wish.dtype))
 
 
 def _cast_arguments(arguments: Callable[[int], Arguments], wish: Wish) -> Callable[[int], Arguments]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(DTYPES[wish.dtype]) if tensor.is_floating_point() else tensor
+        return tensor.to(chosen_dtype(wish.dtype)) if tensor.is_floating_point() else tensor
 
     return lambda batch: pytree.tree_map_only(torch.Tensor, cast, arguments(batch))

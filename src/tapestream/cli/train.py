@@ -17,6 +17,7 @@ from tapestream.cli.options import (
     Classes,
     Data,
     Device,
+    Dtype,
     Folder,
     Heads,
     Home,
@@ -33,6 +34,7 @@ from tapestream.cli.options import (
     Width,
     Workers,
     chosen_device,
+    chosen_dtype,
     reported,
 )
 from tapestream.cli.saving import Saver
@@ -58,6 +60,7 @@ def train(
     size: Size = None,
     classes: Classes = None,
     workers: Workers = None,
+    dtype: Dtype = "fp32",
     device: Device = "auto",
     optimizer: Optimizer = "adamw",
     update: Update = "step",
@@ -74,10 +77,11 @@ def train(
     With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on. Data that cannot
     be used end the run after a save.
     """
+    chosen_dtype(dtype)
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
         task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
-        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder), seed,
+        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder), seed, dtype,
     )  # fmt: skip
     allowed = None if budget is None else parse_nbytes(budget)
     check_fits(job, free_nbytes(torch.device(job.device)) if allowed is None else allowed)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tapestream.errors import InputError
 from tapestream.models._random import keyed_generator
-from tapestream.models.resnet import Backbone, ResNetConfig, fill, reset_convolutions
+from tapestream.models.resnet import Backbone, ResNetConfig, fill, reset_convolutions, wide
 
 CENTRES = (1, 2, 3, 6)
 """Sides of the grids that the position attention pools to: 50 centres."""
@@ -204,7 +204,7 @@ class DRANet(nn.Module):
         return loss if other is None else loss + self.config.auxiliary * other
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        full = F.interpolate(logits, targets.shape[-2:], mode="bilinear", align_corners=True)
+        full = F.interpolate(wide(logits), targets.shape[-2:], mode="bilinear", align_corners=True)
         return F.cross_entropy(full, targets, ignore_index=self.config.ignore)
 
 

@@ -275,7 +275,12 @@ class ResNet(Backbone):
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, classes); with integer ``targets`` (batch,) their mean cross-entropy in nats."""
         logits: Tensor = self.fc(super().forward(images).mean((2, 3)))
-        return logits if targets is None else F.cross_entropy(logits, targets)
+        return logits if targets is None else F.cross_entropy(wide(logits), targets)
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In float32 or better: a bfloat16 loss has three digits."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Hollow(Protocol):
