@@ -2,19 +2,21 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exact import assert_same, seed
-from streamable import WIDTH, Chained, Model, dense, numbers
+from streamable import WIDTH, Chained, Dense, Model, dense, numbers
 from streaming import budget_at, everything, loss_at, options_of, streamed
 from torch import nn
 
 import tapestream as ts
 from tapestream.errors import StorageError
 from tapestream.frontends.module.stream import handle_of
+from tapestream.ir.actions import Tier
 from tapestream.storage import disk
 from tapestream.storage.disk import Extent
 
@@ -41,6 +43,7 @@ def test_a_disk_that_fills_up_while_blocks_move_there(tmp_path: Path, monkeypatc
 
 def test_too_little_room_is_told_before_anything_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the parameters, and for an optimizer's state beyond what the budget may keep in RAM."""
+    monkeypatch.setattr(disk, "SMALL_NBYTES", 0)  # what is reserved is not more than what is asked for
     room = os.statvfs(tmp_path)
     full = os.statvfs_result((*room[:4], 1, *room[5:]))  # blocks of room.f_frsize bytes
     model = CASE.model()
@@ -55,6 +58,50 @@ def test_too_little_room_is_told_before_anything_is_moved(tmp_path: Path, monkey
     with pytest.raises(StorageError, match=r"gradients and the optimizer's state will take .* too few"):
         ts.optimizer(model, torch.optim.AdamW)
     ts.unstream(model)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_disk_too_small_for_a_step_is_told_before_it_with_the_total(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its size: refused with the total before anything has run, or it holds every step."""
+    options = options_of("auto", tmp_path)
+    case = Model(lambda: Chained([Dense(256) for _ in range(8)]), numbers(3, 256))
+    nbytes = sum(p.nbytes for p in case.model().parameters())
+    room, size = os.statvfs(tmp_path), 100 * nbytes
+
+    def small(_: object) -> os.statvfs_result:
+        used = sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) * 512
+        return os.statvfs_result((*room[:4], max(0, size - used) // room[1], *room[5:]))
+
+    def trained() -> int:
+        """Bytes on the disk after two steps."""
+        with streamed(case, 3 * nbytes // 2, **options) as model:
+            before = everything(model)
+            try:
+                optimizer = ts.optimizer(model, torch.optim.AdamW, update=update)
+                loss = loss_at(model, case)
+            except StorageError:
+                assert_same(before, everything(model))
+                raise
+            for _ in range(2):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = loss_at(model, case)
+            return handle_of(model).pool.held_nbytes(Tier.DISK)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    told = r"a step keeps .* \(\d+ bytes\) of .*, the last \d+ of which find no room: .*make room"
+    needed = trained()
+    size = 4 * needed // 5
+    with pytest.raises(StorageError, match=told):
+        trained()
+    size = needed
+    with suppress(StorageError):  # plans are not the same every time
+        trained()
+    size = 3 * needed // 2
+    trained()
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
@@ -108,6 +155,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             full = os.statvfs_result((*room[:4], 0, *room[5:]))
             patch.setattr(os, "statvfs", lambda _: full)
+            handle_of(model).pool.trim(Tier.DISK)  # another program has taken what the first call reserved
             with pytest.raises(StorageError, match=r"No space left on device.*make room"):
                 optimizer.step()  # momentum is written for the first time
             assert_same(before, everything(model))

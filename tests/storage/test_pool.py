@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import weakref
 
 import pytest
@@ -110,6 +111,22 @@ def test_limits(folder):
         if tier is Tier.DISK:
             assert folder.allocate(4096).path == kept[0].extent.path  # and its bytes can be used
         pool.close()
+
+
+def test_released_regions_of_other_sizes_make_room_on_a_full_disk(folder, monkeypatch):
+    size, pool = 16 * 2**20, make(folder)
+    room = os.statvfs(folder.path)
+
+    def small(_):
+        used = sum(file.stat().st_size for file in folder.path.glob("extent-*"))
+        return os.statvfs_result((*room[:4], (size - used) // room[1], *room[5:]))
+
+    monkeypatch.setattr(os, "statvfs", small)
+    pool.release(pool.allocate(Tier.DISK, 9 * 2**20))
+    held = pool.allocate(Tier.DISK, 10 * 2**20)
+    with pytest.raises(StorageError, match="No space left"):
+        pool.allocate(Tier.DISK, 9 * 2**20)
+    pool.release(held)
 
 
 def test_memory_that_the_system_refuses():

@@ -27,6 +27,13 @@ def at_start(schedule: Schedule) -> frozenset[Value]:
     return frozenset(value for value, tier in schedule.resident if tier is Tier.DEVICE)
 
 
+def ever_on_disk(schedule: Schedule) -> frozenset[Value]:
+    """Block values that have bytes on disk at some moment."""
+    sent = {a.value for a in schedule if isinstance(a, Offload) and a.target is Tier.DISK}
+    sent.update(value for value, tier in schedule.resident if tier is Tier.DISK)
+    return frozenset(value for value in sent if not value.kind.by_stage)
+
+
 def at_step_of(schedule: Schedule) -> frozenset[Value]:
     """Block values that are on the device when the step phase begins; without one, when the schedule ends."""
     there = set(at_start(schedule))

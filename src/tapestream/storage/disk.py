@@ -123,7 +123,8 @@ class DiskFolder:
 
     def check_room(self, nbytes: int, what: str) -> None:
         """Raise StorageError where fewer than ``nbytes`` are free: before ``what`` is written, not in the midst."""
-        free = _free_nbytes(self.path)
+        with self._lock:
+            free = _free_nbytes(self.path) + sum(slab.room.free_nbytes for slab in self._slabs)
         if nbytes > free:
             raise StorageError(
                 f"{what} will take {format_nbytes(nbytes)} ({nbytes} bytes) in {self.path.parent}, where {free} bytes "

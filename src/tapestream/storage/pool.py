@@ -68,7 +68,13 @@ class Pool:
                 full = limit is not None and held + self._kept[tier] + nbytes > limit
                 if full or self._shared_with_compute(tier):
                     self.trim(tier)
-                region = self._make(tier, nbytes)
+                try:
+                    region = self._make(tier, nbytes)
+                except StorageError:
+                    if not self._kept[tier]:
+                        raise
+                    self.trim(tier)  # released regions of other sizes take room, too
+                    region = self._make(tier, nbytes)
             self._live.add(region)
             self._held[tier] = held + nbytes
             self._peak[tier] = max(self._peak[tier], held + nbytes)

@@ -45,6 +45,11 @@ class Room:
         self._holes.insert(at, (start, stop))
 
     @property
+    def free_nbytes(self) -> int:
+        """How many are nobody's."""
+        return sum(stop - start for start, stop in self._holes)
+
+    @property
     def unused(self) -> bool:
         """Whether all has been given back."""
         return self._holes == [(0, self.nbytes)]

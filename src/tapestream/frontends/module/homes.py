@@ -1,7 +1,7 @@
 """`Homes`: the storage of one streamed model, from adopting its blocks to giving everything back."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine
+from tapestream.errors import StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.executor.engines.protocol import EngineStatistics
@@ -16,7 +17,7 @@ from tapestream.frontends.available import host_limit
 from tapestream.frontends.module.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.real import Maker
 from tapestream.frontends.module.weights import Source, Weights
-from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
@@ -24,7 +25,9 @@ from tapestream.storage.disk import DiskFolder
 from tapestream.storage.heap import free_at_once, keep_freed
 from tapestream.storage.layout import TENSOR_ALIGNMENT
 from tapestream.storage.pool import Pool
+from tapestream.storage.regions import Region
 from tapestream.storage.transfer import ALIGNMENT
+from tapestream.units import format_nbytes
 
 
 class Homes:
@@ -107,6 +110,27 @@ class Homes:
         )
         if self._folder is not None:
             self._folder.check_room(total - (budget.device_nbytes or 0), "gradients and the optimizer's state")
+
+    def reserve(self, values: Iterable[Value]) -> None:
+        """See that the disk has room for these, so that no step finds it full: bytes that are not there yet are
+        reserved, and wait in the pool. Raises StorageError that says what all of them take."""
+        sizes = {value: self.store.blocks[value.index].nbytes_of(value.kind, value.part) for value in values}
+        missing = [n for value, n in sizes.items() if n and not self.store.copies.has(value, Tier.DISK)]
+        missing.sort(reverse=True)  # small ones fit between large ones
+        regions: list[Region] = []
+        try:
+            regions.extend(self.pool.allocate(Tier.DISK, nbytes) for nbytes in missing)
+        except StorageError as error:
+            total, left = sum(sizes.values()), sum(missing[len(regions) :])
+            raise StorageError(
+                f"a step keeps {format_nbytes(total)} ({total} bytes) of the blocks' parameters, gradients and "
+                f"optimizer state on disk, the last {left} of which find no room: {error}"
+            ) from error
+        finally:
+            for region in regions:
+                self.pool.release(region)
+            if len(regions) < len(missing):
+                self.pool.trim(Tier.DISK)
 
     def begin_measuring(self, *, wanted: bool) -> None:
         """Where ``wanted``, let `measured` find its answer beside what is done until then: a disk is busy, hardly a

@@ -16,7 +16,7 @@ from tapestream.frontends.module.terms import Terms, Update
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
-from tapestream.passes.residence import at_start, at_step_of, resident_of, staying_of
+from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
 from tapestream.planning.plan import Plan
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
@@ -51,7 +51,8 @@ class Prepared:
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
-    nothing but calls of their modules may use. ``late``: gradients that the profiles leave out.
+    nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
+    values that have bytes there at some moment.
     """
 
     segments: tuple[Segment, ...]
@@ -70,6 +71,7 @@ class Prepared:
     pinned: frozenset[int]
     watched: Mapping[str, nn.Parameter]
     late: "Late"
+    on_disk: frozenset[Value]
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +183,7 @@ def assembled(
         tuple(segments), tuple(plans), order, once, resident | pinned, at_step | pinned, handle.update, held,
         min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
         handle.pinned.blocks, _watched(handle), late,
+        frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
     )  # fmt: skip
 
 

@@ -132,6 +132,8 @@ class Streamed:
         prepared = self._beside_live(gathering(self, found, self._beside))
         self.store.settle()
         self.store.place(prepared.resident)
+        if prepared is not self.last:
+            self.homes.reserve(prepared.on_disk)
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
