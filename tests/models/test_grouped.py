@@ -3,11 +3,15 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+import tapestream as ts
+from tapestream.errors import InputError
 from tapestream.models import ResNet, ResNetConfig
 from tapestream.models.grouped import Group
 from tapestream.models.resnet import Bottleneck
@@ -133,6 +137,44 @@ def test_what_does_not_load_is_named() -> None:
         again.flat.zero_()
     again.load_state_dict(group.state_dict())
     assert torch.equal(again.flat, group.flat)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("other", [0, 500, 2**20], ids=["modules", "small groups", "large groups"])
+def test_weights_of_layers_one_by_one_stream_into_groups(config: ResNetConfig, other: int, tmp_path: Path) -> None:
+    saved = ResNet(replace(config, group_nbytes=other), seed=4)
+    saved(batch(0)[0])  # statistics that are not the initial ones
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = ResNet(config)
+    ts.stream(model, device="cpu", blocks=model.blocks, folder=tmp_path, weights=tmp_path, budget="16MiB")
+    assert same_bits(ts.unstream(model), saved)
+    again = ResNet(config)
+    again.load_state_dict(saved.state_dict())
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, theirs)  # what lies between tensors, too
+
+
+def test_weights_that_do_not_fit_groups_are_named(tmp_path: Path) -> None:
+    config = CONFIGS[0]
+    state = ResNet(config).state_dict()
+    state["layer1.3.conv9.weight"] = state.pop("layer1.3.conv2.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"1 missing .*layer1\.3\.conv2\.weight; 1 not .*conv9") as raised:
+        ts.stream(ResNet(config), device="cpu", weights=tmp_path)
+    assert "group_nbytes" not in str(raised.value)
+
+
+def test_a_save_of_other_groups_says_so(tmp_path: Path) -> None:
+    config, other = CONFIGS[0], ResNet(replace(CONFIGS[0], group_nbytes=20_000))
+    ts.save(tmp_path / "saves", model=other)
+    model = ResNet(config)
+    before = copy.deepcopy(model)
+    with pytest.raises(InputError, match=r"another model: .* not in the same ones: .* group_nbytes that it was saved"):
+        ts.load(tmp_path / "saves", model=model)
+    assert same_bits(before, model)
+    with pytest.raises(InputError, match=r"do not fit this ResNet: .* group_nbytes that it was saved"):
+        ts.stream(model, device="cpu", weights=tmp_path / "saves" / "000001" / "model")
 
 
 def test_the_template_holds_nothing_between_calls() -> None:

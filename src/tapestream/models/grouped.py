@@ -185,13 +185,17 @@ class Group(Few):
             for name, at in self._kind.names:
                 yield f"{number}.{name}", tensors[at]
 
+    def shown(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The same, named as in the model where the group is called ``name``."""
+        above = name.removesuffix(str(self.first))
+        return ((above + inside, tensor) for inside, tensor in self.named_tensors())
+
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
         if isinstance(destination, AsKept):
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        above = prefix.removesuffix(f"{self.first}.")
-        for name, tensor in self.named_tensors():
-            destination[above + name] = tensor if keep_vars else tensor.detach()
+        for name, tensor in self.shown(prefix.removesuffix(".")):
+            destination[name] = tensor if keep_vars else tensor.detach()
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,

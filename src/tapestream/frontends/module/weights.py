@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError, StorageError
+from tapestream.frontends.saving.state import Few, in_other_groups
 from tapestream.storage.tensor_files import read_tensors
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -20,13 +21,15 @@ _SHOWN = 8  # names of each kind in an error
 class Weights:
     """The tensors of ``source``, matched by name with the parameters and persistent buffers of ``model``.
 
-    Tied parameters need one of their names. Nothing but headers is read at first. Raises InputError that lists all
-    names and shapes which do not match, StorageError for a file that cannot be read.
+    Tied parameters need one of their names; layers that are groups in the model may be in the files one by one. Nothing
+    but headers is read at first. Raises InputError that lists all names and shapes which do not match, StorageError for
+    a file that cannot be read.
     """
 
     def __init__(self, source: Source, model: nn.Module) -> None:
         self._file_of: dict[str, Path] = {}
         self._names: dict[tuple[int, str], list[str]] = {}  # by a module's id and its tensor's name there
+        self._one_by_one: dict[int, str] = {}  # groups that the files have by layers: their names, by id
         kinds: dict[str, str] = {}
         for path in files_of(source):
             for name, tensor in _read(path).items():
@@ -40,32 +43,45 @@ class Weights:
 
     def holds(self, module: nn.Module, name: str) -> bool:
         """Whether the files have this tensor of this module."""
-        return (id(module), name) in self._names
+        return (id(module), name) in self._names or id(module) in self._one_by_one
 
+    @torch.no_grad()
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Read everything that the files have of these modules' own tensors into them, as the dtype they have there."""
         wanted: dict[Path, dict[str, torch.Tensor]] = {}
         filled: set[int] = set()
         for module in modules:
-            for name, tensor in _saved(module):
+            for key, tensor in self._keyed(module):
                 if id(tensor) not in filled:
                     filled.add(id(tensor))
-                    key = self._names[id(module), name][0]
                     wanted.setdefault(self._file_of[key], {})[key] = tensor
-        with torch.no_grad():
-            for path, tensors in wanted.items():
-                found = _read(path)
-                for key, tensor in tensors.items():
-                    tensor.copy_(found[key])
+        for path, tensors in wanted.items():
+            found = _read(path)
+            for key, tensor in tensors.items():
+                tensor.copy_(found[key])
+
+    def _keyed(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """A module's own tensors by their names in the files."""
+        if not isinstance(module, Few) or id(module) not in self._one_by_one:
+            return ((self._names[id(module), name][0], tensor) for name, tensor in _saved(module))
+        for _, flat in _saved(module):
+            flat.zero_()  # also what lies between the layers' tensors
+        return module.shown(self._one_by_one[id(module)])
 
     def _match(self, model: nn.Module, kinds: dict[str, str]) -> None:
         """``kinds``: shapes, and whether they are floating-point, of what the files have."""
         names: dict[int, list[str]] = {}  # of each tensor, be it tied or shared
         wanted: dict[int, str] = {}
+        views: list[torch.Tensor] = []  # an id is another's once they are gone
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, tensor in _saved(module):
+            found = [(f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in _saved(module)]
+            if isinstance(module, Few) and not any(name in kinds for name, _ in found):
+                self._one_by_one[id(module)] = prefix
+                found = list(module.shown(prefix))
+                views += (tensor for _, tensor in found)
+            for name, tensor in found:
                 wanted[id(tensor)] = _described(tensor)
-                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+                names.setdefault(id(tensor), []).append(name)
         there = {key: [name for name in full if name in kinds] for key, full in names.items()}
         known = {name for full in names.values() for name in full}
         problems = {
@@ -81,11 +97,17 @@ class Weights:
         if any(problems.values()):
             raise InputError(
                 f"the weights do not fit this {type(model).__name__}: "
-                + "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in problems.items() if found)
+                + "; ".join(f"{len(some)} {what}: {_listed(some)}" for what, some in problems.items() if some)
+                + in_other_groups(model, kinds)
                 + "; make the model from the configuration that the weights were saved with (Hugging Face models that "
                 "rename weights as they load need files of save_pretrained(folder, save_original_format=False))"
             )
-        self._names = {(id(m), name): there[id(tensor)] for m in model.modules() for name, tensor in _saved(m)}
+        self._names = {
+            (id(m), name): there[id(tensor)]
+            for m in model.modules()
+            if id(m) not in self._one_by_one
+            for name, tensor in _saved(m)
+        }
 
 
 def files_of(source: Source) -> list[Path]:

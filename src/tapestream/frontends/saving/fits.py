@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.manifest import MANIFEST
-from tapestream.frontends.saving.state import is_stateful, state_of
+from tapestream.frontends.saving.state import in_other_groups, is_stateful, state_of
 from tapestream.frontends.saving.tree import MALFORMED
 from tapestream.optim.streamed import StreamedOptimizer
 
@@ -102,7 +102,7 @@ def _check_module(name: str, part: nn.Module, tree: Mapping[str, Any], folder: P
         first = wrong[0]
         raise InputError(
             f"{folder} was saved from another {name}: {len(wrong)} of {len(names)} tensors differ, {first!r} for one "
-            f"({_kind(first, there)} saved, {_kind(first, here)} here); {_UNCHANGED}"
+            f"({_kind(first, there)} saved, {_kind(first, here)} here){in_other_groups(part, there)}; {_UNCHANGED}"
         )
     for key, value in mine.items():
         if not isinstance(value, torch.Tensor) or is_lazy(value):

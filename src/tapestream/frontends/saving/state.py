@@ -1,9 +1,11 @@
 """The state of what is saved, without tensors that would be made for it alone."""
 
+from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from tapestream.optim.streamed import StreamedOptimizer
 
@@ -20,6 +22,10 @@ class Few(nn.Module):
     """A module whose ``state_dict()`` shows more tensors than it has. Given a destination of class `AsKept`, it puts
     there those that it has; ``load_state_dict()`` takes either."""
 
+    @abstractmethod
+    def shown(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What the ``state_dict()`` of the model shows of this module, which is called ``name`` there."""
+
 
 class AsKept(OrderedDict[str, Any]):
     """A destination for ``state_dict()``, see `Few`."""
@@ -27,6 +33,17 @@ class AsKept(OrderedDict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self._metadata = OrderedDict[str, Any]()  # as PyTorch makes it, for the versions of modules
+
+
+def in_other_groups(model: nn.Module, names: Iterable[str]) -> str:
+    """Advice for an error, where the tensors ``names`` do not fit ``model`` and are of layers in groups, as its are."""
+    own = {name for m in model.modules() if isinstance(m, Few) for name in (*m._parameters, *m._buffers)}
+    if not any(name.rpartition(".")[2] in own for name in names):
+        return ""
+    return (
+        "; layers are in groups there and here, but not in the same ones: make the model with the depth and the "
+        "group_nbytes that it was saved with (its state_dict() then fits models of any group_nbytes)"
+    )
 
 
 def is_stateful(part: Any) -> bool:
