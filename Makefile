@@ -17,7 +17,7 @@ help:
 	@echo "make demo-quick   the same, smaller"
 	@echo "make test         style, types, layers and tests, as CI runs them"
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
-	@echo "make bench        every claim measured beside its peers, into benchmarks/results"
+	@echo "make bench        every claim measured that needs no GPU and no other Python, into benchmarks/results; hours"
 	@echo "make clean        remove .venv and all caches"
 
 venv: $(STAMP)
@@ -55,10 +55,15 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f .lint-imports.tmp
 
+# Half an hour; then some hours, about three of them for million_layers, which takes 32 GB of disk.
 BENCHMARKS := everything_fits equal_peak from_disk beside_ramtorch random_lengths forward_only planning_speed \
-  beside_schedules
+  beside_schedules \
+  async_disk beside_trainer loop_overhead offload_and_recompute program_networks program_speed save_speed supernets \
+  what_to_expect million_layers
+# Each needs more than they do, and is run by itself: beside_deepspeed (DeepSpeed), loop_beside (--peers, a Python with
+# jax, equinox and pyrevolve), loop_long (no --folder) and those in benchmarks/gpu.
 
 .PHONY: bench
-bench: venv  # half an hour; writes benchmarks/results; THREADS=n, FOLDER=path/on/the/disk/to/measure
+bench: venv  # writes benchmarks/results; BENCHMARKS='some of them', THREADS=n, FOLDER=path/on/the/disk/to/measure
 	@for name in $(BENCHMARKS); do echo "$$name"; \
 	  $(BIN)/python -m benchmarks.$$name $(if $(THREADS),--threads $(THREADS)) $(if $(FOLDER),--folder $(FOLDER)) || exit 1; done

@@ -21,6 +21,8 @@ import tapestream as ts
 from tapestream.cli.loop import held_nbytes
 
 RESULTS = Path(__file__).parent / "results"
+OF_EACH_ROW = "as in the rows, where known"
+"""In the place of a file's commit, where rows are measured and replaced one by one."""
 Row = dict[str, Any]
 Run = Callable[[], object]
 
@@ -178,8 +180,9 @@ def write(
     name: str, title: str, settings: Settings, rows: Sequence[Row], folder: Path = RESULTS, **facts: object
 ) -> None:
     """``FOLDER/NAME.json``: the rows, and when, where and with what they were measured."""
+    measured = OF_EACH_ROW if any("commit" in row for row in rows) else commit()
     document = {
-        "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": _commit(),
+        "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": measured,
         "machine": _machine(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
         "rows": rows,
     }  # fmt: skip
@@ -189,7 +192,9 @@ def write(
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit at hand, for a result."""
+
     def git(*arguments: str) -> str:
         found = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
         return found.stdout.strip()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.common import Row, Settings, write, yes
 
-SECONDS, PEAK = "seconds per layer, of the shallowest's", "peak, of the shallowest's"
+SECONDS, PEAK = "seconds per layer, of the shallowest's", "process peak, of the shallowest's"
 LINK = "step, of max(resident, link)"
 
 
@@ -47,7 +47,7 @@ def _compared(row: Row, rows: Sequence[Row]) -> Row:
     return {
         **row,
         SECONDS: round(row["step us/layer"] / shallowest["step us/layer"], 3),
-        PEAK: round(row["peak MiB"] / shallowest["peak MiB"], 3),
+        PEAK: round(row["process peak MiB"] / shallowest["process peak MiB"], 3),
     }
 
 

@@ -3,7 +3,11 @@ on disk, under a hard limit in which plain PyTorch fails; and depth costs nothin
 
 Each run is a child of its own, which may take what Python and PyTorch take after a small run of the same kind, plus the
 limit. Both sides ask Linux for large pages, as PyTorch does if told to. ``--scale 0.01`` runs all at a hundredth of the
-depth, or of a GPT's parameters; ``--only`` names some, of which the rows in the result file are replaced, as they come.
+depth, or of a GPT's parameters; ``--only`` names some, of which the rows in the result file are replaced, as they come,
+with the commit that each was measured at.
+
+Peaks: ``planned`` is what `ts.report` says of tensors, which the budget is for; ``process peak MiB`` is what the whole
+process grew by, at its most, which the limit is for: also Python's objects, autograd's nodes, and what malloc keeps.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from benchmarks.common import (
     RESULTS,
     Row,
     Settings,
+    commit,
     forget_resident_peak,
     mebibytes,
     process_nbytes,
@@ -137,7 +142,7 @@ def jobs(scale: float) -> list[Job]:
         gpt("GPT-2 XL, AdamW", "gpt2-1.5b", 256, 5, 2048, 1280, optimizer="adamw"),
         gpt("GPT-3 6.7B, bfloat16", "gpt3-6.7b", 256, 1, 4096, 3072, dtype=half),
         gpt(
-            "GPT-3 175B, bfloat16, one stored layer for all",
+            "GPT-3 175B, bfloat16, shared storage: one stored layer for all, tied head",
             "gpt3-175b",
             64,
             1,
@@ -193,7 +198,7 @@ def _described(job: Job, chosen: Settings) -> Row:
     return {
         "network": job.name, "layers": job.layers, "batch": job.batch, "size": job.size, "optimizer": job.optimizer,
         "limit MiB": mebibytes(job.limit), "budget MiB": mebibytes(job.budget),
-        "date": datetime.date.today().isoformat(), "threads": chosen.threads,
+        "date": datetime.date.today().isoformat(), "commit": commit(), "threads": chosen.threads,
     }  # fmt: skip
 
 
@@ -280,11 +285,12 @@ def _stream(job: Job, home: str) -> Row:
     row |= {
         "parameters": sum(p.numel() for p in model.parameters()), "groups": len(hollow.blocks),
         "sweeps": round(report.plan.simulation.forwards / len(report.plan.profile), 2),
-        "step s": round(min(seconds), 2), "step us/layer": round(min(seconds) / depth * 1e6, 2),
+        "step s": round(median(seconds), 2), "step us/layer": round(median(seconds) / depth * 1e6, 2),
+        "steps s": " ".join(f"{one:.2f}" for one in seconds),
         "link s": round(sum(map(_link_seconds, report.plans)), 2),
         "waited s": round(report.wait_seconds, 2), "moved MiB": mebibytes(sum(report.bytes_moved.values())),
         "planned peak MiB": mebibytes(max(plan.peak_nbytes for plan in report.plans)),
-        "peak MiB": mebibytes(process_nbytes()["VmHWM"] - start["VmRSS"]),
+        "process peak MiB": mebibytes(process_nbytes()["VmHWM"] - start["VmRSS"]),
         "losses": " ".join(f"{loss:.6g}" for loss in losses),
     }  # fmt: skip
     if job.segments:  # under the same limit: saving needs no more memory than training

@@ -117,7 +117,7 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         f"## {result['title']}",
         "",
-        f"{result['date']}, {result['machine']}, {versions}, commit {str(result['commit'])[:12]}",
+        f"{result['date']}, {result['machine']}, {versions}, commit {result['commit']}",
         "",
         _row(columns),
         _row(["---"] * len(columns)),

@@ -116,3 +116,10 @@ def test_constraints_pin_every_requirement_exactly() -> None:
     wanted = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
     names = {re.split(r"[\[<>=~! ]", requirement)[0].lower() for requirement in wanted} - {"tapestream"}
     assert names <= pins
+
+
+def test_make_bench_runs_every_benchmark_or_says_why_not() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        if '"__main__"' in path.read_text() and path.stem not in ("readme", "loop_peer"):
+            assert re.search(rf"\b{path.stem}\b", makefile), path

@@ -22,7 +22,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tapestream as ts
-from benchmarks.common import RESULTS, Row, Settings, mebibytes
+from benchmarks.common import RESULTS, Row, Settings, commit, mebibytes
 from benchmarks.deep_rows import keep_as_they_come
 from benchmarks.from_disk import link_seconds
 from benchmarks.gpu.speeds import convolution_flops_per_second, product_flops_per_second
@@ -47,12 +47,13 @@ def jobs(quick: bool) -> list[Job]:
     depth, group, images = (26, 2**14, 2) if quick else (250_002, 2**22, 32)
     resnet, budget = ResNetConfig.cifar(depth, group_nbytes=group), 2**22 if quick else BUDGET
     # One stored layer, of which a stage is half. A tied embedding's gradient waits on the device for its other part.
+    kept = "shared storage: one stored layer for all, untied head"
     shared = {"shared": True, "halves": True, "tied": False}
     return [
         Job("ResNet, 32x32", resnet, images, 32, 2, CAP, budget, segments=False),
         gpt("GPT-3 13B, bfloat16", "gpt3-13b", 2048),
-        gpt("GPT-3 175B, bfloat16, one stored layer for all, 2,048 tokens", "gpt3-175b", 2048, **shared),
-        gpt("GPT-3 175B, bfloat16, one stored layer for all, 8,192 tokens", "gpt3-175b", 8192, **shared),
+        gpt(f"GPT-3 175B, bfloat16, {kept}, 2,048 tokens", "gpt3-175b", 2048, **shared),
+        gpt(f"GPT-3 175B, bfloat16, {kept}, 8,192 tokens", "gpt3-175b", 8192, **shared),
     ]
 
 
@@ -80,7 +81,8 @@ def main() -> None:
 def rows(wanted: list[Job], chosen: Settings) -> Iterator[Row]:
     """One for each job, with what became of plain PyTorch."""
     for job in wanted:
-        row = {"network": job.name, "layers": job.layers, "batch": job.batch, "size": job.size, **run(job, chosen)}
+        row = {"network": job.name, "layers": job.layers, "batch": job.batch, "size": job.size}
+        row |= {"commit": commit(), **run(job, chosen)}
         row["plain PyTorch"] = run(job.plain(), chosen).get("failed", "fits")
         yield row
 

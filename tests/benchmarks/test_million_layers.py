@@ -61,15 +61,17 @@ def test_a_run_replaces_its_own_row_in_the_file(table: Any, tmp_path: Path, monk
     steps = {2502: 10.0, 250_002: 11.0}
 
     def measured(job: Any, chosen: Any) -> dict[str, Any]:
-        return {"step us/layer": steps[job.layers], "peak MiB": 4.0} if job.budget else {"failed": "no memory"}
+        return {"step us/layer": steps[job.layers], "process peak MiB": 4.0} if job.budget else {"failed": "no memory"}
 
     monkeypatch.setattr(table, "run", measured)
     chosen = table.Settings("cpu", quick=False, rounds=1, threads=1, save=True, folder=str(tmp_path))
     shallow, _, deep, *_ = table.jobs(1)
     for job in (deep, shallow):
+        monkeypatch.setattr(table, "commit", lambda layers=job.layers: f"at {layers}")
         table.update([job], chosen, tmp_path)
+    assert json.loads((tmp_path / "million_layers.json").read_text())["commit"] == "as in the rows, where known"
     rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
-    assert [row["layers"] for row in rows] == [2502, 250_002]
+    assert [(row["layers"], row["commit"]) for row in rows] == [(2502, "at 2502"), (250_002, "at 250002")]
     assert rows[1]["seconds per layer, of the shallowest's"] == 1.1
     assert rows[1]["plain PyTorch"] == "no memory"
     assert rows[1]["claim"].endswith("1.15 times the seconds of the shallowest")
