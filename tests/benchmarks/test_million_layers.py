@@ -1,7 +1,9 @@
-"""The benchmark's table at a hundredth of the depth: under a hard limit where plain PyTorch fails."""
+"""The benchmark's table made small, under hard limits: its deep network at a hundredth of the depth where plain PyTorch
+fails, and every row for two steps."""
 
 import importlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,12 @@ import pytest
 from tapestream.models import DRANetConfig, GPTConfig, ResNetConfig
 
 ROOT = Path(__file__).parents[2]
+# Of each row of the table: the share of the depth, or of a GPT's parameters, and a budget in MiB.
+SMALL = [
+    (0.01, 4), (0.01, 16), (0.002, 32), (0.01, 48), (0.002, 64), (0.002, 32), (0.002, 96), (0.002, 48), (0.001, 48),
+    (0.0002, 32),
+]  # fmt: skip
+HUNDREDTHS = {2: 128, 4: 96, 5: 48}  # those that are shallower above
 
 
 @pytest.fixture
@@ -34,6 +42,33 @@ def test_2502_layers_under_a_hard_limit_where_plain_pytorch_fails(table: Any, tm
     assert found["sweeps"] > 1.9
     assert found["saved MiB"] > 150
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "scale", "budget"),
+    [
+        *((number, *small) for number, small in enumerate(SMALL)),
+        *(pytest.param(n, 0.01, budget, marks=pytest.mark.full) for n, budget in HUNDREDTHS.items()),
+    ],
+)
+def test_every_row_trains_small_within_its_budget(
+    table: Any, number: int, scale: float, budget: int, tmp_path: Path
+) -> None:
+    """What the child may take beside its budget, for Python objects, threads and code, is 128 MiB."""
+    assert len(table.jobs(scale)) == len(SMALL)
+    job, mib = table.jobs(scale)[number], table.MIB
+    job = replace(job, steps=2, batch=min(2, job.batch), size=min(64, job.size))
+    job = replace(job, budget=budget * mib, limit=(budget + 128) * mib)
+    found = table.run(job, table.Settings("cpu", quick=True, rounds=1, threads=1, save=False, folder=str(tmp_path)))
+    assert "failed" not in found, found
+    first, second = map(float, found["losses"].split())
+    assert math.isfinite(first)
+    assert math.isfinite(second)
+    assert first != second
+    assert found["planned peak MiB"] <= budget
+    assert found["process peak MiB"] <= budget + 128
+    assert found["moved MiB"] > 0
+    assert len(found["steps s"].split()) == 2
 
 
 def test_jobs_survive_the_way_to_the_child(table: Any) -> None:
