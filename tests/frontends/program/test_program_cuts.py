@@ -42,8 +42,7 @@ def test_the_number_of_stretches_suits_the_blocks_that_come_again() -> None:
     one = largest(borders_of(Residual(), torch.randn(ROWS, WIDTH)), [0, 4])
     suiting = borders.suiting(range(18, 24))
     assert largest(borders, suiting) <= one + 2 * ROWS * WIDTH * 4
-    assert max(largest(borders, borders.cuts(most)) for most in range(18, 24)) >= 1.8 * one
-    assert len(suiting) - 1 <= blocks + 2  # of equals, the smallest number
+    assert max(largest(borders, borders.cuts(most, timed=False)) for most in range(18, 24)) >= 1.8 * one
 
 
 def test_gradients_come_while_what_was_saved_goes() -> None:
