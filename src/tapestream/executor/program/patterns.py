@@ -1,5 +1,7 @@
 """What is the same in many calls: the function, the structure of its arguments, and the constants among them."""
 
+import array
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,8 @@ class _Place:
 
 
 PLACE = _Place()
+BUFFERS = (numpy.ndarray, array.array, bytearray)
+"""What a program may go on writing into: each call gets a copy of its own."""
 _ATOMS = frozenset(
     (int, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
      torch.memory_format)
@@ -228,7 +232,7 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
             "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
             "global generator (leave generator= out)"
         )
-    if isinstance(value, numpy.ndarray):
+    if isinstance(value, BUFFERS):
         return _Place, kind, object()  # may be written into later: a copy of its own each time
     return _Place, kind, Foreign(value)
 
@@ -247,8 +251,8 @@ def _template(value: Any, foreign: list[Foreign]) -> Any:
         return _Held(kind, tuple(_template(item, foreign) for item in value.values()), tuple(value))
     if kind is slice:
         return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, numpy.ndarray):
-        return _Held(numpy.ndarray, (numpy.array(value),))
+    if isinstance(value, BUFFERS):
+        return _Held(BUFFERS, (copy.copy(value),))
     if kind in _ATOMS or kind is float or isinstance(value, torch.Generator):
         return value
     foreign.append(Foreign(value))
@@ -263,8 +267,8 @@ def _filled(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if type(template) is not _Held:
         return template
     kind = template.kind
-    if kind is numpy.ndarray:
-        return template.items[0].copy()
+    if kind is BUFFERS:
+        return copy.copy(template.items[0])
     items = [_filled(item, tensors) for item in template.items]
     if kind is list:
         return items

@@ -151,7 +151,7 @@ class Record:
 
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
-        return any(isinstance(pattern.function, (Apply, Whole)) for pattern in self.patterns.all)
+        return any(isinstance(one.function, (Apply, Whole)) or one.foreign for one in self.patterns.all)
 
     def used_between(self, first: int, end: int) -> set[int]:
         """What the operations ``first`` .. ``end`` - 1 are given."""

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.ambients import Ambients, exchange, modes_entered
+from tapestream.executor.program.exposed import EXPOSING, Exposed
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
@@ -59,6 +60,7 @@ class Recorder(TorchFunctionMode):
         self.numbers = Numbering(record, keeper)
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
+        self._exposed = Exposed()
         self._epoch = 0
         self._inside = False
         self._hidden: Hidden | None = None
@@ -93,7 +95,20 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
+        if func in EXPOSING:
+            self._expose(args[0])
+        for kind in types:
+            if not issubclass(kind, torch.Tensor):  # the user's own, which hands its tensors on in calls of its own
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         return self._call(func, args, kwargs)
+
+    def _expose(self, tensor: torch.Tensor) -> None:
+        self._inside = True
+        try:
+            self._exposed.note(self.numbers.storage_of(tensor), tensor)
+        finally:
+            self._inside = False
 
     def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
@@ -184,6 +199,8 @@ class Recorder(TorchFunctionMode):
         self.between(k, self.saved_nbytes)
         ambient = self._ambients.now(self._epoch)
         numbers = [self.numbers.given(t) for t in tensors]
+        if self._exposed:
+            self._check_exposed(tensors)
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
         before = [(t._version, t.requires_grad) for t in tensors]
         self.numbers.made_nbytes = 0
@@ -215,6 +232,8 @@ class Recorder(TorchFunctionMode):
             self._spoil(func, tensors, before, announced)
         if changed or call.attribute == "data":
             self._check_bypassed(call, tensors, changed)
+        if self._exposed and changed:
+            self._note_exposed(tensors, changed)
         for storage in changed:
             record.writes.setdefault(storage, array("i")).append(k)
         if drawn:
@@ -284,6 +303,19 @@ class Recorder(TorchFunctionMode):
     def _changed(self, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]) -> Set[int]:
         changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)
         return announced | {self.numbers.storage_of(t) for t in changed}
+
+    def _check_exposed(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if self._exposed.written(self.numbers.storage_of(tensor), tensor):
+                self.record.spoilt = self.record.spoilt or (
+                    f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
+                    "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"
+                )
+
+    def _note_exposed(self, tensors: list[torch.Tensor], changed: Set[int]) -> None:
+        for tensor in tensors:
+            if (storage := self.numbers.storage_of(tensor)) in changed and storage in self._exposed:
+                self._exposed.note(storage, tensor)
 
     def _check_bypassed(self, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
         if changed & self._bypassed:

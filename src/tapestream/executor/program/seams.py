@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack as modes_entered
 from torch.utils import checkpoint
 
 _DISABLED = torch._C._disabled_torch_function_impl
+_FROM_BUFFER = torch.frombuffer
 _CHECKPOINTING = "_checkpoint_without_reentrant_generator"
 _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
@@ -123,6 +124,12 @@ class _Seams:
 
             return call
 
+        def from_buffer(
+            buffer: Any, *, dtype: torch.dtype, count: int = -1, offset: int = 0, requires_grad: bool = False
+        ) -> Any:
+            given = (buffer, dtype, count, offset, requires_grad)
+            return _buffered(*given) if heard.listener is None else heard.listener.plain(_buffered, given)
+
         def overridden(given: Any) -> bool:
             # Modules leave their fast paths where it says so; a mode that only watches is to change nothing.
             modes: list[Any] = modes_entered() if heard.listener is not None else [None]  # type: ignore[no-untyped-call]
@@ -144,6 +151,7 @@ class _Seams:
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
         self._replace(torch, "from_numpy", calling(torch.from_numpy))
+        self._replace(torch, "frombuffer", from_buffer)
         self._replace(torch.Tensor, "set_", calling(torch.Tensor.set_))
         for place in (torch, torch.random):
             self._replace(place, "manual_seed", seed)
@@ -191,6 +199,10 @@ def _overrides(given: Any) -> bool:
     kind = type(given)
     plain = kind is torch.Tensor or kind is torch.nn.Parameter
     return not plain and getattr(kind, "__torch_function__", _DISABLED) is not _DISABLED
+
+
+def _buffered(buffer: Any, dtype: torch.dtype, count: int, offset: int, requires_grad: bool) -> torch.Tensor:
+    return _FROM_BUFFER(buffer, dtype=dtype, count=count, offset=offset, requires_grad=requires_grad)
 
 
 def _nothing() -> Iterator[None]:

@@ -39,7 +39,8 @@ class ProgramSteps:
         self.stages = self.operations = 0
         self._opaque = sorted(record.hidden)
         self._most = -1  # after so many saved tensors an operation need not go on
-        self.draws = record.draws_nbytes > 0 or record.runs_users_code()
+        self.users_code = record.runs_users_code()
+        self.draws = record.draws_nbytes > 0 or self.users_code
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._root = torch.empty(0, requires_grad=True)

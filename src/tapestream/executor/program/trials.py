@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tapestream.executor.program.patterns import Measured, Pattern, tensors_of
 from tapestream.executor.program.record import Record
@@ -68,7 +69,7 @@ class Trials:
         untried = transient + record.inner_nbytes[-1]
         if spare is None:
             return untried
-        by_user = isinstance(pattern.function, (Apply, Whole))
+        by_user = isinstance(pattern.function, (Apply, Whole)) or bool(pattern.foreign)
         room = 2 * (made + transient + sum(map(nbytes_of, tensors)))
         if by_user or profiling() or not spare(room):
             at_once = by_user or getattr(pattern.function, "__name__", "") in _AT_ONCE
@@ -97,7 +98,9 @@ class Trials:
         generators, cache = TorchGenerators.capture(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(_same, _same), contextlib.suppress(RuntimeError, ValueError):
+            hooks = saved_tensors_hooks(_same, _same)
+            # What the user counts by a mode of theirs (FLOPs) is what the program does.
+            with _disable_current_modes(), torch.enable_grad(), hooks, contextlib.suppress(RuntimeError, ValueError):
                 leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
                 given = [a.clone() if id(t) in written else a for a, t in zip(leaves, tensors, strict=True)]
                 made = tensors_of(

@@ -106,7 +106,7 @@ class Replays:
             if self.steps.draws:
                 stack.enter_context(heard_by(Deaf()))
                 stack.enter_context(unchanged_generators())
-            if self.record.hidden:
+            if self.steps.users_code:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:
                 self._generators.restore()
@@ -148,8 +148,8 @@ def _nothing_drawn() -> Iterator[None]:
     yield
     if not HostGenerators.capture().equals(before):
         raise GradientError(
-            "Program: an autograd.Function draws from Python's or NumPy's generator in its forward, so running it "
-            "again gave other numbers; draw outside and hand the numbers in as arguments"
+            "Program: an autograd.Function, or a function that a torch call is given, draws from Python's or NumPy's "
+            "generator, so running it again gave other numbers; draw outside and hand the numbers in as arguments"
         )
 
 
