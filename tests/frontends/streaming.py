@@ -68,6 +68,12 @@ def everything(model: nn.Module, prefix: str = "") -> Trace:
     return {prefix + name: copy_of(tensor) for name, tensor in model.state_dict().items()}
 
 
+def all_of(model: Any) -> Trace:
+    """Copies of all parameters and buffers, those that are never saved too, under all their names."""
+    parameters = {**dict(model.named_parameters(remove_duplicate=False))}
+    return {name: t.detach().clone() for name, t in (parameters | dict(model.named_buffers())).items()}
+
+
 def gradients_of(model: nn.Module) -> Trace:
     """Copies of all gradients."""
     return {name: copy_of(p.grad) for name, p in model.named_parameters()}

@@ -59,9 +59,10 @@ class Homes:
             undo.callback(keep_freed)
             free_at_once()
             groups, uses = parameter_groups(model, blocks, wide)
+            saved = None if weights is None else Weights(weights, model, blocks)
             blocks = [*blocks, *wide]
             check_own_bytes(model, blocks)
-            maker = Maker(model, blocks, None if weights is None else Weights(weights, model))
+            maker = Maker(model, blocks, saved)
             self.engine = make_engine(engine, device)
             undo.callback(self.engine.close)
             self._folder = None if folder is None else DiskFolder(folder)
