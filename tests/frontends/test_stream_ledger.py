@@ -14,7 +14,7 @@ from streaming import gradients_of, least_for, options_of, streamed
 from torch import nn
 
 import tapestream as ts
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, GradientError
 from tapestream.frontends.module.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
@@ -118,3 +118,63 @@ def test_too_little_left_names_the_live_call(options: dict[str, Any]) -> None:
         loss = model(*tokens())
         del loss
         model(*tokens()).backward()
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_budget_named_for_live_calls_holds_them(options: dict[str, Any], calls: int, micro_batches: int) -> None:
+    if micro_batches > 1 and options.get("folder") is None:
+        pytest.skip("sums of several calls and of micro-batches: see the next test")
+
+    def losses(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        for _ in range(micro_batches):
+            sum(model(*tokens()) for _ in range(calls)).backward()
+
+    plain = CASE.model()
+    losses(plain)
+    budget, refused = 1, 0
+    while True:
+        with streamed(CASE, budget, **options) as model:
+            sgd(model)
+            try:
+                losses(model)
+            except BudgetError as error:
+                least, refused = error.least_nbytes or 0, refused + 1
+                budget, before = least, budget
+            else:
+                assert_same(gradients_of(plain), gradients_of(model))
+                break
+        assert budget > before
+    assert refused <= calls + micro_batches - 1
+
+
+def test_sums_of_calls_that_are_planned_otherwise_are_plain_or_refused(tmp_path: Path) -> None:
+    """In RAM alone, what is stored is left to autograd, which adds up gradients by itself."""
+
+    def losses(model: nn.Module, calls: int, micro_batches: int) -> None:
+        torch.manual_seed(5)
+        for _ in range(micro_batches):
+            sum(model(*tokens()) for _ in range(calls)).backward()
+
+    with streamed(CASE, "1 TiB", device="cpu") as model:
+        sgd(model)
+        prepared = handle_of(model).prepare_for(tokens())
+        held, shared = prepared.held_nbytes, prepared.shared_nbytes
+    seen = set()
+    for calls, micro_batches in ((2, 1), (2, 2), (3, 1)):
+        plain = CASE.model()
+        losses(plain, calls, micro_batches)
+        for tenths in range(6, 16, 3):
+            with streamed(CASE, shared + held + (calls - 1) * held * tenths // 10, device="cpu") as model:
+                sgd(model)
+                try:
+                    losses(model, calls, micro_batches)
+                except BudgetError:
+                    seen.add("too little")
+                except GradientError as error:
+                    seen.add("another order" if "added in another order" in str(error) else str(error))
+                else:
+                    assert_same(gradients_of(plain), gradients_of(model))
+                    seen.add("the same")
+    assert seen == {"too little", "another order", "the same"}

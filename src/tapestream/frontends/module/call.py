@@ -33,13 +33,16 @@ class UnplannedBlock(Exception):
 class StreamCall:
     """The interpreters of one call, one per segment, and where the call stands.
 
-    ``anchor``: part of the graph of every block that has trainable parameters. ``plain``: the plan leaves every
-    parameter on the device and runs every block once, so that the blocks are nodes of the user's own graph and only
-    their order and the bytes that they hold are our concern.
+    ``asked``: the plans of such a call alone, which ``prepared`` goes back to. ``anchor``: part of the graph of every
+    block that has trainable parameters. ``plain``: the plan leaves every parameter on the device and runs every block
+    once, so that the blocks are nodes of the user's own graph and only their order and the bytes that they hold are our
+    concern.
     """
 
-    def __init__(self, store: BlockStore, prepared: Prepared, device: torch.device, live: Live) -> None:
-        self.store, self.prepared, self.device, self.live = store, prepared, device, live
+    def __init__(
+        self, store: BlockStore, asked: Prepared, prepared: Prepared, device: torch.device, live: Live
+    ) -> None:
+        self.store, self.asked, self.prepared, self.device, self.live = store, asked, prepared, device, live
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
         self._traits: list[list[Traits]] = [[] for _ in prepared.segments]
@@ -122,6 +125,7 @@ class StreamCall:
 
     def _end_plain(self, cotangents: Any) -> None:
         """A backward has begun; when it ends, the tape is gone unless it was to be retained."""
+        self.live.begins(self)
         if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
             self._differentiating = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -194,6 +198,7 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
+        self.live.begins(self)
         if self.prepared.update == "backward":
             self._check_no_gradients()
         self.store.adopt_replaced(but=self._replaced)

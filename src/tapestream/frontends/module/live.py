@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """Calls of one model that still await their backward, and the one whose backward is under way."""
+    """Calls of one model that still await their backward, and the one whose backward is under way.
+
+    ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
+    that it has reached are plain; ``before``: whether there were gradients of blocks when it began.
+    """
 
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     differentiated: "StreamCall | None" = None
     busy: bool = False
+    task: int = -1
+    several: bool = False
+    begun: dict[int, bool] = field(default_factory=dict)
+    before: bool = False
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -44,6 +52,26 @@ class Live:
                 f"{what} before the backward of the first: with update='backward' the first backward changes the "
                 f"weights that the "
                 "second forward has used; call backward() first, or use update='step'"
+            )
+
+    def begins(self, call: "StreamCall") -> None:
+        """A backward reaches ``call``. Raise GradientError where autograd adds up the gradients of some calls and the
+        store those of others, and more than two parts come together: their sum would be made in another order."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task, self.several, self.begun = task, len(self.calls) > 1, {}
+            parameters = (p for block in call.store.blocks for p in block.parameters)
+            self.before = self.several and any(p.grad is not None for p in parameters)
+        if not self.several:
+            return
+        self.begun[id(call)] = call.plain
+        if len(set(self.begun.values())) > 1 and len(self.begun) + self.before > 2:
+            raise GradientError(
+                f"this backward differentiates {len(self.begun)} calls of one model or more"
+                f"{', beside gradients of an earlier one' if self.before else ''}; some of them fit the budget as they "
+                "are and others only as plans that recompute, so that the parts of gradients would be added in another "
+                "order than in plain PyTorch: give all batches to one call, call backward() for each loss, or allow "
+                "more, so that all of them are stored"
             )
 
 

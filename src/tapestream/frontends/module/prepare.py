@@ -109,31 +109,6 @@ def terms_of(handle: "Streamed") -> Terms:
     )  # fmt: skip
 
 
-def prepare_beside(handle: "Streamed", prepared: Prepared, live: Sequence[Prepared]) -> Prepared:
-    """Plans for the same call in what ``live`` calls leave of the budget; the same values stay on the device.
-
-    Whichever runs while the others wait, all stay within the budget: ``shared_nbytes`` and the ``held_nbytes`` of
-    each. Raises BudgetError where too little is left.
-    """
-    allowed = handle.budget.device_nbytes
-    assert allowed is not None
-    left, resident = allowed - sum(call.held_nbytes for call in live), live[-1].resident
-    if prepared.resident == resident and prepared.shared_nbytes + prepared.held_nbytes <= left:
-        return prepared
-    segments, profiles, outside = prepared.segments, prepared.profiles, prepared.profiles[0].outside_nbytes
-    try:
-        plans = Division(terms_of(handle), segments, profiles, left, outside, prepared.shared, resident).plans()
-    except BudgetError as error:
-        if error.least_nbytes is None:
-            raise  # the host or the disk is too small
-        raise BudgetError(
-            f"a budget of {format_nbytes(allowed)} was asked for; {format_nbytes(allowed - left)} of it are held by "
-            f"{len(live)} call(s) of this model whose backward has not run yet, and this call, parameters included, "
-            f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, or allow more"
-        ) from None
-    return assembled(handle, left, segments, plans, profiles, prepared.shared, prepared.writes_outside, prepared.late)
-
-
 def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     """Bytes that the head, its logits and the loss make."""
     last = observed.segments[-1]

@@ -16,6 +16,7 @@ from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.again import Beginning, cannot_begin_again
+from tapestream.frontends.module.beside import prepare_beside
 from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
 from tapestream.frontends.module.gathering import gathering
@@ -26,7 +27,7 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
 from tapestream.frontends.module.observe import Observation, Observed
 from tapestream.frontends.module.pinned import Pinned
-from tapestream.frontends.module.prepare import Prepared, prepare, prepare_beside
+from tapestream.frontends.module.prepare import Prepared, prepare
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.terms import Update
 from tapestream.frontends.module.weights import Source
@@ -129,7 +130,7 @@ class Streamed:
         found = self._prepare(original, args, kwargs)
         if found is None:
             return original(*args, **kwargs)
-        prepared = self._beside_live(gathering(self, found, self._beside))
+        prepared = self._beside_live(found, gathering(self, found, self._beside))
         self.store.settle()
         self.store.place(prepared.resident)
         if prepared is not self.last:
@@ -137,7 +138,7 @@ class Streamed:
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
-        self.call = call = StreamCall(self.store, prepared, self.device, self._live)
+        self.call = call = StreamCall(self.store, found, prepared, self.device, self._live)
         self.last = prepared
         try:
             return original(*args, **kwargs)
@@ -249,14 +250,15 @@ class Streamed:
             self.pinned.add(found.used_directly)
             self.replan()
 
-    def _beside_live(self, prepared: Prepared) -> Prepared:
-        """``prepared``, or plans for the same call in what calls that await their backward leave of the budget."""
-        live = [call.prepared for call in self._live.calls]
+    def _beside_live(self, asked: Prepared, prepared: Prepared) -> Prepared:
+        """``prepared``, or plans for the same call in what calls that await their backward leave of the budget.
+        ``asked``: as if no backward had been."""
+        live = list(self._live.calls)
         if not live:
             return prepared
-        key = id(prepared), live[0].resident, sum(call.held_nbytes for call in live)
+        key = id(prepared), live[0].prepared.resident, sum(call.prepared.held_nbytes for call in live)
         if key not in self._beside:
-            self._beside[key] = prepare_beside(self, prepared, live)
+            self._beside[key] = prepare_beside(self, asked, prepared, live)
         return self._beside[key]
 
     def _mode(self) -> object:
