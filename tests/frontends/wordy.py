@@ -69,6 +69,24 @@ class Positions(Words):
         return self.noise(self.embed(tokens) + self.positions(torch.arange(tokens.shape[-1])))
 
 
+class Places(nn.Embedding):
+    """A table that is called with a shape, not with positions."""
+
+    def forward(self, shape: torch.Size) -> torch.Tensor:
+        return super().forward(torch.arange(shape[-1]))
+
+
+class Shaped(Positions):
+    """A table of positions that no tensor is given to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Places(VOCABULARY, WIDTH)
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.noise(self.embed(tokens) + self.positions(tokens.shape))
+
+
 class Direct(Words):
     """The weight of the embedding is used as it is."""
 
@@ -130,6 +148,7 @@ WORDY: dict[str, Model] = {
     "noisy": Model(lambda: Words(noise=0.1, padding=0), words),
     "autocast": Model(lambda: Words(noise=0.1), words, autocast=True),
     "positions": Model(Positions, words),
+    "shaped": Model(Shaped, words),
     "direct": Model(Direct, words),
     "twice": Model(Twice, words),
     "frozen": Model(lambda: frozen(Words(tied=False)), words),

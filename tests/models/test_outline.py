@@ -259,6 +259,25 @@ class Words(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+class Places(nn.Embedding):
+    """A table of positions that is called with a shape."""
+
+    def forward(self, shape: torch.Size) -> torch.Tensor:
+        return super().forward(torch.arange(shape[-1]))
+
+
+class Placed(Words):
+    def __init__(self) -> None:
+        super().__init__(direct=False)
+        self.places = Places(2**13, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.places(tokens.shape)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
 def gpt() -> nn.Module:
     return GPT(GPTConfig(3, 64, 4, vocabulary=2**13, context=32))
 
@@ -268,9 +287,10 @@ def gpt() -> nn.Module:
     [
         (lambda: Words(direct=False), ["Embedding", "Linear"]),
         (lambda: Words(direct=True), []),
+        (Placed, ["Embedding", "Linear"]),
         (gpt, ["Embedding", "Linear"]),
     ],
-    ids=["called", "direct", "gpt"],
+    ids=["called", "direct", "placed", "gpt"],
 )
 def test_embeddings_and_heads_come_and_go_as_when_streamed(
     make: Callable[[], nn.Module], coming: list[str], tmp_path: Path

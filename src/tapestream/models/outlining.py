@@ -162,6 +162,8 @@ class _Outlining:
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One block's call."""
+        if self.direct.keeps(self.modules[position], args, kwargs):
+            return original(*args, **kwargs)
         self._outside.close()
         self._held = ()
         bare = Stage(position, self.modules[position])

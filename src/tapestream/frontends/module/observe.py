@@ -187,6 +187,10 @@ class Observation:
         """Profile one block, and what its container has left out before it; returns its output, cut off from the
         graph."""
         if position >= self._wide:
+            block = self.store.uses[position]
+            if block is not None and self._direct.keeps(self.blocks[position], args, kwargs):
+                self.store.lend(block)
+                return original(*args, **kwargs)
             return self._observe(position, original, args, kwargs)[0]
         for other in self._left_out.before(position):
             args, kwargs = self._observe_left_out(other, args, kwargs, None)

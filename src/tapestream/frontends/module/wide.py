@@ -68,6 +68,15 @@ class DirectUse(TorchFunctionMode):
         self.found: set[int] = set()
         self._asleep = False
 
+    def keeps(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of ``module`` is such a use itself: given no tensor (the shape of one, say), it has no state
+        to go on from."""
+        own = {self.parameters[id(p)] for p in module.parameters() if id(p) in self.parameters}
+        if not own or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return False
+        self.found |= own
+        return True
+
     def __enter__(self) -> "DirectUse":
         if not self._asleep:
             super().__enter__()  # type: ignore[no-untyped-call]
