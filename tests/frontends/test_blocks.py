@@ -119,6 +119,23 @@ def test_an_activation_of_all_blocks_is_no_overlap() -> None:
         find_blocks(nn.ModuleList(nn.Sequential(nn.Linear(8, 8), shared) for _ in range(3)))
 
 
+def test_what_blocks_share_is_named_with_a_way_out() -> None:
+    shared = nn.ParameterDict({"bank": nn.Parameter(torch.ones(8))})
+    blocks = [nn.ModuleDict({"linear": nn.Linear(8, 8), "bank": shared}) for _ in range(3)]
+    with pytest.raises(InputError, match=r"share a ParameterDict, whose tensors.*give each its own"):
+        find_blocks(nn.ModuleList(blocks), blocks)
+    inside = blocks[0]["linear"]
+    with pytest.raises(InputError, match="blocks overlap: a Linear lies inside a ModuleDict"):
+        find_blocks(nn.ModuleList(blocks), [blocks[0], inside])
+
+
+def test_a_list_of_one_is_found_where_no_list_has_two() -> None:
+    group = nn.Sequential(nn.Linear(8, 8))
+    assert find_blocks(Owner(groups=nn.ModuleList([group]), head=nn.Linear(8, 2))) == [group]
+    two = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    assert find_blocks(Owner(groups=nn.ModuleList([group]), layers=two)) == list(two)
+
+
 def test_lists_of_lists_are_opened() -> None:
     pairs = [nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())]) for _ in range(3)]
     model = Owner(layers=nn.ModuleList(pairs), head=nn.Linear(8, 2))

@@ -87,6 +87,12 @@ class Shaped(Positions):
         return self.noise(self.embed(tokens) + self.positions(tokens.shape))
 
 
+def noised(model: Words) -> Words:
+    """A hook adds noise to what the embedding gives, as NEFTune does."""
+    model.embed.register_forward_hook(lambda _module, _args, out: out + 0.1 * torch.rand_like(out))
+    return model
+
+
 class Direct(Words):
     """The weight of the embedding is used as it is."""
 
@@ -149,6 +155,7 @@ WORDY: dict[str, Model] = {
     "autocast": Model(lambda: Words(noise=0.1), words, autocast=True),
     "positions": Model(Positions, words),
     "shaped": Model(Shaped, words),
+    "noised": Model(lambda: noised(Words()), words),
     "direct": Model(Direct, words),
     "twice": Model(Twice, words),
     "frozen": Model(lambda: frozen(Words(tied=False)), words),

@@ -14,6 +14,7 @@ import transformers as hf
 from compare import AMPLE, TIGHT, Blocks, Loss, Setting, assert_exact
 from zoo import (
     FAMILIES,
+    WORDS,
     Batch,
     Family,
     bart,
@@ -101,6 +102,16 @@ def remembering() -> Any:
     for block in model.bert.encoder.layer:
         block.intermediate.dense = Remembering(32, 48)
     return model
+
+
+def albert() -> Any:
+    """One layer that runs again and again, in a list of one in a list of one."""
+    return hf.AlbertForMaskedLM(
+        hf.AlbertConfig(
+            vocab_size=WORDS, embedding_size=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+            intermediate_size=48, max_position_embeddings=64,
+        )
+    )  # fmt: skip
 
 
 def adapted() -> Any:
@@ -218,6 +229,7 @@ TRIALS = {
     "tuples with one tensor": Trial(FAMILIES["swin"], blocks=FAMILIES["swin"].blocks),
     "outputs changed in place": Trial(FAMILIES["resnet"], blocks=convolutions),
     "adapters": Trial(Family(adapted, text, ()), warns="ignore:`is_gradient_checkpointing`:FutureWarning"),
+    "ALBERT's one layer": Trial(Family(albert, text, ())),
     "own checkpointing": Trial(Family(checkpointed, text, ())),
 }
 
@@ -240,3 +252,19 @@ def test_trial(trial: Trial, setting: Setting, tmp_path: Path) -> None:
         assert_exact(
             trial.family, setting, tmp_path / "home", trial.loss, trial.blocks, near=trial.near and setting.tight
         )
+
+
+def test_states_kept_from_call_to_call_are_refused_with_the_switch(tmp_path: Path) -> None:
+    def recurrent() -> Any:
+        return hf.RecurrentGemmaForCausalLM(
+            hf.RecurrentGemmaConfig(
+                vocab_size=WORDS, hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+                num_key_value_heads=1, lru_width=32, attention_window_size=8,
+            )
+        )  # fmt: skip
+
+    family = Family(recurrent, text, ())
+    with pytest.raises(GradientError, match="use_cache=False"):
+        assert_exact(family, TIGHT, tmp_path / "home")
+    without = lambda model, batch: model(**batch, use_cache=False).loss  # noqa: E731
+    assert_exact(family, TIGHT, tmp_path / "home", without)

@@ -41,7 +41,8 @@ def reached_leaves(
             user = name if isinstance(name, str) else name(user_of(outputs, node))
             raise GradientError(
                 f"{user} uses a tensor that was computed before the stage and requires a gradient "
-                f"(made by {node.name()}); pass it through the state, so that its gradient is not lost, or detach() it"
+                f"(made by {node.name()}); pass it through the state, so that its gradient is not lost, or detach(). "
+                "If a module keeps it from an earlier call (a cache), switch that off: use_cache=False, say"
             )
     return list(leaves.values())
 

@@ -17,7 +17,8 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
 
     None: the repeated children of its largest ModuleLists and Sequentials (where there are none, of ModuleDicts of one
     class); where the children of one differ in shape (the stages of a vision model), the repeated children inside
-    these; where they are lists themselves, which nobody calls, what is in them. ``blocks`` names them instead: modules,
+    these; where they are lists themselves, which nobody calls, what is in them; where no list has two, that of one
+    (a layer that is called again and again). ``blocks`` names them instead: modules,
     classes or class names (every instance), or names as in ``named_modules()`` (of a block, or of a container of
     blocks). Blocks may share modules without parameters and buffers (an activation). Raises InputError when there are
     none, or one lies inside another.
@@ -29,8 +30,8 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
         found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
     if not found:
         raise InputError(
-            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with two or more "
-            "children that hold parameters, and no ModuleDict of such of one class; name them with blocks=[...]"
+            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with children "
+            "that hold parameters, and no ModuleDict of such of one class; name them with blocks=[...]"
         )
     members = {id(m) for m in model.modules()}
     inner: dict[int, nn.Module] = {}
@@ -39,9 +40,15 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
             raise InputError(f"blocks= names a {type(block).__name__} that is not part of the model")
         for module in block.modules():
             if id(module) in inner and (module is block or module._parameters or module._buffers):
+                one, other = type(block).__name__, type(inner[id(module)]).__name__
+                if module is block or module in found:
+                    raise InputError(
+                        f"blocks overlap: a {one} lies inside a {other}; name disjoint blocks with blocks=[...]"
+                    )
                 raise InputError(
-                    f"blocks overlap: {type(block).__name__} and {type(inner[id(module)]).__name__} share a "
-                    f"{type(module).__name__}; name disjoint blocks with blocks=[...]"
+                    f"blocks overlap: {one} and {other} share a {type(module).__name__}, whose tensors would have to "
+                    "move with both; give each its own (adapters: LoRA has some for each layer, VeRA and VB-LoRA share "
+                    "theirs), or name disjoint blocks with blocks=[...]"
                 )
             inner[id(module)] = block
     return found
@@ -132,6 +139,8 @@ def repeated_children(model: nn.Module) -> list[nn.Module]:
     containers = [opened for container in _containers(model) for opened in _opened(container)]
     if not containers:
         containers = [module for module in model.modules() if _is_uniform(module)][:1]
+    if not containers:
+        containers = [one for one in _containers(model, least=1) if _size(one)]
     if not containers:
         return []
     largest = max(containers, key=_size)

@@ -19,6 +19,10 @@ from tapestream.runner.state import State, take_apart
 _KEY = -1  # no handle of a registered hook is negative
 
 
+class ReplacedOutput(InputError):
+    """A forward hook inside a block returns another output."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """One call of a module with hooks: what they are to be shown once the block's node exists."""
@@ -40,7 +44,7 @@ class Captured:
         """Call the hooks, with ``tensors`` in place of those captured, and among a module's arguments the caller's
         tensors (``outer``, by the ``id`` of the block's own) in place of the block's.
 
-        Raises InputError when a hook wants to replace an output: the rest of the block has run without it.
+        Raises ReplacedOutput when a hook wants to replace an output: the rest of the block has run without it.
         """
         start = 0
         for one in self.shown:
@@ -54,7 +58,7 @@ class Captured:
                 else:
                     replaced = hook(one.module, args, output)
                 if replaced is not None:
-                    raise InputError(
+                    raise ReplacedOutput(
                         f"a forward hook on a {type(one.module).__name__} inside {name} returns another output; hooks "
                         "inside streamed blocks may look at outputs but not replace them: do it in the module's "
                         "forward, or register the hook before stream() on a module outside the blocks"

@@ -15,7 +15,7 @@ from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.module.arguments import BlockRun, Link
-from tapestream.frontends.module.hooks import hooks_unchanged
+from tapestream.frontends.module.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
@@ -32,6 +32,14 @@ from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
+
+
+class StaysPut(Exception):
+    """The module of parameter block ``block``, outside the repeated ones, cannot run as one of these."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block)
+        self.block = block
 
 
 @dataclass(slots=True)
@@ -191,7 +199,12 @@ class Observation:
             if block is not None and self._direct.keeps(self.blocks[position], args, kwargs):
                 self.store.lend(block)
                 return original(*args, **kwargs)
-            return self._observe(position, original, args, kwargs)[0]
+            try:
+                return self._observe(position, original, args, kwargs)[0]
+            except ReplacedOutput as error:
+                if block is None:
+                    raise
+                raise StaysPut(block) from error
         for other in self._left_out.before(position):
             args, kwargs = self._observe_left_out(other, args, kwargs, None)
         result, run = self._observe(position, original, args, kwargs)

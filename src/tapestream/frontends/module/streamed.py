@@ -25,7 +25,7 @@ from tapestream.frontends.module.known import Known
 from tapestream.frontends.module.left_out import check_called_by_chance
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
-from tapestream.frontends.module.observe import Observation, Observed
+from tapestream.frontends.module.observe import Observation, Observed, StaysPut
 from tapestream.frontends.module.pinned import Pinned
 from tapestream.frontends.module.prepare import Prepared, prepare
 from tapestream.frontends.module.swap import class_of
@@ -169,6 +169,7 @@ class Streamed:
                 f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
                 f"itself; call the model that was given to "
                 "stream(), or call the block under torch.no_grad()"
+                + ("" if position < self.wide else "; or name blocks=[...], so that all else stays on the device")
             )
         if self.call.plain:
             return self.call.run_plain(position, original, args, kwargs)
@@ -242,12 +243,15 @@ class Streamed:
             )
             try:
                 found = self._observation.run(original, *copies_of((args, kwargs)))
+                staying = found.used_directly
+            except StaysPut as one:
+                staying = frozenset((one.block,))
             finally:
                 self._observation = None
                 self.store.settle()
-            if found.used_directly <= self.pinned.blocks:
+            if staying <= self.pinned.blocks:
                 return found
-            self.pinned.add(found.used_directly)
+            self.pinned.add(staying)
             self.replan()
 
     def _beside_live(self, asked: Prepared, prepared: Prepared) -> Prepared:
