@@ -65,6 +65,14 @@ def test_a_quick_measurement_moves_little_and_leaves_flops_out(tmp_path: Path, m
     assert moved <= 6 * 3 * 2**21 + 6 * 4096
 
 
+def test_a_step_waits_for_few_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trips = []
+    drop = measure.Parcels.drop
+    monkeypatch.setattr(measure.Parcels, "drop", lambda *args: (trips.append(1), time.sleep(0.01), drop(*args)))
+    measure_machine("cpu", tmp_path, quick=True)
+    assert len(trips) == 4  # the first of which does not count
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_links_pass_through_the_host(tmp_path: Path) -> None:
     machine = measure_machine("cuda", tmp_path)

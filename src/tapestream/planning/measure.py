@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import platform
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from tapestream.units import format_nbytes
 _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
-_TRIPS, _TRIPS_SECONDS, _STATE_NBYTES, _CACHES_NBYTES = 32, 0.3, 2**16, 8 * 2**20
+_TRIPS, _STATE_NBYTES, _CACHES_NBYTES = 32, 2**16, 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def measure_machine(
         raise InputError(f"measure_machine: no folder {place}; create it or give another")
     read, write = _disk_links(place, effort)
     if device.type == "cpu":
-        read, write = _with_busy(read, write, place)
+        read, write = _with_busy(read, write, place, effort)
     if device.type == "cpu":
         links = {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -117,7 +118,8 @@ class _Scratch:
         self.folder, self._effort = folder, effort
         self.chunks, self._chunk_nbytes = 0, effort.chunk_nbytes
         self._buffer = mmap.mmap(-1, self._chunk_nbytes)
-        self._buffer[:] = os.urandom(self._chunk_nbytes)  # zeros would be compressed away by some filesystems
+        # Zeros would be compressed away by some filesystems; a step waits for this, and need not for the kernel's own.
+        self._buffer[:] = random.Random(0).randbytes(self._chunk_nbytes)
         try:
             self._file, self._direct = _open_nameless(folder)
         except OSError as error:
@@ -210,7 +212,7 @@ def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
     return Link(read, read_latency, min(read, mixed_read)), Link(write, write_latency, min(write, mixed_write))
 
 
-def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
+def _with_busy(read: Link, write: Link, folder: Path, effort: _Effort) -> tuple[Link, Link]:
     """The links with the processor time that one state costs the computing thread, on its way out and back, where
     something else has been computed since the last one: the caches have forgotten how."""
     other = torch.ones(_CACHES_NBYTES, dtype=torch.uint8)
@@ -220,8 +222,8 @@ def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
     with closing(DiskFolder(folder)) as disk, ExitStack() as stack:
         pool = stack.enter_context(closing(Pool(torch.device("cpu"), folder=disk, limits={}, pin=False)))
         engine = stack.enter_context(closing(make_engine("threads", torch.device("cpu"))))
-        parcels, end = Parcels(pool, engine), time.monotonic() + _TRIPS_SECONDS
-        while len(out) < _TRIPS and (len(out) < _LEAST_SAMPLES or time.monotonic() < end):
+        parcels, end = Parcels(pool, engine), time.monotonic() + effort.seconds
+        while len(out) < _TRIPS and (len(out) <= _LEAST_SAMPLES or time.monotonic() < end):
             state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
             other.add_(1)
             begin = time.thread_time()
@@ -236,7 +238,8 @@ def _with_busy(read: Link, write: Link, folder: Path) -> tuple[Link, Link]:
             parcels.unpack(value)
             parcels.drop(value)
             back.append(time.thread_time() - begin)
-    return replace(read, busy_seconds=median(back)), replace(write, busy_seconds=median(out))
+    # The first trip makes what the next ones find: threads, a file.
+    return replace(read, busy_seconds=median(back[1:])), replace(write, busy_seconds=median(out[1:]))
 
 
 # ---------------------------------------------------------------------------------------------------------- device

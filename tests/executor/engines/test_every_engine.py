@@ -332,3 +332,16 @@ def test_threads_end(pool):
         while made & set(threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not made & set(threading.enumerate())
+
+
+def test_closing_waits_for_the_kernel_once(tmp_path):
+    """To end a context of the kernel's takes tens of milliseconds, whatever is under way."""
+    lanes, calls = threads.DiskLanes(), []
+    lanes._queue = queue = threads.open_queue()
+    if queue is None:
+        pytest.skip("the kernel has no such queue")
+    call = queue._call
+    queue._call = lambda number, *args: calls.append(number) or call(number, *args)
+    lanes.close()
+    assert calls.count(queue._setup) == 0
+    assert not queue._usable

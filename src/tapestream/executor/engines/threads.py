@@ -108,12 +108,12 @@ class DiskLanes:
 
     def close(self) -> None:
         """Abandon, then end the threads."""
+        if self._queue is not None:
+            self._queue.close()  # waits for what is under way; to drain it first would take as long again
         self.abandon()
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-        if self._queue is not None:
-            self._queue.close()
 
 
 class ThreadsEngine:
