@@ -5,11 +5,12 @@ comes, then the same lengths again with all plans made; the ratio is that of the
 what the longest batch needs beyond parameters and gradients. Peaks are measured afterwards at the shortest, some middle
 and the longest lengths. A Chain's budget does not cover the gradients of its parameters: they go to the user.
 
-One network has experts as Mixtral's: every token goes to two of eight, and every other batch sends all its tokens to
-the same two. The profile has seen whatever came first, an even batch.
+One network is a small Mixtral: blocks of causal attention and eight experts, of which every token has two; every other
+batch sends all its tokens to the same two. The profile has seen whatever came first, an even batch.
 
 Time to the first step (the first call with its profile and plan, links measured too, backward and update) is compared
-with three plain steps on that batch and one read of the weights from where they live.
+with three plain steps on that batch, measured right before it and right after, and one read of the weights from where
+they live.
 """
 
 import random
@@ -43,7 +44,7 @@ from benchmarks.common import (
 from benchmarks.networks import Case, Network, gpt
 
 TITLE = "Random sequence lengths: plans made as they come, against all plans made before"
-EXPERTS = 8
+EXPERTS, HEADS = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,25 @@ class Firsts:
     plain: list[float] = field(default_factory=list)
 
 
+class Attention(nn.Module):
+    """Causal attention with a residual around it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inputs, self.output = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        with torch.no_grad():
+            self.output.weight.mul_(0.01)  # what a token is, not what is around it, says where it goes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        parts = self.inputs(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        mixed: Tensor = self.output(found.transpose(1, 2).flatten(2))
+        return x + mixed
+
+
 class Experts(nn.Module):
-    """A block of eight experts, of which each token has two, one product per expert as in Mixtral."""
+    """Eight experts, of which each token has two, one product per expert as in Mixtral, with a residual around them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,18 +110,19 @@ def experts(blocks: int, width: int, longest: int, device: str) -> Case:
     """Word n goes to experts n and n + 1, modulo eight: embeddings and routers share their directions."""
 
     def network() -> Network:
-        token, made = nn.Embedding(256, width), [Experts(width) for _ in range(blocks)]
+        pairs = [(Attention(width), Experts(width)) for _ in range(blocks)]
+        token = nn.Embedding(256, width)
         directions, word = torch.linalg.qr(torch.randn(width, width))[0], torch.arange(256)
         with torch.no_grad():
             token.weight.mul_(0.01).add_(directions[word % EXPERTS] + 0.5 * directions[(word + 1) % EXPERTS])
-            for block in made:
-                block.router.weight.copy_(10 * directions[:EXPERTS])
-        return Network(token, list(made), nn.Linear(width, 256))
+            for _, routed in pairs:
+                routed.router.weight.copy_(10 * directions[:EXPERTS])
+        return Network(token, [nn.Sequential(*pair) for pair in pairs], nn.Linear(width, 256))
 
     def batch() -> tuple[Tensor, Tensor]:
         return torch.randint(256, (1, longest)), torch.randint(256, (1, longest))
 
-    return Case(f"{EXPERTS} experts, {blocks} blocks of width {width}", network, batch, device)
+    return Case(f"Mixtral, {blocks} blocks of width {width}, {EXPERTS} experts", network, batch, device)
 
 
 def main(device: str = "cpu", name: str = "random_lengths") -> None:
@@ -148,6 +167,7 @@ def measure(case: Case, batches: list[Batch], chosen: Settings, api: str, home: 
             for name in timings.wall:
                 timings.wall[name] += once.wall[name]
                 timings.cpu[name] += once.cpu[name]
+            firsts.plain.append(_plain_seconds(case, batches[0]))
             peaks = [peak(b) for b in _probes(batches)] if len(firsts.ours) == chosen.rounds else []
             if api == "ts.stream":
                 ts.unstream(network)
