@@ -110,7 +110,8 @@ class Weights:
         if any(problems.values()):
             raise InputError(
                 f"the weights do not fit this {type(model).__name__}: {_counted(problems)}"
-                f"{in_other_groups(model, kinds)}; make the model from the configuration that the weights were saved with"
+                f"{in_other_groups(model, kinds)}; make the model from the configuration that the weights were saved "
+                "with"
             )
         if missing or more:
             sides = {"initialised, missing from the files": [" = ".join(full) for full in missing], "left out": more}
