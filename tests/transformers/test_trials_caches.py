@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from compare import AMPLE, TIGHT, Setting, streamed
 from exact import Trace, assert_same, copy_of, seed
-from streaming import gradients_of
-from zoo import FAMILIES
+from streaming import DIRECT, gradients_of
+from zoo import FAMILIES, Batch, llama, loss_of, text
+
+import tapestream as ts
+from tapestream.errors import BudgetError, GradientError
+from tapestream.frontends.module.stream import handle_of
 
 DECODERS = ("gpt2", "llama", "qwen3", "gemma3", "mixtral", "opt", "bloom", "gpt_neox", "t5", "whisper")
 
@@ -44,3 +49,46 @@ def test_a_cache_is_filled_once(name: str, setting: Setting, tmp_path: Path) -> 
             later = contents(out.past_key_values).items()
             traces[-1] |= {f"without gradients {key}": tensor for key, tensor in later}
     assert_same(*traces)
+
+
+def gemma3n() -> Any:
+    """Its last blocks attend to keys and values that earlier ones have left in a dictionary."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    config = hf.Gemma3nTextConfig(
+        **sizes, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, num_hidden_layers=4, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4, num_kv_shared_layers=2, laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        pad_token_id=0,
+    )  # fmt: skip
+    return hf.Gemma3nForCausalLM(config)
+
+
+def on_keys(model: Any, batch: Batch) -> torch.Tensor:
+    out = model(**batch)
+    loss: torch.Tensor = out.loss + sum(layer.keys.square().mean() for layer in out.past_key_values.layers)
+    return loss
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
+@pytest.mark.parametrize(("make", "loss"), [(gemma3n, loss_of), (llama, on_keys)], ids=["gemma3n", "keys"])
+def test_gradients_through_a_cache_are_exact_or_refused(make: Any, loss: Any, disk: bool, tmp_path: Path) -> None:
+    """Some gave gradients without those parts, by the timing of the profiled call."""
+    torch.manual_seed(1)
+    model, home = make().train(), {"folder": tmp_path} if disk else {"home": "device"}
+    plain, batch = copy.deepcopy(model), text()
+    loss(plain, batch).backward()
+    for planner, factor in (("rotor", 1.0), ("rotor", 1.03), ("rotor", 1.05), ("auto", 1.03), ("revolve", 1.0)):
+        options = {"device": "cpu", "planner": planner, "machine": DIRECT, **home}
+        ours = ts.stream(copy.deepcopy(model), budget=1, **options)
+        for _ in range(2):  # the first call of a process measures a little less
+            with pytest.raises(BudgetError) as least:
+                loss(ours, batch)
+        handle_of(ours).budget = ts.Budget(int(factor * least.value.least_nbytes))
+        try:
+            loss(ours, batch).backward()
+        except GradientError as error:
+            assert "stage " in str(error)  # noqa: PT017
+        else:  # in one memory, with room for all, a call is plain PyTorch's
+            assert not disk
+            assert_same(gradients_of(plain), gradients_of(ours))
+        ts.unstream(ours)

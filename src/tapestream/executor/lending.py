@@ -8,6 +8,7 @@ import torch
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.ir.actions import Tier, Value
+from tapestream.runner.guards import Watch
 from tapestream.runner.runner import Pack, Unpack
 
 
@@ -29,11 +30,12 @@ class _Saved:
     version: int
 
 
-def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack, Unpack]:
+def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch) -> tuple[Pack, Unpack]:
     """Hooks under which a stage that uses ``block`` is recorded.
 
     Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to.
-    Hooks switch autograd's own check of version counters off, so both kinds are checked here.
+    Hooks switch autograd's own check of version counters off, so both kinds are checked here. ``watch`` is open while
+    they may be asked: what a stage leaves in objects must not be differentiated from outside.
     """
     # By address of the storage, with the address of the first byte. Numbers only: every saved tensor keeps these two
     # functions alive, and they must not keep the block's bytes.
@@ -53,6 +55,7 @@ def lending_hooks(store: BlockStore, block: int | None, name: str) -> tuple[Pack
         return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, version)
 
     def unpack(saved: Any) -> torch.Tensor:
+        watch.check(name)
         if isinstance(saved, _Saved):
             if saved.tensor._version != saved.version:
                 raise GradientError(

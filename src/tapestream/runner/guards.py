@@ -30,8 +30,8 @@ class Guard(torch.autograd.Function):
 
 
 class Watch:
-    """Stands at the borders of stages that are recorded as one graph; only the runner's own backward, while `open`,
-    may pass."""
+    """Stands at the borders of stages that are recorded as one graph, or before what a stage has saved; only the
+    runner's own backward, while `open`, may pass."""
 
     __slots__ = ("open",)
 
@@ -48,11 +48,16 @@ class Watch:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Inside, a backward may pass."""
-        self.open = True
+        before, self.open = self.open, True
         try:
             yield
         finally:
-            self.open = False
+            self.open = before
+
+    def check(self, name: str) -> None:
+        """Raise GradientError where somebody else's backward asks for what the stage ``name`` has saved."""
+        if not self.open:
+            raise escaped(name)
 
     def _pass(self, name: str, cotangents: Any) -> None:
         if not self.open:

@@ -4,6 +4,7 @@ import copy
 import enum
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Before:
 
     @classmethod
     def take(cls, things: Sequence[Any], *, clone: bool) -> "Before":
-        """Copy ``things``, and with ``clone`` the tensors in them too."""
+        """Copy ``things``, and with ``clone`` the tensors in them too. Both stay in their graph."""
         copied = _copied(things, _clone if clone else _itself)
         return cls(copied, tuple((t, t._version) for t in tensors_in(copied)))
 
@@ -60,7 +61,7 @@ def copies_of(tree: Any) -> Any:
     """``tree`` with copies, tensors included, in place of the objects that may change."""
     leaves, spec = pytree.tree_flatten(tree)
     changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
-    for at, copied in zip(changing, _copied([leaves[at] for at in changing], _clone), strict=True):
+    for at, copied in zip(changing, _copied([leaves[at] for at in changing], _apart), strict=True):
         leaves[at] = copied
     return pytree.tree_unflatten(leaves, spec)
 
@@ -78,12 +79,15 @@ def take_over(thing: Any, changed: Any) -> None:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Make a dictionary, list or set hold what another one holds; anything else is left as it is."""
+    """Make a dictionary, list, deque or set hold what another one holds; anything else is left as it is."""
     if isinstance(container, list):
         container[:] = contents
     elif isinstance(container, (dict, set)):
         container.clear()
         container.update(contents)
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(contents)
 
 
 def containers_behind(functions: Sequence[Any]) -> list[Any]:
@@ -122,8 +126,12 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()  # with its graph: without, a gradient that flows through it would be lost unseen
 
 
 def _shared(things: Sequence[Any]) -> Iterator[Any]:
@@ -141,7 +149,7 @@ def _shared(things: Sequence[Any]) -> Iterator[Any]:
             continue
         if isinstance(thing, dict):
             waiting.extend(thing.values())
-        elif isinstance(thing, (list, tuple, set, frozenset)):
+        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
             waiting.extend(thing)
         waiting.extend(getattr(thing, "__dict__", {}).values())
         for base in type(thing).__mro__:

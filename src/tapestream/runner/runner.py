@@ -36,7 +36,6 @@ class Tape:
     """
 
     first: int
-
     inputs: list[GradientEdge | None]
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor]
@@ -69,9 +68,11 @@ class Runner:
         hooks: Callable[[int], tuple[Pack, Unpack] | None] | None = None,
         once: Container[int] = (),
         resident: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
+        self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
@@ -114,7 +115,7 @@ class Runner:
     def _record(self, k: int, state: State, saved: int | None) -> tuple[State, Tape]:
         with self._surroundings(k):
             since = next_sequence_number()
-            with self._recording(k, saved) as left_out:
+            with self.watch.opened(), self._recording(k, saved) as left_out:
                 guarded, inputs = self.guarded(k, state)
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, state, guarded)
@@ -202,7 +203,7 @@ class Runner:
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not tape.leaves:
             return [None] * len(tape.inputs), []
-        with hooks_off(tape.leaves), contextlib.nullcontext() if tape.watch is None else tape.watch.opened():
+        with hooks_off(tape.leaves), (self.watch if tape.watch is None else tape.watch).opened():
             roots, seeds = zip(*entering, strict=True)
             found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
@@ -322,9 +323,8 @@ class Runner:
         strangers = [leaf for leaf in reached if id(leaf) not in known]
         if strangers:
             raise InputError(
-                f"{name_of(strangers[0])} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient "
-                f"and that it did "
-                "not use when it was profiled; pass it through the state, or make it a parameter of the stage's module"
+                f"{name_of(strangers[0])} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient, "
+                "which it did not use when it was profiled; pass it through the state, or make it a parameter of its module"
             )
 
 

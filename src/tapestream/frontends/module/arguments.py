@@ -84,11 +84,13 @@ class BlockRun:
         """The state as the block before returned it, or its tensors where this is the first: what a call takes."""
         return tuple(self.tensors[entry] for entry in self._slots)
 
-    def keep_arguments(self, *, clone: bool) -> None:
-        """The block will run again: remember objects among its arguments as they are now."""
+    def keep_arguments(self, *, clone: bool, graph: bool = True) -> None:
+        """The block will run again: remember objects among its arguments as they are now; tensors in them with the
+        ``graph`` in which others have left them, so that a gradient through one of them is refused and not lost."""
         self._clone = clone
         if self._changing:
-            self._before = Before.take([self._leaves[at] for at in self._changing], clone=clone)
+            things = [self._leaves[at] for at in self._changing]
+            self._before = Before.take(things if graph else detached(things), clone=clone)
 
     def __call__(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Run the block: its output tensors, what hooks are to see, and what it hands on."""

@@ -17,6 +17,7 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
 from tapestream.frontends.module.wide import adds_once
 from tapestream.ir.actions import Tier
+from tapestream.runner.guards import Watch
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, take_apart, tensors_in
@@ -139,10 +140,10 @@ class StreamCall:
         view = SegmentView(self.store, uses, borrowed, unread)
         self._views[segment] = view
         store = self.store  # not self: a call that holds itself would outlive its result
-        once = self.prepared.once[segment]
+        once, watch = self.prepared.once[segment], Watch()
         runner = Runner(
-            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name), once,
-            resident=False,
+            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name, watch), once,
+            resident=False, watch=watch,
         )  # fmt: skip
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tapestream.errors import GradientError
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.call import StreamCall
 from tapestream.runner.guards import check_differentiated_once
@@ -24,6 +25,11 @@ def apply_block(
     anchor = call.anchor if planned.traits[k].leaves else None
     made: list[State] = []
     outputs = _BlockNode.apply(call, segment, k, made, anchor, *run.tensors)  # type: ignore[no-untyped-call]
+    if any(made[0].requires) and not any(t.requires_grad for t in outputs):
+        raise GradientError(
+            f"{bare.name} returned a tensor that requires a gradient, which it did not when it was profiled: it found "
+            "a tensor that another left in an object; pass that through the state, or detach() it"
+        )
     result, call.link = run.finish(made[0], outputs)
     return result
 

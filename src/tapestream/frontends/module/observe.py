@@ -253,7 +253,7 @@ class Observation:
             self._later |= behind
         bare = Stage(position, self.blocks[position])
         run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
-        run.keep_arguments(clone=True)
+        run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
         state, _ = take_apart(run.flat)
         if meter is not None:
             self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
@@ -274,7 +274,8 @@ class Observation:
         _check_own(position, self.blocks[position], traits)
         segment.positions.append(position)
         segment.costs.append(replace(cost, reads_parameters=reads_parameters(self.blocks[position])))
-        segment.traits.append(traits)
+        # What a block leaves in objects must keep its graph, by which a later use of it is refused.
+        segment.traits.append(replace(traits, plain_forward=False))
         segment.stages.append(bare)
         segment.clones.append(run.writes)
         assert segment.travellers is not None
