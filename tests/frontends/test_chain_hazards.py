@@ -505,3 +505,37 @@ def test_a_mean_that_the_first_input_leaves_as_it_was(make: Any) -> None:
         plain(theirs)(x.detach()).sum().backward()
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(getattr(stages[0], name), getattr(theirs[0], name)), name
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor whose graph saves nothing: of its input, or of its own weights alone."""
+
+    def __init__(self, *, of_input: bool) -> None:
+        super().__init__()
+        self.linear, self.of_input = nn.Linear(16, 16), of_input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * 2 if self.of_input else self.linear.bias * 2
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+def test_what_a_stage_keeps_has_its_graph(of_input: bool) -> None:
+    """Short stages run without one where nothing outlives them; the gradient through such a tensor was lost."""
+    stages = [Keeping(of_input=of_input) for _ in range(6)]
+    x = torch.randn(8, 16)
+
+    def differentiated(net: Any) -> list[torch.Tensor]:
+        (net(x).square().mean() + stages[1].kept.sum()).backward()
+        found = [p.grad.clone() for stage in stages for p in stage.parameters() if p.grad is not None]
+        for stage in stages:
+            stage.zero_grad()
+            del stage.kept
+        return found
+
+    wanted, net = differentiated(nn.Sequential(*stages)), least(stages, x)
+    if of_input:
+        with pytest.raises(GradientError, match="inside of stage 1"):
+            differentiated(net)
+    else:
+        assert all(map(torch.equal, wanted, differentiated(net)))

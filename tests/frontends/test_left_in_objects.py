@@ -1,5 +1,5 @@
 """Tensors with a gradient that blocks leave in objects, for later blocks or the loss to find: with every planner,
-budget and home, at the first call and later, gradients are those of plain PyTorch or a GradientError names the block."""
+budget and home, at the first call and later, gradients are plain PyTorch's or a GradientError names the block."""
 
 import contextlib
 import copy

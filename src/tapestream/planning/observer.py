@@ -1,8 +1,11 @@
 """`Observer`: what the graph that a stage builds looks like, and whether it outlives the stage."""
 
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 
 class _Saved:
@@ -14,13 +17,17 @@ class _Saved:
         self.tensor = tensor
 
 
+class _Token:
+    """Lives as long as a node of a graph."""
+
+
 class Observer:
     """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it."""
 
     def __init__(self) -> None:
         self.inside, self.called = True, False
         self.shapes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
-        self._packed: list[weakref.ref[_Saved]] = []
+        self._packed: list[weakref.ref[_Saved | _Token]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
@@ -31,6 +38,15 @@ class Observer:
     def unpack(self, saved: _Saved) -> torch.Tensor:
         self.called = self.called or self.inside
         return saved.tensor
+
+    def watch(self, ends: Iterable[GradientEdge | None]) -> None:
+        """Where graphs of the stage end, which lives as long as one of these: not all save something."""
+        for edge in ends:
+            if edge is None:
+                continue
+            metadata: Any = edge.node.metadata
+            token = metadata[_Token] = _Token()
+            self._packed.append(weakref.ref(token))
 
     def something_lives(self) -> bool:
         """True when a tensor made inside was stored outside with its graph."""

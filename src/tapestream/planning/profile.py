@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
@@ -182,7 +182,7 @@ def _discover(
     watching = saved_tensors_hooks(observed.pack, observed.unpack)
     casting = probe.autocast.entered(cache=False)
     with refusing_transforms(stage.name), torch.enable_grad(), casting, watching:
-        inputs, _ = probe.guarded(0, state)
+        inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = stage.function(state.tree(inputs))
         observed.inside = False
@@ -195,8 +195,9 @@ def _discover(
     casts, uncast, twice = cast_leaves(live)
     looks = (node_names(live), tuple(observed.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
+    observed.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
-    del tree, live, inputs, reached
+    del tree, live, inputs, reached, edges
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
     known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(

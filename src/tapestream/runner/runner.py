@@ -324,7 +324,7 @@ class Runner:
         if strangers:
             raise InputError(
                 f"{name_of(strangers[0])} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient, "
-                "which it did not use when it was profiled; pass it through the state, or make it a parameter of its module"
+                "which it did not use when it was profiled; pass it through the state, or make it one of its parameters"
             )
 
 
