@@ -127,3 +127,60 @@ def test_data_replaced_between_forward_and_backward_raise(level: str, tmp_path: 
             optimizer.zero_grad()
         loss_at(model, CASE).backward()
         optimizer.step()
+
+
+def putting_back(model: nn.Module, optimizer: torch.optim.Optimizer, meanwhile: str) -> Trace:
+    """Steps between which parameters have other data for a while, and then those that they had before."""
+    seed(3)
+    trace: Trace = {}
+    parameters = list(model.parameters())
+    for step in range(3):
+        before = [p.data for p in parameters]
+        for p in parameters:
+            p.data = p.data * 0.5
+        if meanwhile == "evaluated":
+            with torch.no_grad():
+                trace[f"{step} evaluated"] = loss_at(model, CASE)
+        else:
+            loss_at(model, CASE).backward()
+        for p, data in zip(parameters, before, strict=True):
+            p.data = data
+        if meanwhile == "evaluated":
+            loss_at(model, CASE).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace |= everything(model, f"{step} after ")
+    return trace
+
+
+HOMES = [("auto", "disk"), ("adversarial", "disk"), ("fake_streams", "host"), ("auto", "device")]
+
+
+@pytest.mark.parametrize("meanwhile", ["evaluated", "differentiated"])
+@pytest.mark.parametrize("level", ["full", "least"])
+@pytest.mark.parametrize(("engine", "home"), HOMES)
+def test_data_put_back(engine: str, home: str, level: str, meanwhile: str, tmp_path: Path) -> None:
+    """What had been taken from the parameters was their home, which got the other data."""
+    options = options_of(engine, tmp_path, home)
+    make = lambda m: ts.optimizer(m, torch.optim.SGD, lr=0.05)  # noqa: E731
+    budget = budget_at(level, CASE, make, **options)
+    plain = CASE.model()
+    expected = putting_back(plain, torch.optim.SGD(plain.parameters(), lr=0.05), meanwhile)
+    with streamed(CASE, budget, **options) as model:
+        assert_same(expected, putting_back(model, make(model), meanwhile))
+
+
+@pytest.mark.parametrize(("engine", "home"), HOMES)
+def test_data_exchanged(engine: str, home: str, tmp_path: Path) -> None:
+    """Each gets what the other shows: bytes of their block both."""
+    options = options_of(engine, tmp_path, home)
+    with streamed(CASE, "1 TiB", **options) as model:
+        loss_at(model, CASE).backward()
+        one, other = next(
+            (a, b) for a in model.parameters() for b in model.parameters() if a is not b and a.shape == b.shape
+        )
+        wanted = other.detach().clone(), one.detach().clone()
+        one.data, other.data = other.data, one.data
+        loss_at(model, CASE).backward()
+        assert torch.equal(one, wanted[0])
+        assert torch.equal(other, wanted[1])

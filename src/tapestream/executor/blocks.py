@@ -144,8 +144,11 @@ class BlockStore:
     def adopt_replaced(self, but: frozenset[Replaced] = frozenset()) -> None:
         """Take that over, where nothing is in flight; what a forward has saved of these parameters is of other weights
         from now on. ``but``: what was there already when it saved them."""
+        found: dict[Value, list[int]] = {}
         for value, number, _ in self.replaced() - but:
-            self.copies.replace(value, number)
+            found.setdefault(value, []).append(number)
+        for value, numbers in found.items():
+            self.copies.replace(value, numbers)
 
     def adopt(self, block: ParameterBlock) -> None:
         """Copy a block's parameters from where they are to their home; the Parameter objects show it from now on."""

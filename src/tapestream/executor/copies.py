@@ -163,8 +163,7 @@ class BlockCopies:
     def adopt_replaced(self, value: Value) -> None:
         """What a user put into a parameter with ``p.data = tensor`` is written to all copies that are there, before
         they are read or shown again."""
-        for number, _ in self.replaced(value):
-            self.replace(value, number)
+        self.replace(value, [number for number, _ in self.replaced(value)])
 
     def replaced(self, value: Value) -> list[tuple[int, int]]:
         """What users have put into a value's parameters and no copy has yet: their numbers, and addresses."""
@@ -173,24 +172,37 @@ class BlockCopies:
         parameters, shown = self.blocks[value.index].parameters, self._shown.get(value, {})
         return [(i, now) for i, address in shown.items() if (now := parameters[i].data_ptr()) != address]
 
-    def replace(self, value: Value, number: int) -> None:
-        """Take over what one of them holds. Raises InputError where it is of another shape or dtype."""
+    def replace(self, value: Value, numbers: Sequence[int]) -> None:
+        """Take over what some of them hold; bytes that tensors of users still show, such as a ``p.data`` that is to be
+        put back, are left to them. Raises InputError where one is of another shape or dtype."""
+        if not numbers:
+            return
         block, home = self.blocks[value.index], self.tier_of(value)
-        parameter = block.parameters[number]
-        view = block.views(self.bytes_at(value, home), value.kind)[number]
-        if (parameter.dtype, parameter.shape) != (view.dtype, view.shape):
-            raise InputError(
-                f"a streamed parameter's data was replaced by {parameter.dtype} of shape {list(parameter.shape)}, it "
-                f"was {view.dtype} of {list(view.shape)}; convert or resize the model before stream(), or call "
-                "tapestream.unstream(model), which keeps what was put there, and stream it again"
-            )
+        parameters, looked_at = block.parameters, self._looked_at(value, home, but=numbers)
+        views = block.views(self.bytes_at(value, home), value.kind)
+        for number in numbers:
+            found, was = parameters[number], views[number]
+            if (found.dtype, found.shape) != (was.dtype, was.shape):
+                raise InputError(
+                    f"a streamed parameter's data was replaced by {found.dtype} of shape {list(found.shape)}, it "
+                    f"was {was.dtype} of {list(was.shape)}; convert or resize the model before stream(), or call "
+                    "tapestream.unstream(model), which keeps what was put there, and stream it again"
+                )
+        if looked_at:
+            before = self.bytes_at(value, home)
+            self.renew(value, home)
+            views = block.views(self.bytes_at(value, home).copy_(before), value.kind)
         for tier in (Tier.HOST, Tier.DEVICE):
             if tier is not home and self.has(value, tier) and (value, tier) not in self.tickets:
-                block.views(self.bytes_at(value, tier), value.kind)[number].copy_(parameter.data)
-        view.copy_(parameter.data)
-        parameter.data = view
-        self._shown[value][number] = view.data_ptr()
-        increment_version(parameter)  # a call whose backward is still to come must not recompute with it
+                there = block.views(self.bytes_at(value, tier), value.kind)
+                for number in numbers:
+                    there[number].copy_(parameters[number].data)
+        for number in numbers:
+            views[number].copy_(parameters[number].data)
+            increment_version(parameters[number])  # a call whose backward is to come must not recompute with it
+        shown = self._shown[value]
+        block.show({i: view for i, view in views.items() if i in numbers or parameters[i].data_ptr() == shown[i]})
+        shown |= {i: view.data_ptr() for i, view in views.items()}
 
     def device_regions(self, block: int, *, part: int | None = None) -> list[Region]:
         """What a stage that uses the block touches, or the update of one part of its state."""
@@ -247,6 +259,13 @@ class BlockCopies:
                 else:
                     p.grad = gradient if gradient is None else gradient.to(p.device)
         self.release(value, source)
+
+    def _looked_at(self, value: Value, tier: Tier, but: Sequence[int]) -> bool:
+        """Whether tensors besides the parameters that show a copy (all of the value's ``but`` those) do so too."""
+        region = self.regions[value, tier]
+        if region.extent is not None:
+            return region.extent.mapped  # by whom cannot be told
+        return _users(region.memory) > len(self._shown[value]) - len(but)
 
     def _look(self, value: Value, source: Tier) -> None:
         if source is self.tier_of(value):
