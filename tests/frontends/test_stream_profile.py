@@ -1,5 +1,6 @@
 """Profiles of equal streamed models are equal, so that the budget which an error names suffices for the next one."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.costs import Profile
+from tapestream.errors import InputError
 
 
 class Litters(nn.Module):
@@ -118,3 +120,45 @@ def test_the_least_budget_suffices_for_the_next_model(
             plan = ts.report(model).plan
             assert plan.peak_nbytes <= least
             assert home != "disk" or plan.simulation.peak_nbytes[K] > 0
+
+
+class Renormed(Chained):
+    """An embedding before the blocks that brings its rows to a norm whenever they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__([Dense() for _ in range(3)])
+        self.words = nn.Embedding(20, WIDTH, max_norm=0.5)
+        self.decays = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.decays:
+            with torch.no_grad():
+                self.words.weight.mul_(0.9)
+        found: torch.Tensor = super().forward(self.words(x))
+        return found
+
+
+def test_an_embedding_is_not_renormalised_by_profiling(tmp_path: Path) -> None:
+    """Nor where the budget is refused; a second time changes the last bits."""
+    torch.manual_seed(0)
+    model, ids = Renormed(), torch.arange(20).reshape(4, 5)
+    weight = model.words.weight.detach().clone()
+    ts.stream(model, budget=1, **options_of("auto", tmp_path))
+    with pytest.raises(ts.BudgetError):
+        model(ids)
+    assert torch.equal(model.words.weight, weight)
+    ts.unstream(model)
+    plain = copy.deepcopy(model)
+    ts.stream(model, budget="1 GiB", **options_of("auto", tmp_path))
+    assert torch.equal(model(ids), plain(ids))
+    assert torch.equal(model.words.weight, plain.words.weight)
+    ts.unstream(model)
+
+
+def test_a_forward_that_changes_a_parameter_is_refused(tmp_path: Path) -> None:
+    model = Renormed()
+    model.decays = True
+    ts.stream(model, budget="1 GiB", **options_of("auto", tmp_path))
+    with pytest.raises(InputError, match=r"changes its parameter 'words.weight' in place"):
+        model(torch.arange(20).reshape(4, 5))
+    ts.unstream(model)

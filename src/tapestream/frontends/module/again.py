@@ -11,16 +11,17 @@ from tapestream.errors import InputError
 from tapestream.frontends.module.call import UnplannedBlock
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.private import may_change
+from tapestream.runner.stage import modules_below
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What there was when a call began. ``buffers``: each with its version."""
+    """What there was when a call began. ``held``: buffers and parameters, each with its version."""
 
     model: nn.Module
     device: torch.device
     generators: tuple[TorchGenerators, HostGenerators]
-    buffers: tuple[tuple[torch.Tensor | None, int], ...]
+    held: tuple[tuple[torch.Tensor | None, int], ...]
 
     @classmethod
     def take(cls, model: nn.Module, device: torch.device) -> "Beginning":
@@ -30,10 +31,11 @@ class Beginning:
     def restore(self, unplanned: UnplannedBlock, args: Any, kwargs: Any) -> None:
         """Generators are again as they were.
 
-        Raises InputError where what has run would count twice: it wrote buffers (as versions tell, or, for kernels
-        that do not tell them, as the profiled call did), or may have written into an object among the arguments.
+        Raises InputError where what has run would count twice: it wrote buffers or parameters (as versions tell,
+        or, for kernels that do not tell them, as the profiled call did), or may have written into an object among the
+        arguments.
         """
-        same = all(a is b and v == w for (a, v), (b, w) in zip(self.buffers, _versions(self.model), strict=True))
+        same = all(a is b and v == w for (a, v), (b, w) in zip(self.held, _versions(self.model), strict=True))
         if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             raise cannot_begin_again(unplanned) from None
         torch_generators, host = self.generators
@@ -50,5 +52,6 @@ def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
 
 
 def _versions(model: nn.Module) -> tuple[tuple[torch.Tensor | None, int], ...]:
-    held = [buffer for module in model.modules() for buffer in module._buffers.values()]
-    return tuple((buffer, 0 if buffer is None else buffer._version) for buffer in held)
+    modules = modules_below(model)
+    held = [t for m in modules for t in (*m._buffers.values(), *m._parameters.values())]
+    return tuple([(t, 0 if t is None else t._version) for t in held])

@@ -20,6 +20,7 @@ from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
+from tapestream.frontends.module.written import parameters_unwritten
 from tapestream.planning.profile import Profiled, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
@@ -119,6 +120,7 @@ class Observation:
         try:
             with (
                 unchanged(outside),
+                parameters_unwritten(self.model, outside),
                 unchanged_generators(self.device),
                 hooks_unchanged(list(self.model.modules())),
                 self._uncached(),
