@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack as modes_entered
-from torch.utils import checkpoint
+
+from tapestream.runner.checkpointing import checkpointing_off
 
 _DISABLED = torch._C._disabled_torch_function_impl
 _FROM_BUFFER = torch.frombuffer
-_CHECKPOINTING = "_checkpoint_without_reentrant_generator"
 _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
 
@@ -85,7 +85,8 @@ class _Seams:
             if self._users == 1:
                 self._put_in()
         try:
-            yield
+            with checkpointing_off():  # its hooks would hide what is saved, and dropping that is what a program does
+                yield
         finally:
             self.heard.listener = before
             with self._lock:
@@ -136,17 +137,10 @@ class _Seams:
             alone = all(getattr(mode, "only_watches", False) for mode in modes)
             return any(map(_overrides, given)) if alone else bool(overriding(given))
 
-        def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
-            # Its hooks would hide what is saved inside, and dropping that is what a program does itself.
-            return checkpointed(*args, **kwargs) if heard.listener is None else _nothing()
-
         cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
         overriding = torch.overrides.has_torch_function
         self._before = []
         self._replace(torch.overrides, "has_torch_function", overridden)
-        checkpointed: Any = vars(checkpoint).get(_CHECKPOINTING)
-        if checkpointed is not None:
-            self._replace(checkpoint, _CHECKPOINTING, checkpointing)
         self._hear_compiled()
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
@@ -203,10 +197,6 @@ def _overrides(given: Any) -> bool:
 
 def _buffered(buffer: Any, dtype: torch.dtype, count: int, offset: int, requires_grad: bool) -> torch.Tensor:
     return _FROM_BUFFER(buffer, dtype=dtype, count=count, offset=offset, requires_grad=requires_grad)
-
-
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _function_base(cls: Any) -> Callable[..., Any]:

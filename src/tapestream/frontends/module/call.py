@@ -17,6 +17,7 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
 from tapestream.frontends.module.wide import adds_once
 from tapestream.ir.actions import Tier
+from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.guards import Watch
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
@@ -171,7 +172,8 @@ class StreamCall:
             self._begin_backward()
         self._seed(segment, k, interpreter.sums)
         try:
-            return interpreter.run_backward(k, cotangents)
+            with checkpointing_off():
+                return interpreter.run_backward(k, cotangents)
         except BaseException:
             self.abort()
             raise

@@ -37,6 +37,7 @@ from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
+from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
@@ -141,7 +142,8 @@ class Streamed:
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live)
         self.last = prepared
         try:
-            return original(*args, **kwargs)
+            with checkpointing_off():
+                return original(*args, **kwargs)
         except BaseException:
             call.abort()
             raise
@@ -242,7 +244,8 @@ class Streamed:
                 self.model, self.store, self.blocks, self.device, self.progress, wide=self.wide, verify=self.verify
             )
             try:
-                found = self._observation.run(original, *copies_of((args, kwargs)))
+                with checkpointing_off():
+                    found = self._observation.run(original, *copies_of((args, kwargs)))
                 staying = found.used_directly
             except StaysPut as one:
                 staying = frozenset((one.block,))
