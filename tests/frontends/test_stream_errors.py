@@ -1,6 +1,7 @@
 """What is refused, by what text, and what is left when storage fails."""
 
 import os
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,39 @@ def test_verify_catches_a_wrong_block(tmp_path: Path) -> None:
         sgd(model, "backward")
         with pytest.raises(InputError, match="verify before making the optimizer"):
             ts.verify(model, CASE.batch())
+
+
+class Named(nn.Module):
+    """Takes its batch by name, as most models of language do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Chained([Dense() for _ in range(4)])
+
+    def forward(self, *, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * scale
+        return found
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_plan_and_verify_take_a_mapping_as_arguments_by_name(kind: Any, tmp_path: Path) -> None:
+    batch = kind({"x": torch.randn(3, WIDTH), "scale": torch.ones(())})
+    options = options_of("auto", tmp_path)
+    model = Named()
+    made = ts.plan(model, batch, budget="1 MiB", **options)
+    ts.stream(model, budget="1 MiB", plan=made, **options)
+    ts.verify(model, batch)
+    assert ts.plan(model, batch).schedule == made.schedule
+    ts.unstream(model)
+
+
+def test_plan_and_verify_take_a_list_as_arguments_by_position(tmp_path: Path) -> None:
+    with streamed(CASE, "1 MiB", **options_of("auto", tmp_path)) as model:
+        ts.verify(model, list(CASE.batch()))
+        assert ts.plan(model, list(CASE.batch())).schedule == ts.plan(model, CASE.batch()).schedule
+
+
+@pytest.mark.parametrize("blocks", [3, [3], [None], 2.5])
+def test_blocks_that_are_neither_modules_nor_names_are_refused(blocks: Any) -> None:
+    with pytest.raises(InputError, match=r"blocks= names .*, of type .*; give modules, their classes, or names"):
+        ts.stream(CASE.model(), budget="1 MiB", blocks=blocks)

@@ -51,7 +51,7 @@ def needed(options: dict[str, Any]) -> tuple[int, int]:
     """Device bytes of a step of one call with everything stored, and the bytes of that which two calls share."""
     with streamed(CASE, "1 TiB", **options) as model:
         sgd(model)
-        prepared = handle_of(model).prepare_for(tokens())
+        prepared = handle_of(model).prepare_for(tokens(), {})
         return prepared.shared_nbytes + prepared.held_nbytes, prepared.shared_nbytes
 
 

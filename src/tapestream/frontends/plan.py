@@ -1,7 +1,8 @@
 """`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from tapestream.planning.profile import undisturbed
 from tapestream.runner.stage import Stage
 from tapestream.units import format_nbytes, format_seconds
 
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""By position and by name."""
+
 
 def plan(
     model: nn.Module,
@@ -26,8 +30,8 @@ def plan(
     machine: Machine | None = None,
     **arguments: Any,
 ) -> Plan:
-    """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch`` (a tensor, or a tuple
-    of arguments).
+    """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch``: a tensor, a tuple or
+    list of arguments, or a mapping of arguments by name (what tokenizers and loaders give).
 
     A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients,
     buffers and random generators stay as they are. For a model with several chains of blocks: the plan of the first
@@ -35,10 +39,10 @@ def plan(
     Raises BudgetError when nothing fits.
     """
     if is_streamed(model):
-        return handle_of(model).prepare_for(_arguments(batch)).plan
+        return handle_of(model).prepare_for(*_arguments(batch)).plan
     stream(model, budget=budget, device=device, machine=machine, **arguments)
     try:
-        return handle_of(model).prepare_for(_arguments(batch)).plan
+        return handle_of(model).prepare_for(*_arguments(batch)).plan
     finally:
         unstream(model)
 
@@ -91,9 +95,9 @@ def verify(model: nn.Module, batch: Any) -> None:
     """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit
     for bit.
 
-    ``batch``: a tensor or a tuple of arguments; what the model returns is summed to a loss. Needs memory for the
-    plain step. Weights, gradients, buffers and
-    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
+    ``batch``: as in `plan`; what the model returns is summed to a loss. Needs memory for the plain step. Weights,
+    gradients, buffers and generators are afterwards as before. Raises GradientError naming the first parameter whose
+    gradient differs.
     """
     handle = handle_of(model)
     arguments = _arguments(batch)
@@ -119,11 +123,12 @@ def verify(model: nn.Module, batch: Any) -> None:
             )
 
 
-def _gradients(model: nn.Module, arguments: tuple[Any, ...], device: torch.device) -> dict[str, torch.Tensor | None]:
+def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> dict[str, torch.Tensor | None]:
     for p in model.parameters():
         p.grad = None
     with undisturbed((Stage(0, model),), device):
-        result = model(*arguments)
+        args, kwargs = arguments
+        result = model(*args, **kwargs)
         roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         loss = torch.stack([t.float().sum() for t in roots]).sum()
         torch.autograd.backward(loss)
@@ -137,5 +142,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _arguments(batch: Any) -> tuple[Any, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
+def _arguments(batch: Any) -> Arguments:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -1,7 +1,7 @@
 """Which modules of a model are its blocks."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from torch import nn
@@ -26,7 +26,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     if blocks is None:
         found = repeated_children(model)
     else:
-        named = [blocks] if isinstance(blocks, (type, str)) else blocks
+        named = [blocks] if isinstance(blocks, (type, str)) or not isinstance(blocks, Iterable) else blocks
         found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
     if not found:
         raise InputError(
@@ -57,6 +57,11 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
 def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn.Module]:
     if isinstance(name, nn.Module):
         return [name]
+    if not isinstance(name, (str, type)):
+        raise InputError(
+            f"blocks= names {name!r}, of type {type(name).__name__}; give modules, their classes, or names of either: "
+            "blocks=['layers'], or list(model.layers)[:3] for the first three"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(name, str) and name in modules:
         module = modules[name]

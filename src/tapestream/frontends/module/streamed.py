@@ -195,12 +195,12 @@ class Streamed:
         self._beside.clear()
         self._forward_only.forget()
 
-    def prepare_for(self, args: tuple[Any, ...]) -> Prepared:
+    def prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         """The plans for a call with these arguments, without running it."""
         self._forward_only.end()
         base = class_of(self.model)
         with torch.enable_grad():
-            found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, {})
+            found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, kwargs)
         if found is None:
             raise InputError("this call dropped every block at random, so that there is nothing to plan; try again")
         return found
