@@ -160,7 +160,7 @@ class Told(Net):
 @pytest.mark.parametrize("make", [dict, lambda: [[]], lambda: ([],)])
 def test_lists_and_dictionaries_that_blocks_change_are_refused(make: Callable[[], Any]) -> None:
     model = ts.stream(Told(make), device="cpu", budget=AMPLE)
-    with pytest.raises(InputError, match=r"Telling.* changes a list or dictionary that it is given"):
+    with pytest.raises(InputError, match=r"Telling.* changes a list, dictionary or dataclass that it is given"):
         model(torch.randn(32, 16))
     ts.unstream(model)
 

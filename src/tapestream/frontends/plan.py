@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import GradientError, InputError
@@ -15,6 +14,7 @@ from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
 from tapestream.runner.stage import Stage
+from tapestream.runner.trees import tree_leaves
 from tapestream.units import format_nbytes, format_seconds
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -129,7 +129,7 @@ def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> 
     with undisturbed((Stage(0, model),), device):
         args, kwargs = arguments
         result = model(*args, **kwargs)
-        roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         loss = torch.stack([t.float().sum() for t in roots]).sum()
         torch.autograd.backward(loss)
     found = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}

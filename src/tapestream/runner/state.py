@@ -1,11 +1,13 @@
 """`State`: what passes from one stage to the next, as detached tensors plus the structure around them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from tapestream.runner.trees import tree_flatten, tree_leaves
 
 _LEAF = pytree.tree_structure(0)  # of a tree that is a single tensor, as most states are
 
@@ -49,11 +51,13 @@ class State:
         return tensors, self.requires, others, self.slots, str(self.spec)
 
 
-def take_apart(tree: Any) -> "tuple[State, tuple[torch.Tensor, ...]]":
-    """The State of ``tree``, and its distinct tensors as they are (with their graph)."""
+def take_apart(
+    tree: Any, opens: Callable[[Any], bool] = lambda instance: True
+) -> "tuple[State, tuple[torch.Tensor, ...]]":
+    """The State of ``tree``, and its distinct tensors as they are (with their graph). ``opens``: see `tree_flatten`."""
     if type(tree) in (torch.Tensor, torch.nn.Parameter):
         return State((tree.detach(),), (tree.requires_grad,), (), (0,), _LEAF), (tree,)
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = tree_flatten(tree, opens)
     tensors: list[torch.Tensor] = []
     others: list[Any] = []
     number: dict[int, int] = {}
@@ -81,7 +85,7 @@ def tensors_in(tree: Any) -> Sequence[torch.Tensor]:
     """The tensors of a tree, as they are."""
     if isinstance(tree, torch.Tensor):
         return (tree,)
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

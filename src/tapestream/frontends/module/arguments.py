@@ -14,6 +14,7 @@ from tapestream.frontends.module.hooks import Captured, capturing, hooked
 from tapestream.runner.ambient import recomputing
 from tapestream.runner.private import Before, detached, may_change, take_over, tensors_in
 from tapestream.runner.state import State, take_apart
+from tapestream.runner.trees import is_instance, tree_flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class BlockRun:
     ) -> None:
         self.name = name
         self._original, self._hooked = original, hooked(modules)
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        leaves, self._spec, self._apart = _taken_apart(args, kwargs, link)
         self._opened = any(_holds_container(value) for value in (*args, *kwargs.values()))
         self.linked, here, self._picks = _recognised(name, leaves, link)
         self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
@@ -108,7 +109,7 @@ class BlockRun:
         if self._opened:
             self._check_containers((args, kwargs), leaves)
         self.writes = self.writes or any(t._version != version for t, version in held)
-        found, live = take_apart(out)
+        found, live = take_apart(out, lambda instance: all(instance is not one for one in changing))
         if self._first:
             self._template = State((), found.requires, found.others, found.slots, found.spec)
             self._captured, self._inner = captured, state
@@ -118,11 +119,11 @@ class BlockRun:
 
     def _check_containers(self, given: Any, before: list[Any]) -> None:
         """Raise InputError where the block has put something into a list or dictionary: it got one of its own."""
-        after, spec = pytree.tree_flatten(given)
+        after, spec = tree_flatten(given, lambda instance: all(instance is not leaf for leaf in before))
         if spec != self._spec or any(now is not was for now, was in zip(after, before, strict=True)):
             raise InputError(
-                f"{self.name} changes a list or dictionary that it is given (an append, an item set), which the "
-                "caller would not see; let it return what it makes, or give it an object with attributes of its own"
+                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), which "
+                "the caller would not see; let it return what it makes, or give it an object with attributes of its own"
             )
 
     def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:
@@ -150,7 +151,7 @@ class BlockRun:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of this call with what the block has made of its state in place of that: what a next block of
         the same kind would be given."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs), lambda instance: id(instance) in self._apart)
         for at, entry in self._picks.items():
             if entry not in self._sides and entry < len(link.tensors):
                 leaves[at] = link.tensors[entry]
@@ -172,7 +173,25 @@ def _holds_container(value: Any) -> bool:
     """Whether it is, or holds in tuples, what is taken apart for each run and can be changed."""
     if isinstance(value, tuple):
         return any(map(_holds_container, value))
-    return isinstance(value, (list, dict, deque))
+    return isinstance(value, (list, dict, deque)) or is_instance(value)
+
+
+def _taken_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], link: Link
+) -> tuple[list[Any], pytree.TreeSpec, set[int]]:
+    """Leaves of a call's arguments, their structure, and ids of the dataclasses taken apart for that: those of which
+    the block before has returned a tensor, frozen ones, and all where there is no other tensor. Others are objects that
+    the block may change (a cache)."""
+    apart: set[int] = set()
+    alone = not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+
+    def opens(instance: Any) -> bool:
+        frozen = type(instance).__dataclass_params__.frozen
+        if alone or frozen or any(link.entry(t) is not None for t in tensors_in([instance])):
+            apart.add(id(instance))
+        return id(instance) in apart
+
+    return *tree_flatten((args, kwargs), opens), apart
 
 
 def _nbytes(things: Sequence[Any]) -> int:

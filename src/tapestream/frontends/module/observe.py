@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
@@ -32,6 +31,7 @@ from tapestream.runner.private import tensors_in
 from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
+from tapestream.runner.trees import tree_leaves
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
 
 
@@ -150,7 +150,7 @@ class Observation:
 
     def _turn(self, result: Any) -> tuple[int, float]:
         """Differentiate what the model returned down to the last block's output, as the user's backward will."""
-        found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        found = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
         self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
