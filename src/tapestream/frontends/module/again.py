@@ -46,8 +46,8 @@ class Beginning:
 def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
     """The error that says so."""
     return InputError(
-        f"block {unplanned.position} was called where the profiled call of this model had none, and the call cannot "
-        "begin again: keep the order of blocks the same from call to call, or name other blocks with blocks=[...]"
+        f"block {unplanned.position} {unplanned.why}, and the call cannot begin again: keep the order of blocks and "
+        "the model's forward the same from call to call, or name other blocks with blocks=[...]"
     )
 
 

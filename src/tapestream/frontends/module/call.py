@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore, Replaced
 from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
@@ -25,11 +25,12 @@ from tapestream.runner.state import State, take_apart, tensors_in
 
 
 class UnplannedBlock(Exception):
-    """Block ``position`` was called where the plan has none. ``written``: what has run of the call wrote buffers."""
+    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: what has run of the call
+    wrote buffers."""
 
-    def __init__(self, position: int, written: bool) -> None:
+    def __init__(self, position: int, written: bool, why: str) -> None:
         super().__init__(position)
-        self.position, self.written = position, written
+        self.position, self.written, self.why = position, written, why
 
 
 class StreamCall:
@@ -79,14 +80,15 @@ class StreamCall:
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
-        """A block call at the place that `place_of` gave."""
+        """A block call at the place that `place_of` gave. Raises UnplannedBlock where the plan has it linked otherwise
+        (guessed, where the profiled call left it out)."""
         planned = self.prepared.segments[segment]
         begun = self.interpreters[segment] is not None
         if run.linked != begun:
-            raise InputError(
-                f"block {position} got {'the' if run.linked else 'another tensor than the'} output of the block before "
-                "it, other than when the model was profiled (was that output changed in place?); keep the model's "
-                "forward the same from call to call"
+            raise self._unplanned(
+                position,
+                f"got {'the' if run.linked else 'another tensor than the'} output of the block before it, other than "
+                "when the model was profiled (was that output changed in place?)",
             )
         if k not in self.prepared.once[segment]:
             run.keep_arguments(clone=planned.clones[k])
@@ -105,9 +107,12 @@ class StreamCall:
             if self.prepared.segments[segment].positions[k] == position:
                 self.done = number + 1
                 return segment, k
+        raise self._unplanned(position, "was called where the profiled call of this model had none")
+
+    def _unplanned(self, position: int, why: str) -> UnplannedBlock:
         run = self.prepared.order[: self.done]
         blocks_wrote = any(self.prepared.segments[segment].traits[k].buffers for segment, k in run)
-        raise UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside)
+        return UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside, why)
 
     def has_place(self, position: int) -> bool:
         """Whether the plan has a call of this block still to come."""
