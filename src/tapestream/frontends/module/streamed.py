@@ -13,6 +13,7 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
+from tapestream.executor.program.seams import listener_now
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.again import Beginning, cannot_begin_again
@@ -105,6 +106,11 @@ class Streamed:
         """The model's own ``__call__``."""
         if self._bypass:
             return original(*args, **kwargs)
+        if listener_now() is not None:
+            raise InputError(
+                f"a streamed {type(self.model).__name__} is called inside a ts.Program, which cannot run it again; "
+                "call it outside and hand its result in, or use the Program inside the streamed blocks"
+            )
         with self._live.working():
             if self.optimizer is not None:
                 self.optimizer.check_stepped("a forward")
