@@ -14,6 +14,7 @@ import tapestream as ts
 from tapestream.costs import Profile
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
+from tapestream.ir import Tier
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.outline import Outline
 from tapestream.models.outlining import outline
@@ -23,17 +24,18 @@ Call = dict[str, Any]
 
 
 def measured(model: nn.Module, args: tuple[Any, ...] = (), **kwargs: Any) -> list[Profile]:
-    """The profiles that a streamed model plans with, without an optimizer."""
+    """The profiles that a streamed model plans with, without an optimizer; with the gradients that it counts from the
+    end of the backward on, which an outline counts throughout."""
     ts.stream(model, device="cpu", budget="1GiB", home="device")
     model(*args, **kwargs)
     last = handle_of(model).last
     assert last is not None
     ts.unstream(model)
-    return [plan.profile for plan in last.plans]
+    return [replace(p.profile, outside_nbytes=p.profile.outside_nbytes + last.late.nbytes) for p in last.plans]
 
 
 def profiles(found: Outline) -> tuple[Profile, ...]:
-    return found.profiles(flops_per_second=1.0, optimizer="sgd", update="backward")
+    return found.profiles(flops_per_second=1.0, optimizer="sgd", update="backward", home=Tier.DEVICE)
 
 
 def nbytes(profile: Profile) -> int:

@@ -10,7 +10,7 @@ from tapestream.errors import InputError
 from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.state import StateShape
 from tapestream.storage.blocks import StatePart, divided
-from tapestream.storage.layout import Layout
+from tapestream.storage.layout import Layout, unit_nbytes
 
 # Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
 _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
@@ -30,21 +30,25 @@ def block_costs(
     *,
     budget_nbytes: int | None = None,
     finer: bool = False,
+    moves: bool = True,
 ) -> list[BlockCost]:
-    """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out."""
+    """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out; ``moves``:
+    whether they leave the device."""
     members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
     largest = max((sum(member.nbytes for member in group) for group in members), default=0)
     limits = part_limits(budget_nbytes, largest)
     limit = limits[-1 if finer else 0] if limits else None
     return [
-        _block_cost(group, state_parts(known, limit), update_bytes_per_second)
+        _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves))
         for group, known in zip(groups, members, strict=True)
     ]
 
 
-def _block_cost(parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float) -> BlockCost:
+def _block_cost(
+    parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float, unit: int
+) -> BlockCost:
     trained, frozen = (
-        Layout.of((parameters[i].shape, parameters[i].dtype) for i in numbers).nbytes
+        Layout.of(((parameters[i].shape, parameters[i].dtype) for i in numbers), unit).nbytes
         for numbers in divided([p.requires_grad for p in parameters])
     )
     gradient, kept = trained if parts else 0, sum(part.nbytes for part in parts)

@@ -91,7 +91,8 @@ class Outline:
         finer: bool = False,
         home: Tier = Tier.HOST,
     ) -> tuple[Profile, ...]:
-        """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside.
+        """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
+        of what runs before the blocks count throughout.
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
         it); None leaves that of a block in one. ``home``: where gradients go.
@@ -99,7 +100,10 @@ class Outline:
         """
         if not flops_per_second > 0 or not update_bytes_per_second > 0:
             raise InputError("profiles: flops_per_second and update_bytes_per_second must be positive")
-        costs = block_costs(self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer)
+        costs = block_costs(
+            self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer,
+            moves=home is not Tier.DEVICE,
+        )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         step = Step(

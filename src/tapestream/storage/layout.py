@@ -14,6 +14,11 @@ from tapestream.storage.transfer import ALIGNMENT, round_up
 TENSOR_ALIGNMENT = 512
 
 
+def unit_nbytes(*, moves: bool) -> int:
+    """What the bytes of a parameter block are a multiple of: pages, where it ``moves`` between tiers."""
+    return ALIGNMENT if moves else TENSOR_ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``offsets`` in bytes (multiples of 512) of tensors of these shapes and dtypes; ``nbytes`` with what fills up the

@@ -23,10 +23,9 @@ from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.heap import free_at_once, keep_freed
-from tapestream.storage.layout import TENSOR_ALIGNMENT
+from tapestream.storage.layout import unit_nbytes
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
-from tapestream.storage.transfer import ALIGNMENT
 from tapestream.units import format_nbytes
 
 
@@ -75,7 +74,7 @@ class Homes:
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             undo.callback(self._disown)
-            unit = TENSOR_ALIGNMENT if set(home.values()) == {Tier.DEVICE} else ALIGNMENT  # nothing is ever moved
+            unit = unit_nbytes(moves=set(home.values()) != {Tier.DEVICE})
             for number, members in enumerate(groups):
                 modules = [blocks[position] for position in members]
                 for module in modules:
