@@ -159,7 +159,7 @@ def test_sums_of_calls_that_are_planned_otherwise_are_plain_or_refused(tmp_path:
 
     with streamed(CASE, "1 TiB", device="cpu") as model:
         sgd(model)
-        prepared = handle_of(model).prepare_for(tokens())
+        prepared = handle_of(model).prepare_for(tokens(), {})
         held, shared = prepared.held_nbytes, prepared.shared_nbytes
     seen = set()
     for calls, micro_batches in ((2, 1), (2, 2), (3, 1)):

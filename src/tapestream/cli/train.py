@@ -1,6 +1,7 @@
 """``tapestream train``: a GPT on text, a ResNet on images, a DRANet on masks, within a budget."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -74,8 +75,7 @@ def train(
 ) -> None:
     """Train a byte-level GPT, a ResNet or a DRANet within a memory budget.
 
-    With --saves, Ctrl-C and SIGTERM save after the step at hand and end; SIGUSR1 saves and goes on. Data that cannot
-    be used end the run after a save.
+    With --saves, Ctrl-C, SIGTERM and data that cannot be used end the run after a save; SIGUSR1 saves and goes on.
     """
     chosen_dtype(dtype)
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
@@ -101,14 +101,20 @@ def train(
                 advance("training", record.step + 1, steps, remark(record, allowed))
                 if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
                     break
+    last = _ended(job, records, metrics, json_)
+    if saver.stopped_by is not None and last < steps:
+        show.line(f"stopped and saved after step {last} of {steps}; go on with --resume")
+        raise typer.Exit(128 + saver.stopped_by)
+
+
+def _ended(job: Job, records: Sequence[Record], metrics: Path, json_: bool) -> int:
+    """Say how it went; how many steps have been taken."""
     first, last = records[0], records[-1]
     if json_:
         show.as_json({"job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics)})
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
-    if saver.stopped_by is not None and last.step + 1 < steps:
-        show.line(f"stopped and saved after step {last.step + 1} of {steps}; go on with --resume")
-        raise typer.Exit(128 + saver.stopped_by)
+    return last.step + 1
 
 
 def _advanced(advance: show.Advance, what: str, done: int, total: int) -> None:

@@ -1,6 +1,7 @@
 """Memory of a program's tensors that something outside of torch has been shown, and may write into."""
 
 import zlib
+from collections.abc import Callable, Iterable, Set
 
 import torch
 
@@ -16,27 +17,41 @@ EXPOSING = frozenset(
 class Exposed:
     """By storage, a checksum of what it held when it was shown, or when an operation wrote into it last."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage_of: Callable[[torch.Tensor], int]) -> None:
+        self._storage_of = storage_of
         self._sums: dict[int, int] = {}
-
-    def __contains__(self, storage: int) -> bool:
-        return storage in self._sums
 
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def note(self, storage: int, tensor: torch.Tensor) -> None:
-        """``tensor`` shows the storage as it may be."""
+    def note(self, tensor: torch.Tensor) -> None:
+        """Its memory is shown now."""
         if tensor.layout is torch.strided and not tensor.is_meta:
-            self._sums[storage] = _checksum(tensor)
+            self._sums[self._storage_of(tensor)] = _checksum(tensor)
 
-    def written(self, storage: int, tensor: torch.Tensor) -> bool:
-        """Whether something else has written into it."""
-        return storage in self._sums and self._sums[storage] != _checksum(tensor)
+    def note_written(self, tensors: Iterable[torch.Tensor], changed: Set[int]) -> None:
+        """An operation has written into the storages ``changed``, which ``tensors`` show."""
+        for tensor in tensors:
+            if self._storage_of(tensor) in changed & self._sums.keys():
+                self.note(tensor)
+
+    def why_spoilt(self, tensors: Iterable[torch.Tensor]) -> str | None:
+        """Why nothing may be run again, where something else has written into what ``tensors`` show."""
+        for tensor in tensors:
+            storage = self._storage_of(tensor)
+            if storage in self._sums and self._sums[storage] != _checksum(tensor):
+                return (
+                    f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
+                    "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"
+                )
+        return None
+
+
+_SET = torch.Tensor.set_  # as it is where programs do not hear of it
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    whole = _SET(torch.empty(0, dtype=torch.uint8, device=tensor.device), tensor.untyped_storage())
     if whole.device.type == "cpu":
         return zlib.crc32(bytes_of(whole).data)
     words = whole[: len(whole) // 4 * 4].view(torch.int32)

@@ -24,7 +24,7 @@ from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.numbering import Numbering
-from tapestream.executor.program.patterns import Call, Measured, tensors_of
+from tapestream.executor.program.patterns import Call, tensors_of
 from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape, handle
@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
         self.numbers = Numbering(record, keeper)
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
         self._bypassed: set[int] = set()  # storages that .data shows
-        self._exposed = Exposed()
+        self._exposed = Exposed(self.numbers.storage_of)
         self._epoch = 0
         self._inside = False
         self._hidden: Hidden | None = None
@@ -96,19 +96,12 @@ class Recorder(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
         if func in EXPOSING:
-            self._expose(args[0])
+            self._exposed.note(args[0])
         for kind in types:
             if not issubclass(kind, torch.Tensor):  # the user's own, which hands its tensors on in calls of its own
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         return self._call(func, args, kwargs)
-
-    def _expose(self, tensor: torch.Tensor) -> None:
-        self._inside = True
-        try:
-            self._exposed.note(self.numbers.storage_of(tensor), tensor)
-        finally:
-            self._inside = False
 
     def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
@@ -200,7 +193,7 @@ class Recorder(TorchFunctionMode):
         ambient = self._ambients.now(self._epoch)
         numbers = [self.numbers.given(t) for t in tensors]
         if self._exposed:
-            self._check_exposed(tensors)
+            record.spoilt = record.spoilt or self._exposed.why_spoilt(tensors)
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
         before = [(t._version, t.requires_grad) for t in tensors]
         self.numbers.made_nbytes = 0
@@ -231,11 +224,7 @@ class Recorder(TorchFunctionMode):
         if touched:
             self._spoil(func, tensors, before, announced)
         if changed or call.attribute == "data":
-            self._check_bypassed(call, tensors, changed)
-        if self._exposed and changed:
-            self._note_exposed(tensors, changed)
-        for storage in changed:
-            record.writes.setdefault(storage, array("i")).append(k)
+            self._heed_writes(k, call, tensors, changed)
         if drawn:
             record.drawn.append(k)
         record.calls.append(record.patterns.number(call, fresh))
@@ -250,29 +239,9 @@ class Recorder(TorchFunctionMode):
         record.results.extend(results)
         record.result_ends.append(len(record.results))
         self._saved()
-        self._costs(measured, tensors, before, announced, fresh)
-        return result
-
-    def _costs(
-        self,
-        measured: Measured,
-        tensors: list[torch.Tensor],
-        before: list[tuple[int, bool]],
-        announced: Set[int],
-        fresh: list[torch.Tensor],
-    ) -> None:
-        """Note what the last call has taken, and what its backward will."""
-        record, reverse = self.record, measured.reverse_nbytes
-        if reverse is None:
-            wanted = [flag for _, flag in before]
-            into = {id(t) for t in tensors if announced and self.numbers.storage_of(t) in announced}
-            spare = self.spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
-            reverse = self._trials.tried(record, measured, tensors, wanted, into, self.numbers.made_nbytes, spare)
-        transient = measured.transient_nbytes or 0
-        record.reverse_nbytes.append(reverse)
-        record.transient_nbytes.append(transient)
-        taken = measured.taken_nbytes = self.numbers.made_nbytes + record.inner_nbytes[-1] + transient
+        taken = self._trials.note(record, self.numbers, measured, tensors, before, announced, fresh, self.spare)
         self._largest_nbytes = max(self._largest_nbytes, taken)
+        return result
 
     def _hold(self, results: list[int], made: list[torch.Tensor]) -> None:
         for number, tensor in zip(results, made, strict=True):
@@ -304,20 +273,11 @@ class Recorder(TorchFunctionMode):
         changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)
         return announced | {self.numbers.storage_of(t) for t in changed}
 
-    def _check_exposed(self, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if self._exposed.written(self.numbers.storage_of(tensor), tensor):
-                self.record.spoilt = self.record.spoilt or (
-                    f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
-                    "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"
-                )
-
-    def _note_exposed(self, tensors: list[torch.Tensor], changed: Set[int]) -> None:
-        for tensor in tensors:
-            if (storage := self.numbers.storage_of(tensor)) in changed and storage in self._exposed:
-                self._exposed.note(storage, tensor)
-
-    def _check_bypassed(self, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
+    def _heed_writes(self, k: int, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
+        for storage in changed:
+            self.record.writes.setdefault(storage, array("i")).append(k)
+        if self._exposed:
+            self._exposed.note_written(tensors, changed)
         if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "

@@ -2,13 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.patterns import Measured, Pattern, tensors_of
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import Apply
@@ -48,7 +49,33 @@ class Trials:
             measured.transient_nbytes = max(0, meter.peak_nbytes - max(0, meter.end_nbytes))
         return result
 
-    def tried(
+    def note(
+        self,
+        record: Record,
+        numbers: Numbering,
+        measured: Measured,
+        tensors: Sequence[torch.Tensor],
+        before: Sequence[tuple[int, bool]],
+        announced: Set[int],
+        fresh: Sequence[torch.Tensor],
+        spare: Callable[[int], bool],
+    ) -> int:
+        """Note in ``record`` what its last call has taken while it ran, and what its backward will; the bytes of the
+        first with what it has made. ``before``: versions and needs of gradients; ``announced``: storages that it wrote
+        into; ``fresh``: what it made."""
+        reverse = measured.reverse_nbytes
+        if reverse is None:
+            wanted = [flag for _, flag in before]
+            into = {id(t) for t in tensors if announced and numbers.storage_of(t) in announced}
+            room = spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
+            reverse = self._tried(record, measured, tensors, wanted, into, numbers.made_nbytes, room)
+        transient = measured.transient_nbytes or 0
+        record.reverse_nbytes.append(reverse)
+        record.transient_nbytes.append(transient)
+        measured.taken_nbytes = taken = numbers.made_nbytes + record.inner_nbytes[-1] + transient
+        return taken
+
+    def _tried(
         self,
         record: Record,
         measured: Measured,

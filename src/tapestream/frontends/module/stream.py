@@ -56,12 +56,11 @@ def stream(
     one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
     names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's) or else
     by its ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``plan`` fixes the plan; ``verify``
-    runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy engine
-    (``"adversarial"`` for tests).
+    runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy engine.
 
     ``loss_chunks``: the number of chunks of rows in which the cross entropy that the model computes of its logits is
-    made (None: one, with all the logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these
-    are. The layer that makes the logits is ``head``, a name as in ``named_modules()`` (None: that of
+    made (None: one, with all logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are.
+    The layer that makes the logits is ``head``, a name as in ``named_modules()`` (None: that of
     ``model.get_output_embeddings()``). Where gradients are on, the logits that the model returns are then made when
     something else reads them, by the weights of that call: later than ``optimizer.step()`` raises GradientError.
 

@@ -13,10 +13,9 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
-from tapestream.executor.program.seams import listener_now
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.module.again import Beginning, cannot_begin_again
+from tapestream.frontends.module.again import Beginning, cannot_begin_again, check_no_program
 from tapestream.frontends.module.beside import prepare_beside
 from tapestream.frontends.module.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.forward_only import ForwardOnly
@@ -77,7 +76,9 @@ class Streamed:
     ) -> None:
         self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
-        self.budget = budget if budget.device_nbytes is not None else _with_device(budget, free_nbytes(device))
+        self.budget = budget
+        if budget.device_nbytes is None:
+            self.budget = Budget(free_nbytes(device), host=budget.host_nbytes, disk=budget.disk_nbytes)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self._machine = machine
@@ -106,11 +107,7 @@ class Streamed:
         """The model's own ``__call__``."""
         if self._bypass:
             return original(*args, **kwargs)
-        if listener_now() is not None:
-            raise InputError(
-                f"a streamed {type(self.model).__name__} is called inside a ts.Program, which cannot run it again; "
-                "call it outside and hand its result in, or use the Program inside the streamed blocks"
-            )
+        check_no_program(self.model)
         with self._live.working():
             if self.optimizer is not None:
                 self.optimizer.check_stepped("a forward")
@@ -351,7 +348,3 @@ class Streamed:
         with self._live.working(), contextlib.suppress(StorageError, InputError):
             self.store.settle()  # what can be read, be it from a removed file or the user's own, is taken all the same
         self.homes.close()
-
-
-def _with_device(budget: Budget, nbytes: int) -> Budget:
-    return Budget(nbytes, host=budget.host_nbytes, disk=budget.disk_nbytes)
