@@ -1,11 +1,12 @@
 """`Keeper`: restart checkpoints of a program: the values alive at a border between two operations."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tapestream.executor.program.record import Record
+from tapestream.executor.program.tape import Saved
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
 
@@ -29,12 +30,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Kept:
-    """The state before ``operation``: values by number, and external tensors written into, by ``~k``; and the
-    generators, where it is a restart checkpoint."""
+    """The state before ``operation``: values by number, and external tensors written into, by ``~k``; the generators,
+    where it is a restart checkpoint; and by later operation what that has made itself of what it saves."""
 
     operation: int
     entries: dict[int, Entry]
     generators: TorchGenerators | None = None
+    saves: dict[int, Saved] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise GradientError when a kept tensor was changed in place since."""
@@ -48,7 +50,7 @@ class Kept:
         if not found:
             return self
         copies = {n: e for sharing in found.values() for n, e in copied(sharing).items()}
-        return Kept(self.operation, self.entries | copies, self.generators)
+        return Kept(self.operation, self.entries | copies, self.generators, self.saves)
 
 
 class Keeper:
@@ -94,6 +96,13 @@ class Keeper:
         if kept is not None:
             kept.entries[number] = Entry.of(tensor, storage, private=False)
             self._held.setdefault(storage, []).append((operation, number))
+
+    def hold(self, operation: int, k: int, own: Saved) -> None:
+        """With the restart checkpoint before ``operation``, if it is still there, what operation ``k`` has made itself
+        of what it saves."""
+        kept = self.kept.get(operation)
+        if kept is not None:
+            kept.saves[k] = own
 
     def generators(self) -> TorchGenerators:
         """The states of torch's generators; equal ones are held once."""
@@ -200,6 +209,10 @@ def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
         for entry in one.entries.values():
             if entry.tensor.layout is torch.strided and (entry.private or not record.storage_external[entry.storage]):
                 storage = entry.tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+        for tensor, _ in (saved for own in one.saves.values() for saved in own):
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
                 found[storage._cdata] = storage.nbytes()
     return found
 

@@ -44,14 +44,21 @@ class Numbering:
         external = self._external.get(id(tensor))
         return None if external is None else ~external
 
-    def given(self, tensor: torch.Tensor) -> int:
-        """The number of an argument; one never seen is external. Raises GradientError where the program has made it in
+    def given(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """The numbers of arguments; one never seen is external. Raises GradientError where the program has made one in
         a way that no call showed."""
-        ref = self._values.get(id(tensor))
-        if ref is not None and ref() is tensor:
-            if tensor._version != ref.version:
-                self.record.see(ref, tensor)
-            return ref.value
+        values, found = self._values, list[int]()
+        for tensor in tensors:
+            ref = values.get(id(tensor))
+            if ref is not None and ref() is tensor:
+                if tensor._version != ref.version:
+                    self.record.see(ref, tensor)
+                found.append(ref.value)
+            else:
+                found.append(self._given_by_others(tensor))
+        return found
+
+    def _given_by_others(self, tensor: torch.Tensor) -> int:
         external = self._external.get(id(tensor))
         if external is None:
             return self._from_outside(tensor)

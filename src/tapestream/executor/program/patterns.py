@@ -106,12 +106,14 @@ class Kinds:
 class Call:
     """What is known of calls with equal patterns on tensors of the same shapes, dtypes and need of gradients.
 
-    ``into``: which of their tensors they say that they write into; ``attribute``: the name of the attribute of a tensor
-    that they ask for, if any; ``number``: that of the pattern in its record, None for one that is not recorded.
+    ``needs``: which of their tensors require a gradient; ``into``: which they say that they write into; ``attribute``:
+    the name of the attribute of a tensor that they ask for, if any; ``number``: that of the pattern in its record, None
+    for one that is not recorded.
     """
 
     pattern: Pattern
     measured: Measured
+    needs: list[bool]
     into: tuple[int, ...]
     attribute: str | None
     number: int | None = None
@@ -140,7 +142,9 @@ class Patterns:
             check_allowed(function)
             pattern = self._of(key, function, args, kwargs)
             measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
-            found = Call(pattern, measured, _into(pattern, tensors), _attribute(function), self._numbers.get(key))
+            needs = [flag for _, _, flag in shapes]
+            into, attribute = _into(pattern, tensors), _attribute(function)
+            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key))
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             if not pattern.foreign:

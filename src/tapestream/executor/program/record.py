@@ -18,6 +18,8 @@ from tapestream.executor.program.whole import Whole
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
+MIXED = -1
+"""Of what an operation saves, some that it is given comes after some that it has made."""
 
 
 class Ambient(NamedTuple):
@@ -84,8 +86,8 @@ class External:
 @dataclass(slots=True)
 class Record:
     """Operations by number: pattern, ambient, arguments, results, seconds; of what autograd saved, the storages, how
-    often it saved (``packs``), the shapes and dtypes of that (``looks``, see `look`), and the bytes that no value shows
-    (``inner_nbytes``: made inside the operation);
+    often it saved (``packs``), how many of these it is given, before those that it has made (``given``, or `MIXED`),
+    the shapes and dtypes (``looks``, see `look`), and the bytes that no value shows (``inner_nbytes``: made inside);
     ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it.
 
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
@@ -105,6 +107,7 @@ class Record:
     saves: "array[int]" = field(default_factory=lambda: array("i"))
     save_ends: "array[int]" = field(default_factory=lambda: array("I"))
     packs: "array[int]" = field(default_factory=lambda: array("I"))
+    given: "array[int]" = field(default_factory=lambda: array("i"))
     looks: "array[int]" = field(default_factory=lambda: array("q"))
     inner_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     transient_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
@@ -141,6 +144,10 @@ class Record:
     def results_of(self, k: int) -> "array[int]":
         """What operation ``k`` gives."""
         return self.results[self.result_ends[k - 1] if k else 0 : self.result_ends[k]]
+
+    def saves_of(self, k: int) -> "array[int]":
+        """The storages of values that operation ``k`` saves."""
+        return self.saves[self.save_ends[k - 1] if k else 0 : self.save_ends[k]]
 
     @property
     def unread(self) -> Unread:
@@ -198,8 +205,9 @@ class Record:
         known (a later call may find out what an earlier one had no room to try)."""
         found = blake2b(array("I", [self.patterns.all[call].kind for call in self.calls]))
         for values in (self.ambient, self.arguments, self.argument_ends, self.results, self.storage,
-                       self.storage_nbytes, self.saves, self.save_ends, self.packs, self.inner_nbytes,
-                       self.cotangent_nbytes, self.transient_nbytes, self.reverse_nbytes, self.drawn):  # fmt: skip
+                       self.storage_nbytes, self.saves, self.save_ends, self.packs, self.given,
+                       self.inner_nbytes, self.cotangent_nbytes, self.transient_nbytes, self.reverse_nbytes,
+                       self.drawn):  # fmt: skip
             found.update(len(values).to_bytes(8, "little"))
             found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
@@ -208,8 +216,8 @@ class Record:
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""
-        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.looks,
-                  self.inner_nbytes, self.transient_nbytes, self.reverse_nbytes, self.arguments, self.argument_ends,
-                  self.results, self.result_ends, self.birth, self.last_use, self.death, self.cotangent_nbytes,
-                  self.storage, self.storage_nbytes, self.storage_external)  # fmt: skip
+        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.given,
+                  self.looks, self.inner_nbytes, self.transient_nbytes, self.reverse_nbytes, self.arguments,
+                  self.argument_ends, self.results, self.result_ends, self.birth, self.last_use, self.death,
+                  self.cotangent_nbytes, self.storage, self.storage_nbytes, self.storage_external)  # fmt: skip
         return sum(a.itemsize * len(a) for a in arrays)

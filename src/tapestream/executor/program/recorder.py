@@ -24,12 +24,12 @@ from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.keeper import Keeper
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.numbering import Numbering
+from tapestream.executor.program.packs import Packs
 from tapestream.executor.program.patterns import Call, tensors_of
-from tapestream.executor.program.record import Record, look
+from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import heard_by
-from tapestream.executor.program.tape import Handle, Tape, handle
+from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Trials, expected
-from tapestream.executor.program.values import address_of
 from tapestream.executor.program.writes import QUESTIONS, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
@@ -38,8 +38,9 @@ _NONE = frozenset[int]()
 
 
 class Recorder(TorchFunctionMode):
-    """One sweep. ``between`` is called before each operation, with its number and the bytes saved for backward so far:
-    the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on (``taking``).
+    """One sweep. ``between`` is called before each operation from ``quiet`` on, with its number and the bytes saved for
+    backward so far: the time to make a restart checkpoint, and to say whether saved tensors are to be kept from here on
+    (see `Packs`).
 
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
     ``spare`` says whether so many bytes may be used for a moment. ``holding``: values that are to be kept with the
@@ -53,12 +54,11 @@ class Recorder(TorchFunctionMode):
     def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
         super().__init__()
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
-        self.taking = True
         self.holding: Mapping[int, int] = {}
         self.moves: Moves | None = None
-        self.saved_nbytes = self.next_nbytes = self._largest_nbytes = 0
+        self.quiet = self.next_nbytes = self._largest_nbytes = 0
         self.numbers = Numbering(record, keeper)
-        self._counted = bytearray()  # by storage, whether its bytes are among those saved
+        self.packs = Packs(record, self.numbers, tape, keeper.hold)
         self._bypassed: set[int] = set()  # storages that .data shows
         self._exposed = Exposed(self.numbers.storage_of)
         self._epoch = 0
@@ -67,8 +67,6 @@ class Recorder(TorchFunctionMode):
         self._trials = Trials(keeper.device)
         kinds = {"cpu": 0, keeper.device.type: 0, **({"cuda": 0} if cuda_in_use() else {})}
         self._ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
-        self._packs = self._look = 0
-        self._unknown: dict[int, torch.Tensor] = {}
         self._entered: list[Any] = []
 
     @contextlib.contextmanager
@@ -77,7 +75,9 @@ class Recorder(TorchFunctionMode):
         here = [self]  # the graph holds both hooks as long as it lives: it must not hold all this
 
         def pack(tensor: torch.Tensor) -> Handle:
-            return here[0]._pack(tensor)
+            recorder = here[0]
+            # By an operation that no torch call showed: nothing could make it again.
+            return recorder.packs.add(tensor) if recorder._inside else (tensor.detach(), tensor._version)
 
         try:
             with saved_tensors_hooks(pack, self.tape.unpack), heard_by(self), self:
@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):
     def forget(self) -> None:
         """At the end: hold nothing of the program, of which a last call may have failed."""
         self.numbers.forget()
-        self._begin(len(self.record))
+        self.packs.begin(len(self.record))
 
     # -- one call -------------------------------------------------------------------------------------------------
 
@@ -188,17 +188,17 @@ class Recorder(TorchFunctionMode):
         tensors: list[torch.Tensor] = []
         call = record.patterns.of(func, args, kwargs, tensors)
         pattern, measured = call.pattern, call.measured
-        self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
-        self.between(k, self.saved_nbytes)
+        if k >= self.quiet:
+            self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
+            self.between(k, self.packs.nbytes)
         ambient = self._ambients.now(self._epoch)
-        numbers = [self.numbers.given(t) for t in tensors]
+        numbers = self.numbers.given(tensors)
         if self._exposed:
             record.spoilt = record.spoilt or self._exposed.why_spoilt(tensors)
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
-        before = [(t._version, t.requires_grad) for t in tensors]
+        versions = [t._version for t in tensors]
         self.numbers.made_nbytes = 0
-        if self._packs:  # of a call that failed
-            self._begin(k)
+        self.packs.begin(k)  # a call before it may have failed
         if self._hidden is not None:
             self._hidden.begin(pattern.foreign)
         drawing = self._draws.before(pattern, func)
@@ -210,8 +210,8 @@ class Recorder(TorchFunctionMode):
             result = call_it(*args, **kwargs)
         seconds = time.perf_counter() - start
         # Running statistics are written into without a new version.
-        touched = [(t._version, t.requires_grad) for t in tensors] != before
-        changed = self._changed(tensors, before, announced) if touched else announced
+        touched = versions != [t._version for t in tensors] or call.needs != [t.requires_grad for t in tensors]
+        changed = self._changed(tensors, versions, announced) if touched else announced
         made = [result] if type(result) is torch.Tensor else tensors_of(result, [])
         # A gradient is not made here: external where it is used.
         fresh = [] if call.attribute == "grad" else [t for t in made if self.numbers.of(t) is None]
@@ -219,10 +219,10 @@ class Recorder(TorchFunctionMode):
         like = pattern if noted else None if made else func
         drawn = drawing is not None and self._draws.after(drawing, func, like)
         if not (drawn or noted):
-            self._begin(k)
+            self.packs.begin(k)
             return result
         if touched:
-            self._spoil(func, tensors, before, announced)
+            self._spoil(func, tensors, list(zip(versions, call.needs, strict=True)), announced)
         if changed or call.attribute == "data":
             self._heed_writes(k, call, tensors, changed)
         if drawn:
@@ -238,8 +238,8 @@ class Recorder(TorchFunctionMode):
             self._hold(results, made)
         record.results.extend(results)
         record.result_ends.append(len(record.results))
-        self._saved()
-        taken = self._trials.note(record, self.numbers, measured, tensors, before, announced, fresh, self.spare)
+        self.packs.end(k)
+        taken = self._trials.note(record, self.numbers, measured, tensors, call.needs, announced, fresh, self.spare)
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
 
@@ -269,8 +269,8 @@ class Recorder(TorchFunctionMode):
             if self.moves is not None:
                 self.moves.written([t for t in tensors if of(t) == storage])
 
-    def _changed(self, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]) -> Set[int]:
-        changed = (t for t, (version, _) in zip(tensors, before, strict=True) if t._version != version)
+    def _changed(self, tensors: list[torch.Tensor], versions: list[int], announced: Set[int]) -> Set[int]:
+        changed = (t for t, version in zip(tensors, versions, strict=True) if t._version != version)
         return announced | {self.numbers.storage_of(t) for t in changed}
 
     def _heed_writes(self, k: int, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
@@ -285,62 +285,6 @@ class Recorder(TorchFunctionMode):
             )
         if call.attribute == "data" and tensors[0].requires_grad:
             self._bypassed.add(self.numbers.storage_of(tensors[0]))
-
-    def _begin(self, k: int) -> None:
-        """Forget what operation ``k`` has saved so far."""
-        record = self.record
-        del record.saves[record.save_ends[k - 1] if k else 0 :]
-        self._packs = self._look = 0
-        self._unknown.clear()
-        self.tape.saved.pop(k, None)
-
-    # -- what a call did ------------------------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> Handle:
-        """Keep what is saved or drop it, and count its bytes: a storage's at the operation that saves it first."""
-        if not self._inside:  # by an operation that no torch call showed: nothing could make it again
-            return tensor.detach(), tensor._version
-        operation, place = len(self.record), self._packs
-        self._packs, self._look = place + 1, look(self._look, tensor)
-        if self.taking:
-            self.tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
-        address = address_of(tensor)
-        storage = self.numbers.storage_at(address)
-        if storage is None:
-            # Held until the operation ends, so that addresses tell its results from what it does inside.
-            self._unknown[address] = tensor.detach()
-        else:
-            self._count(storage)
-        return handle(operation, place)
-
-    def _count(self, storage: int) -> None:
-        """Autograd has saved something of a storage."""
-        if self.record.storage_external[storage]:
-            return
-        self.record.saves.append(storage)
-        counted = self._counted
-        if storage >= len(counted):
-            counted.extend(bytes(storage + 1 - len(counted)))
-        if not counted[storage]:
-            counted[storage] = 1
-            self.saved_nbytes += self.record.storage_nbytes[storage]
-
-    def _saved(self) -> None:
-        """What the operation has saved, now that its results are known."""
-        record, inner = self.record, 0
-        for address, tensor in self._unknown.items():
-            storage = self.numbers.storage_at(address)
-            if storage is not None:
-                self._count(storage)
-            elif tensor.layout is torch.strided:
-                inner += tensor.untyped_storage().nbytes()
-        self._unknown.clear()
-        record.save_ends.append(len(record.saves))
-        record.packs.append(self._packs)
-        record.looks.append(self._look)
-        record.inner_nbytes.append(inner)
-        self.saved_nbytes += inner
-        self._packs = self._look = 0  # all that it saved is noted
 
 
 def _deep_copy(tensor: torch.Tensor) -> Any:

@@ -97,7 +97,7 @@ class ProgramSteps:
         if self.draws:
             assert kept.generators is not None
             kept.generators.restore()
-        self._live, self._own = Kept(kept.operation, kept.entries), frozenset()
+        self._live, self._own = Kept(kept.operation, kept.entries, saves=kept.saves), frozenset()
 
     def state(self) -> list[torch.Tensor]:
         """What is live now."""
@@ -118,7 +118,8 @@ class ProgramSteps:
     def _run(self, start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> None:
         """Without saved tensors where ``into`` is None, without the state afterwards where not ``go_on``."""
         record, first, end = self.program, self.cuts[start], self.cuts[stop]
-        todo, self._most = None if go_on else self._needed.of(first, end, self._live_at(start).entries), -1
+        live = self._live_at(start)
+        todo, self._most = None if go_on else self._needed.of(first, end, live.entries, live.saves), -1
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
@@ -126,10 +127,10 @@ class ProgramSteps:
                 if len(into) == self._most:
                     raise _Enough
 
-        values, left = self._entered(self._live_at(start), first, end)
-        self._live = None  # what is used up on the way goes on the way
+        values, left = self._entered(live, first, end)
+        self._live, own = None, {} if go_on else live.saves  # what is used up on the way goes on the way
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
-            self._replay(values, first, end, enter, into, todo)
+            self._replay(values, first, end, enter, into, todo, own)
         self.stages += stop - start
         if go_on:
             self._own = self._own & left.keys() | values.keys()
@@ -171,6 +172,7 @@ class ProgramSteps:
         enter: Any,
         into: Saved | None,
         todo: bytearray | None,
+        own: dict[int, Saved],
     ) -> None:
         record = self.program
         last_use, externals, idle = record.last_use, record.externals, record.unread.idle
@@ -191,9 +193,12 @@ class ProgramSteps:
                         values[number] = tensor
                     del tensor
                 del made
+                self.operations += 1
+            if into is not None:
+                if what != RUN:
+                    into += own.get(k, ())
                 if into:
                     self._took(k, into)
-                self.operations += 1
             for n in numbers:
                 if (last_use[n] if n >= 0 else externals[~n].last_use) == k:
                     values.pop(n, None)
@@ -204,7 +209,7 @@ class ProgramSteps:
         pattern, hidden = record.pattern(k), record.hidden.get(k)
         given = iter([values[n] if n in values else self._outside(n) for n in numbers])
         if what == SAVE:
-            self._most = record.packs[k]
+            self._most = record.given[k]
             with contextlib.suppress(_Enough):
                 pattern.call(given)
             self._most = -1

@@ -55,17 +55,16 @@ class Trials:
         numbers: Numbering,
         measured: Measured,
         tensors: Sequence[torch.Tensor],
-        before: Sequence[tuple[int, bool]],
+        wanted: Sequence[bool],
         announced: Set[int],
         fresh: Sequence[torch.Tensor],
         spare: Callable[[int], bool],
     ) -> int:
         """Note in ``record`` what its last call has taken while it ran, and what its backward will; the bytes of the
-        first with what it has made. ``before``: versions and needs of gradients; ``announced``: storages that it wrote
-        into; ``fresh``: what it made."""
+        first with what it has made. ``wanted``: which of its tensors required a gradient; ``announced``: storages that
+        it wrote into; ``fresh``: what it made."""
         reverse = measured.reverse_nbytes
         if reverse is None:
-            wanted = [flag for _, flag in before]
             into = {id(t) for t in tensors if announced and numbers.storage_of(t) in announced}
             room = spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
             reverse = self._tried(record, measured, tensors, wanted, into, numbers.made_nbytes, room)

@@ -1,6 +1,7 @@
 """Where a recorded program is cut into stretches, and what these cost: the `Profile` that planners see."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy
@@ -14,6 +15,21 @@ FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
 FEWER = (range(16, 21), range(21, 27), range(27, 33))
 """Other numbers that the quickest of those is tried with, one of each: that which suits blocks that come again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Of what operation ``made_by`` makes: ``values``; and, for it itself in ``operations``, all that it has made of
+    what it saves. Bytes of ``storages``, ``-1 - made_by`` for what no value shows."""
+
+    made_by: int
+    values: frozenset[int]
+    operations: frozenset[int]
+    storages: Mapping[int, int]
+
+    def beside(self, held: Container[int]) -> int:
+        """Bytes beside the storages ``held``."""
+        return sum(nbytes for storage, nbytes in self.storages.items() if storage not in held)
 
 
 class Borders:
@@ -85,21 +101,41 @@ class Borders:
     def _largest(self, cuts: Sequence[int]) -> int:
         return max(one.saved for one in stages_of(self.sizes, list(cuts)))
 
-    def needed_seconds(self, first: int, end: int, there: Container[int] = ()) -> float:
-        """Seconds of what has to run again of a stretch, of which the values ``there`` are kept (see `Needed`)."""
-        todo = numpy.frombuffer(self._needed.of(first, end, there), dtype=numpy.uint8)
+    def needed_seconds(self, first: int, end: int, there: Container[int] = (), saves: Container[int] = ()) -> float:
+        """Seconds of what has to run again of a stretch, of which the values ``there`` are kept, and what the
+        operations ``saves`` have made themselves of what they save (see `Needed`)."""
+        todo = numpy.frombuffer(self._needed.of(first, end, there, saves), dtype=numpy.uint8)
         return float(self._seconds[first:end][todo == RUN].sum())
 
-    def may_be_held(self, first: int, end: int) -> dict[int, int]:
-        """Values that a stretch makes again for what it saves, and that stay as they are made: bytes, by number."""
-        record, found, todo = self.record, dict[int, int](), self._needed.of(first, end, ())
-        for k in range(first, end):
-            for number in record.results_of(k) if todo[k - first] == RUN else ():
-                storage = record.storage_of(number)
-                nbytes = int(self.sizes.nbytes[storage])
-                if number >= 0 and record.birth[number] == k and nbytes and storage not in record.writes:
-                    found[number] = nbytes
+    def may_be_held(self, first: int, end: int) -> list[Piece]:
+        """What a stretch makes again for what it saves, and what stays as it is made."""
+        found, todo = list[Piece](), self._needed.of(first, end, ())
+        for k in (k for k in range(first, end) if todo[k - first] == RUN):
+            values = self._made(k)
+            if self._needed.may_be_held(k):
+                saves, record = set(self.record.saves_of(k)), self.record
+                own = {number: storage for number, storage in values.items() if storage in saves}
+                # What is written into later has no number among those.
+                if own.keys() >= {n for n in record.results_of(k) if n >= 0 and record.storage[n] in saves}:
+                    storages = {**self._nbytes(own.values()), -1 - k: record.inner_nbytes[k]}
+                    found.append(Piece(k, frozenset(own), frozenset((k,)), storages))
+                    values = {n: storage for n, storage in values.items() if n not in own}
+            found += [Piece(k, frozenset((n,)), frozenset(), self._nbytes((s,))) for n, s in values.items()]
         return found
+
+    def _made(self, k: int) -> dict[int, int]:
+        """What operation ``k`` makes that takes memory and stays as it is: storages by value."""
+        record = self.record
+        new = {n: record.storage[n] for n in record.results_of(k) if n >= 0 and record.birth[n] == k}
+        return {n: one for n, one in new.items() if one not in record.writes and self.sizes.nbytes[one]}
+
+    def _nbytes(self, storages: Iterable[int]) -> dict[int, int]:
+        return {storage: int(self.sizes.nbytes[storage]) for storage in storages}
+
+    def alive_at(self, border: int) -> frozenset[int]:
+        """Storages of values in the state there."""
+        sizes = self.sizes
+        return frozenset(numpy.flatnonzero((sizes.start <= border) & (sizes.stop >= border)).tolist())
 
     def tail_nbytes(self, start: int, end: int) -> int:
         """Bytes that keeping what a stretch saves takes, with the states that its backward reads."""

@@ -199,7 +199,8 @@ class _Planned:
                 self.taped[int(storage)] = max(self.taped.get(int(storage), 0), self._taped_until(int(k)))
         for stage in filter(None, reversal.kept):
             self._keep(self.sizes.needed(cuts[stage]), self._gone.get(Value(Kind.STATE, stage), self._always))
-        self._keep(prepared.holding, self._always)
+        self._keep(prepared.holding.values, self._always)
+        self._held = prepared.holding.saves
 
     def explanation(self) -> Explanation:
         """All that is to be said."""
@@ -207,13 +208,17 @@ class _Planned:
         everything = {int(s) for s in self.storages}
         return Explanation(
             tuple(rows), tuple(self.cuts), tuple(self.restarts), self.budget, self._peak_nbytes(),
-            tuple(self._live([self.kept, self.taped], lambda k: self._taped_until(k) if self._is_taped(k) else k)),
+            tuple(self._live([self.kept, self.taped], self._inner_until)),
             tuple(self._live([dict.fromkeys(everything, self._always)], lambda k: self._always)),
         )  # fmt: skip
 
     def _taped_until(self, k: int) -> int:
         """Operation ``k`` is recorded in the first sweep: what it saves stays until this one."""
         return self._gone.get(Value(Kind.SAVED, self._stage(k)), self._always)
+
+    def _inner_until(self, k: int) -> int:
+        """The same of what no value of operation ``k`` shows."""
+        return self._taped_until(k) if self._is_taped(k) else self._always if k in self._held else k
 
     def _keep(self, numbers: Iterable[int], until: int) -> None:
         for storage in {self.record.storage_of(number) for number in numbers}:
@@ -245,8 +250,9 @@ class _Planned:
                 yield self._row(made, shape, dtype, nbytes, seconds, self._fate(storage, made))
         for k, inner in self.notes.inside.items():
             for shape, dtype, nbytes in inner:
+                again: Fate = "restart checkpoint" if k in self._held else "recomputed"
                 taped: Fate = "kept" if self._taped_until(k) == self._always else "moved"
-                fate: Fate = taped if self._is_taped(k) else "recomputed"
+                fate: Fate = taped if self._is_taped(k) else again
                 yield self._row(k, shape, dtype, nbytes, seconds, fate)
 
     def _row(

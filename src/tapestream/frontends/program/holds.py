@@ -1,32 +1,51 @@
-"""Values of stretches kept from the first sweep, so that what makes them does not run again.
+"""Parts of what stretches make kept from the first sweep, so that what makes them does not run again.
 
 A stretch that is run again for what it saves need not make what is there (see `Needed`). With the results of its
-products and convolutions kept, only what is cheap runs again: activations, normalisations, reshapes. They belong to the
-restart checkpoint before the stretch, which is that much larger.
+products and convolutions kept, only what is cheap runs again: activations, normalisations, reshapes; with what an
+operation has itself made of what it saves (the sums of an attention, the mean of a normalisation) and its results, it
+does not run either. They belong to the restart checkpoint before the stretch, which is that much larger.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.program.cuts import Borders
+from tapestream.frontends.program.cuts import Borders, Piece
 from tapestream.frontends.program.fit import most_that_fit
 from tapestream.ir import Action, Backward, Free, Keep, Phase, PhaseKind, Record, Restore
 from tapestream.planning.plan import Plan
 
 _LONGEST = 100  # operations of a stretch that is looked at
-_MOST = 8  # values of one
+_MOST = 12  # pieces of one
+_NEAR = 12  # operations between two pieces
+
+
+class Holding(NamedTuple):
+    """What is held: values, and operations of which what they have made themselves of what they save; each with the
+    operation before which the restart checkpoint stands that it belongs to."""
+
+    values: Mapping[int, int] = {}
+    saves: Mapping[int, int] = {}
+
+    def at(self, operation: int) -> tuple[set[int], set[int]]:
+        """What belongs to the restart checkpoint there."""
+        values, saves = ({one for one, at in held.items() if at == operation} for held in self)
+        return values, saves
+
+
+NOTHING = Holding()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A value of stretch ``stage``: bytes to keep it, seconds that this saves beside those before it."""
+    """A piece of stretch ``stage``: bytes to keep it, seconds that this saves, both beside those before it."""
 
     stage: int
-    number: int
+    piece: Piece
     nbytes: int
     seconds: float
 
@@ -36,22 +55,27 @@ class Holds:
 
     def __init__(self, cuts: Sequence[int], borders: Borders) -> None:
         self._cuts, self._borders = cuts, borders
-        self._found: dict[int, list[_Held]] = {}
+        self._found: dict[tuple[int, bool], list[_Held]] = {}
 
-    def added(self, plan: Plan, budget: int) -> tuple[Plan, dict[int, int]] | None:
-        """``plan`` with as many values kept as fit into ``budget`` bytes, those first that save the most seconds for a
-        byte, and by their numbers the restart checkpoints that they belong to; None where none fits."""
-        held = list(self._in_order(_run_again_once(list(plan.schedule))))
+    def added(self, plan: Plan, budget: int) -> tuple[Plan, Holding] | None:
+        """``plan`` with as many pieces kept as fit into ``budget`` bytes, those first that save the most seconds for a
+        byte, and these; None where none fits."""
+        held = list(self._in_order(_run_again_once(list(plan.schedule)), plan.profile))
         found = most_that_fit(held, lambda some: _judged(plan, some, budget))
         if found is None:
             return None
         better, chosen = found
-        return better, {one.number: self._cuts[one.stage] for one in chosen}
+        values = {number: self._cuts[one.stage] for one in chosen for number in one.piece.values}
+        saves = {k: self._cuts[one.stage] for one in chosen for k in one.piece.operations}
+        return better, Holding(values, saves)
 
-    def _in_order(self, stages: Sequence[int]) -> Iterator[_Held]:
+    def _in_order(self, stages: Sequence[int], profile: Profile) -> Iterator[_Held]:
         """Of all these stretches, the most seconds for a byte first; of each in its own order. Of equals the later one,
         which backward has done with earlier."""
-        waiting = [(0.0, -stage, self._of(stage)) for stage in stages]
+        once = set(stages)
+        # What the next restart checkpoint holds, too, goes no later than when it is made again otherwise.
+        shared = {k for k in stages if k + 1 in once and profile.stages[k + 1].reads_input}
+        waiting = [(0.0, -stage, self._of(stage, shared=stage in shared)) for stage in stages]
         waiting = [(one[0].nbytes / one[0].seconds, later, one) for _, later, one in waiting if one]
         heapify(waiting)
         while waiting:
@@ -60,26 +84,33 @@ class Holds:
             if rest:
                 heappush(waiting, (rest[0].nbytes / rest[0].seconds, later, rest))
 
-    def _of(self, stage: int) -> list[_Held]:
-        if stage not in self._found:
-            self._found[stage] = list(self._best(stage))
-        return self._found[stage]
+    def _of(self, stage: int, *, shared: bool) -> list[_Held]:
+        if (stage, shared) not in self._found:
+            a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
+            free = borders.alive_at(b) if shared and b - a <= _LONGEST else frozenset[int]()
+            self._found[stage, shared] = list(self._best(stage, free))
+        return self._found[stage, shared]
 
-    def _best(self, stage: int) -> Iterator[_Held]:
-        """One value after the other, each the one that then saves the most for a byte."""
+    def _best(self, stage: int, held: Set[int]) -> Iterator[_Held]:
+        """One piece after the other, each the one that then saves the most for a byte; ``held``: storages that are
+        there anyway. What one saves is asked again when another one near to it has been taken."""
         a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
         if b - a > _LONGEST:
             return
-        there = set[int]()
-        left, seconds = borders.may_be_held(a, b), borders.needed_seconds(a, b)
-        while left and len(there) < _MOST:
-            saved = {n: seconds - borders.needed_seconds(a, b, {*there, n}) for n in left}
-            number = max(left, key=lambda n: saved[n] / left[n])
-            if saved[number] <= 0:
+        values = saves = frozenset[int]()
+        left, whole = borders.may_be_held(a, b), borders.needed_seconds(a, b)
+        ask, saved = left, dict[Piece, float]()
+        for _ in range(_MOST):
+            for piece in ask:
+                saved[piece] = whole - borders.needed_seconds(a, b, values | piece.values, saves | piece.operations)
+            best = max(left, key=lambda piece: saved[piece] / (piece.beside(held) + 1), default=None)
+            if best is None or saved[best] <= 0:
                 return
-            yield _Held(stage, number, left.pop(number), saved[number])
-            there.add(number)
-            seconds -= saved[number]
+            yield _Held(stage, best, best.beside(held), saved[best])
+            left.remove(best)
+            held, values, saves = held | best.storages.keys(), values | best.values, saves | best.operations
+            whole -= saved[best]
+            ask = [piece for piece in left if abs(piece.made_by - best.made_by) <= _NEAR]
 
 
 def _judged(plan: Plan, held: Sequence[_Held], budget: int) -> Plan | None:

@@ -1,7 +1,7 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
@@ -15,7 +15,8 @@ from tapestream.executor.program.tape import Tape
 from tapestream.frontends.below import NEVER_MOVE, Below, plan_with
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
-from tapestream.frontends.program.holds import Holds
+from tapestream.frontends.program.groups import merged
+from tapestream.frontends.program.holds import NOTHING, Holding, Holds
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan, transfers
 from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
@@ -43,7 +44,7 @@ LOOKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan for the program whose record has this ``shape``. ``holding``: see `Recorder`; ``turns``: what the first
+    """A plan for the program whose record has this ``shape``. ``holding``: see `Holds`; ``turns``: what the first
     sweep does at each stretch, and at the end; ``saved``: bytes saved before each; ``reads``: see `Moves`. ``looks``:
     how often a better plan has been looked for, `LOOKS` times at most. ``slots``: of a second backward."""
 
@@ -51,7 +52,7 @@ class Prepared:
     plan: Plan | None
     cuts: Sequence[int] = field(default_factory=list)
     reversal: Reversal | None = None
-    holding: Mapping[int, int] = field(default_factory=dict)
+    holding: Holding = NOTHING
     turns: dict[int, Turn] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     reads: dict[int, Reads] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class _Found(NamedTuple):
 
     plan: Plan
     cuts: Sequence[int]
-    holding: Mapping[int, int] = {}
+    holding: Holding = NOTHING
 
     @property
     def reversal(self) -> Reversal:
@@ -141,10 +142,7 @@ class _Found(NamedTuple):
     def again(self, borders: Borders) -> float:
         """Seconds of what backward runs again: the first sweep is the same for all plans, and planners do not know that
         a stretch that is run for what it saves need not be run as a whole."""
-        there: dict[int, set[int]] = {}
-        for number, operation in self.holding.items():
-            there.setdefault(operation, set()).add(number)
-        saves = [borders.needed_seconds(a, b, there.get(a, ())) for a, b in pairwise(self.cuts)]
+        saves = [borders.needed_seconds(a, b, *self.holding.at(a)) for a, b in pairwise(self.cuts)]
         profile = self.plan.profile
         again, waits = self.reversal.again([cost.forward_seconds for cost in profile.stages], saves), 0.0
         if self.plan.simulation.bytes_moved:
@@ -175,16 +173,21 @@ def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> 
 
 
 def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) -> Iterator[_Found]:
-    """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of values, and
-    of tails of their stretches and then values."""
+    """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of what they
+    make (see `Holds`), and of tails of their stretches and then that."""
     budget, profile = room.device_nbytes or 0, borders.profile(cuts)
-    tails, holds = Tails(cuts, borders), Holds(cuts, borders)
+    known: dict[tuple[int, ...], tuple[Tails, Holds]] = {}
     for share in _SHARES:
-        for one in (_Found(plan, cuts) for plan in _leaving(profile, budget, share, below)):
+        plans = [_Found(plan, cuts) for plan in _leaving(profile, budget, share, below)]
+        fewer = (merged(one.plan, cuts, borders, budget) for one in plans)
+        for one in (*plans, *(_Found(*found) for found in fewer if found is not None)):
             yield one
+            if (key := tuple(one.cuts)) not in known:
+                known[key] = Tails(key, borders), Holds(key, borders)
+            tails, holds = known[key]
             held = holds.added(one.plan, budget)
             if held is not None:
-                yield _Found(held[0], cuts, held[1])
+                yield _Found(held[0], key, held[1])
             tailed = tails.added(one.plan, budget if held is None else int((1 + share) / 2 * budget))
             if tailed is not None:
                 held = Holds(tailed[1], borders).added(tailed[0], budget)
@@ -224,6 +227,7 @@ def after_sweep(
     for operation, one in kept.items():  # a plan for another sequence may have had more held
         needed = borders.sizes.needed(operation)
         one.entries = {number: entry for number, entry in one.entries.items() if number in needed}
+        one.saves.clear()
     while True:
         while not borders.allowed[start]:
             start += 1

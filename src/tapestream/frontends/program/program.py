@@ -141,7 +141,8 @@ class Program:
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
         recorder.spare = watch.spare
         if isinstance(watch, Planned) and prepared is not None:
-            recorder.holding, recorder.moves = prepared.holding, watch.moves
+            recorder.moves = watch.moves
+            recorder.holding, recorder.packs.holding = prepared.holding
         try:
             found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
             if any(record.packs):

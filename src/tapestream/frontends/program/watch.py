@@ -1,6 +1,7 @@
 """What the first sweep keeps, restart checkpoints and saved tensors: by a plan, or, while none applies, as it goes."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class Online:
         """Keep, or not."""
         recorder = self.recorder
         assert recorder is not None
-        recorder.taking = True
+        recorder.packs.taking = True
         if k and saved_nbytes >= self._next:
             self._next = saved_nbytes + self._tick
             self._ticks += 1
@@ -74,9 +75,9 @@ class Online:
         recorder = self.recorder
         assert recorder is not None
         k, own = len(self.record), recorder.numbers.alive_nbytes + nbytes
-        if own + self._kept_nbytes + recorder.saved_nbytes - self._before > self.budget:
-            self._make_room(k, recorder.saved_nbytes, own)
-        return own + self._kept_nbytes + recorder.saved_nbytes - self._before <= self.budget
+        if own + self._kept_nbytes + recorder.packs.nbytes - self._before > self.budget:
+            self._make_room(k, recorder.packs.nbytes, own)
+        return own + self._kept_nbytes + recorder.packs.nbytes - self._before <= self.budget
 
     def _make_room(self, k: int, saved_nbytes: int, own: int) -> None:
         while self.taped is not None and self.taped < k:
@@ -138,6 +139,7 @@ class Planned:
         self._off = self._void = False
         self._taped: int | None = None
         self._turned = -1  # the last operation before which something was to be done
+        self._following = dict(pairwise(sorted({*turns, operations})))
 
     def spare(self, nbytes: int) -> bool:
         """Nothing beside what is planned for."""
@@ -165,7 +167,8 @@ class Planned:
         elif turn is not None:
             recorder, self._turned = self.otherwise.recorder, k
             assert recorder is not None
-            recorder.taking = turn.take
+            recorder.quiet = self._following[k]
+            recorder.packs.taking = turn.take
             self._taped = (k if self._taped is None else self._taped) if turn.take else None
             if turn.keep is not None and k:
                 self.otherwise.keeper.keep(k, recorder.numbers.alive(), turn.keep)
@@ -204,7 +207,8 @@ class Planned:
         self.give_up()
         self._off = True
         if self.otherwise.recorder is not None:
-            self.otherwise.recorder.holding = {}
+            recorder = self.otherwise.recorder
+            recorder.quiet, recorder.holding, recorder.packs.holding = 0, {}, {}
         self.otherwise.keeper.unread = frozenset()
         self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
         self.otherwise(k, saved_nbytes)
