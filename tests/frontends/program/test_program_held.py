@@ -125,7 +125,7 @@ def _again(run: Program) -> list[tuple[int, int]]:
     assert run._last is not None
     assert run._last.reversal is not None
     cuts = run._last.cuts
-    return [(cuts[a.stage], cuts[a.stage + 1]) for a in run._last.reversal.backward() if isinstance(a, Record)]
+    return [(cuts[a.stage], cuts[a.stage + 1]) for a in run._last.reversal.backward if isinstance(a, Record)]
 
 
 def test_stretches_that_are_recorded_together_are_one_and_their_last_normalisation_does_not_run_again() -> None:
@@ -135,7 +135,7 @@ def test_stretches_that_are_recorded_together_are_one_and_their_last_normalisati
     run = compare(model, list(model.parameters()), lambda: (x,), budget, calls=4, planner="auto", modules=buffers)
     assert run._last is not None
     assert run._last.reversal is not None
-    back = [a for a in run._last.reversal.backward() if isinstance(a, (Record, Backward))]
+    back = [a for a in run._last.reversal.backward if isinstance(a, (Record, Backward))]
     assert all(isinstance(b, Backward) for a, b in pairwise(back) if isinstance(a, Record))
     assert run._last.holding.saves
     model.zero_grad()

@@ -75,7 +75,7 @@ def products_planned(run: Program, holding: Holding) -> int:
     y = run(x)
     replays = run._replays()
     assert replays is not None
-    record, cuts, actions, found = replays.record, run._last.cuts, run._last.reversal.backward(), 0
+    record, cuts, actions, found = replays.record, run._last.cuts, run._last.reversal.backward, 0
     for action, following in zip_longest(actions, actions[1:]):
         if isinstance(action, Forward):
             first, end = cuts[action.start], cuts[action.stop]

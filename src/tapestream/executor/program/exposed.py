@@ -19,27 +19,24 @@ class Exposed:
 
     def __init__(self, storage_of: Callable[[torch.Tensor], int]) -> None:
         self._storage_of = storage_of
-        self._sums: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
+        self.sums: dict[int, int] = {}
 
     def note(self, tensor: torch.Tensor) -> None:
         """Its memory is shown now."""
         if tensor.layout is torch.strided and not tensor.is_meta:
-            self._sums[self._storage_of(tensor)] = _checksum(tensor)
+            self.sums[self._storage_of(tensor)] = _checksum(tensor)
 
     def note_written(self, tensors: Iterable[torch.Tensor], changed: Set[int]) -> None:
         """An operation has written into the storages ``changed``, which ``tensors`` show."""
         for tensor in tensors:
-            if self._storage_of(tensor) in changed & self._sums.keys():
+            if self._storage_of(tensor) in changed & self.sums.keys():
                 self.note(tensor)
 
     def why_spoilt(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """Why nothing may be run again, where something else has written into what ``tensors`` show."""
         for tensor in tensors:
             storage = self._storage_of(tensor)
-            if storage in self._sums and self._sums[storage] != _checksum(tensor):
+            if storage in self.sums and self.sums[storage] != _checksum(tensor):
                 return (
                     f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
                     "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"

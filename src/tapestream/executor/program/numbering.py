@@ -73,6 +73,10 @@ class Numbering:
         if known is not None:
             self.used((known,), k)
             return known
+        return self.new(tensor, k)
+
+    def new(self, tensor: torch.Tensor, k: int) -> int:
+        """The number of a tensor made by operation ``k``."""
         record = self.record
         value, storage, entry = len(record.birth), *self._entry(tensor)
         ref = Ref(tensor, self._died)
@@ -130,9 +134,11 @@ class Numbering:
         entry[1] += 1
         self._external[id(tensor)] = k = len(self.record.externals)
         self.shown.setdefault(storage, []).append((~k, tensor))
-        at = len(self.record)
+        at = len(self.record.calls)
         self.record.externals.append(
-            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad)
+            External(
+                tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad, -1, at
+            )
         )
         if storage in self.record.writes:
             self._keeper.also_shown(storage, ~k, tensor, self.record)
@@ -141,7 +147,7 @@ class Numbering:
     def _died(self, ref: Ref) -> None:
         if self._values.get(ref.id) is ref:
             del self._values[ref.id]
-        self.record.death[ref.value] = len(self.record)
+        self.record.death[ref.value] = len(self.record.calls)
         address = self._addresses.get(ref.storage)
         if address is not None:
             entry = self._storages[address]

@@ -13,7 +13,7 @@ from tapestream.executor.program.values import address_of
 class Packs:
     """``taking``: whether it is kept. ``holding``: operations of which what they have made themselves is kept with the
     restart checkpoint before an earlier operation, which is there (``hold``). ``nbytes``: what all operations so far
-    have saved."""
+    have saved; ``count``: how often this one has so far."""
 
     def __init__(self, record: Record, numbers: Numbering, tape: Tape, hold: Callable[[int, int, Saved], None]) -> None:
         self.taking = True
@@ -21,15 +21,15 @@ class Packs:
         self.nbytes = 0
         self._record, self._numbers, self._tape, self._hold = record, numbers, tape, hold
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
-        self._count = self._look = 0
+        self.count = self._look = 0
         self._given: int | None = None  # how many were saved before the first that the operation has made
         # Made by the operation, and held until it ends, so that addresses tell its results from what it does inside.
         self._own: Saved = []
 
     def add(self, tensor: torch.Tensor) -> Handle:
         """The next one: keep it or drop it, and count its bytes: a storage's at the operation that saves it first."""
-        operation, place = len(self._record), self._count
-        self._count, self._look = place + 1, look(self._look, tensor)
+        operation, place = len(self._record.calls), self.count
+        self.count, self._look = place + 1, look(self._look, tensor)
         if self.taking:
             self._tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
         storage = self._numbers.storage_at(address_of(tensor))
@@ -40,12 +40,13 @@ class Packs:
         else:
             if self._own:
                 self._given = MIXED
-            self._add(storage)
+            if not self._record.storage_external[storage]:
+                self._add(storage)
         return handle(operation, place)
 
     def begin(self, k: int) -> None:
         """Forget what operation ``k`` has saved so far."""
-        if self._count:
+        if self.count:
             record = self._record
             del record.saves[record.save_ends[k - 1] if k else 0 :]
             self._tape.saved.pop(k, None)
@@ -60,12 +61,12 @@ class Packs:
             if operation is not None:
                 self._hold(operation, k, self._own)
         record.save_ends.append(len(record.saves))
-        record.packs.append(self._count)
-        record.given.append(self._count if self._given is None else self._given)
+        record.packs.append(self.count)
+        record.given.append(self.count if self._given is None else self._given)
         record.looks.append(self._look)
         record.inner_nbytes.append(inner)
-        self.nbytes += inner
-        if self._count:
+        if self.count:
+            self.nbytes += inner
             self._clear()
 
     def _inner_nbytes(self) -> int:
@@ -75,19 +76,18 @@ class Packs:
             address = address_of(tensor)
             storage = self._numbers.storage_at(address)
             if storage is not None:
-                self._add(storage)
+                if not self._record.storage_external[storage]:
+                    self._add(storage)
             elif tensor.layout is torch.strided:
                 inner[address] = tensor.untyped_storage().nbytes()
         return sum(inner.values())
 
     def _clear(self) -> None:
-        self._count = self._look = 0
+        self.count = self._look = 0
         self._given, self._own = None, []
 
     def _add(self, storage: int) -> None:
-        """Autograd has saved something of a storage."""
-        if self._record.storage_external[storage]:
-            return
+        """Autograd has saved something of a storage that is not others'."""
         self._record.saves.append(storage)
         counted = self._counted
         if storage >= len(counted):

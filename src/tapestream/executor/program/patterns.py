@@ -132,7 +132,14 @@ class Patterns:
 
         Raises InputError and GradientError for what a replay could not do again.
         """
-        key = (function, tuple([_key(a, tensors) for a in args]), _key(kwargs, tensors) if kwargs else None)
+        parts = list[Any]()
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                parts.append(PLACE)
+            else:
+                parts.append(_key(value, tensors))
+        key = function, tuple(parts), _key(kwargs, tensors) if kwargs else None
         try:
             shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         except RuntimeError as error:

@@ -59,10 +59,7 @@ class External:
     at: int
     requires: bool = False
     last_use: int = -1
-    first_use: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first_use = self.at
+    first_use: int = -1
 
     def again(self) -> torch.Tensor:
         """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be

@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
             self._inside = False
 
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], always: bool) -> Any:
-        record, k = self.record, len(self.record)
+        record, k = self.record, len(self.record.calls)
         tensors: list[torch.Tensor] = []
         call = record.patterns.of(func, args, kwargs, tensors)
         pattern, measured = call.pattern, call.measured
@@ -193,12 +193,13 @@ class Recorder(TorchFunctionMode):
             self.between(k, self.packs.nbytes)
         ambient = self._ambients.now(self._epoch)
         numbers = self.numbers.given(tensors)
-        if self._exposed:
+        if self._exposed.sums:
             record.spoilt = record.spoilt or self._exposed.why_spoilt(tensors)
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
         versions = [t._version for t in tensors]
         self.numbers.made_nbytes = 0
-        self.packs.begin(k)  # a call before it may have failed
+        if self.packs.count:  # of a call that failed
+            self.packs.begin(k)
         if self._hidden is not None:
             self._hidden.begin(pattern.foreign)
         drawing = self._draws.before(pattern, func)
@@ -227,13 +228,15 @@ class Recorder(TorchFunctionMode):
             self._heed_writes(k, call, tensors, changed)
         if drawn:
             record.drawn.append(k)
-        record.calls.append(record.patterns.number(call, fresh))
+        number = None if pattern.foreign else call.number
+        record.calls.append(record.patterns.number(call, fresh) if number is None else number)
         record.ambient.append(ambient)
         record.seconds.append(seconds)
         record.arguments.extend(numbers)
         record.argument_ends.append(len(record.arguments))
         self.numbers.used(numbers, k)
-        results = [self.numbers.made(t, k) for t in made]
+        one = len(made) == 1 == len(fresh)
+        results = [self.numbers.new(made[0], k)] if one else [self.numbers.made(t, k) for t in made]
         if self.holding:
             self._hold(results, made)
         record.results.extend(results)
@@ -276,7 +279,7 @@ class Recorder(TorchFunctionMode):
     def _heed_writes(self, k: int, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
         for storage in changed:
             self.record.writes.setdefault(storage, array("i")).append(k)
-        if self._exposed:
+        if self._exposed.sums:
             self._exposed.note_written(tensors, changed)
         if changed & self._bypassed:
             raise GradientError(

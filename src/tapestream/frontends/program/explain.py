@@ -179,7 +179,7 @@ class _Planned:
         cuts, reversal = self.cuts, self.reversal
         self.restarts = sorted(cuts[stage] for stage in reversal.kept if stage)
         self.runs = [0] * len(cuts)
-        for action in reversal.backward():
+        for action in reversal.backward:
             match action:
                 case Forward(start, stop):
                     for stage in range(start, stop):

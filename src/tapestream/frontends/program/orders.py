@@ -1,5 +1,6 @@
 """What the first sweep of a program keeps and what backward runs again, from a planner's schedule."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,7 @@ Plan = Callable[[Profile, Budget], Schedule]
 Transfer: TypeAlias = Offload | Prefetch | Wait | Free
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reversal:
     """Stages before which the first sweep keeps a restart checkpoint, those that it records, and the whole schedule,
     of which backward obeys the second half."""
@@ -42,14 +43,15 @@ class Reversal:
     recorded: frozenset[int]
     schedule: Schedule
 
-    def backward(self) -> list[Action]:
+    @functools.cached_property
+    def backward(self) -> tuple[Action, ...]:
         """The backward phase."""
-        actions = list(self.schedule)
+        actions = tuple(self.schedule)
         return actions[actions.index(Phase(PhaseKind.BACKWARD)) + 1 :]
 
     def again(self, whole: Sequence[float], saves: Sequence[float]) -> float:
         """Seconds of what backward runs again: ``whole`` by stage, ``saves`` where only what it saves is asked for."""
-        found, actions = 0.0, self.backward()
+        found, actions = 0.0, self.backward
         for action, following in with_following(actions):
             if isinstance(action, Forward):
                 found += sum(whole[action.start : action.stop])
@@ -57,10 +59,10 @@ class Reversal:
                 found += (saves if isinstance(following, Backward) else whole)[action.stage]
         return found
 
-    @property
+    @functools.cached_property
     def reruns(self) -> int:
         """Stages that backward runs again."""
-        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.backward())
+        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.backward)
 
 
 def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:

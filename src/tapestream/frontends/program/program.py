@@ -230,7 +230,7 @@ class Program:
         )
         self._count(waiting, +1)
         weakref.finalize(tape, self._count, waiting, -1).atexit = False
-        replays = Replays(found, cuts, reversal.backward(), functools.partial(again, slots), tape, moves)
+        replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves)
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
 
