@@ -35,15 +35,28 @@ class Outside:
         """One step with the hyperparameters of ``groups`` (schedulers change those of the outer optimizer)."""
         for inner, number in zip(self._inner.param_groups, self._numbers, strict=True):
             inner.update({k: v for k, v in groups[number].items() if k != "params"})
-        wide = [(p, target) for p, target in self._targets.items() if target is not p]
-        for parameter, target in wide:
-            target.grad = None if parameter.grad is None else parameter.grad.to(target.dtype)
-        self._inner.step()
+        narrow = {p: p.grad for p, target in self._targets.items() if target is p}
+        try:
+            for p in narrow:
+                p.grad = None
+            for parameter, target in self._targets.items():  # one at a time: no plan has room for all wide gradients
+                if target is not parameter and parameter.grad is not None:
+                    self._step_wide(parameter, target)
+        finally:
+            for p, gradient in narrow.items():
+                p.grad = gradient
+        if any(gradient is not None for gradient in narrow.values()):
+            self._inner.step()
+
+    def _step_wide(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        target.grad = parameter.grad.to(target.dtype)
+        try:
+            self._inner.step()
+        finally:
+            target.grad = None
         with torch.no_grad():
-            for parameter, target in wide:
-                if target.grad is not None:
-                    parameter.copy_(target)
-                target.grad = None
+            parameter.copy_(target)
 
     def shown(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The state of each parameter, masters included."""
