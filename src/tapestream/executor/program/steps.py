@@ -128,7 +128,9 @@ class ProgramSteps:
                     raise _Enough
 
         values, left = self._entered(live, first, end)
-        self._live, own = None, {} if go_on else live.saves  # what is used up on the way goes on the way
+        own = {} if go_on else live.saves
+        del live  # what is used up on the way goes on the way
+        self._live = None
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
             self._replay(values, first, end, enter, into, todo, own)
         self.stages += stop - start
