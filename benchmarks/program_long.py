@@ -1,5 +1,5 @@
 """Claims of long programs: a record takes at most 400 bytes of host memory an operation; backward runs as many
-stretches as the plan counts; binomial checkpointing beats bisection, in no more memory, by the factor that the formulas
+stretches as the plan counts; binomial checkpointing beats bisection, in 1% more memory, by the factor that the formulas
 say; and with bisection a ten times longer program keeps at most one restart checkpoint more for each doubling.
 
 The program is a loop of products with a 4 x 4 matrix and tanh: operations are as small as they can be. The bytes of the
@@ -24,6 +24,7 @@ from tapestream.planners._recurrences import least_forwards
 
 TITLE = "Programs of up to a million operations: bytes of the record, what runs again, restart checkpoints"
 MOST_NBYTES = 400
+_ROOM = 1.01  # a stretch may be an operation longer than another's
 W = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
 
 
@@ -92,11 +93,11 @@ def reversals(operations: int) -> Iterator[Row]:
         yield row
     bisected, first = _reversed("bisection", operations, operations * 16)
     assert bisected.plan is not None
-    _, second = _reversed("binomial", operations, bisected.plan.peak_nbytes)
+    _, second = _reversed("binomial", operations, int(_ROOM * bisected.plan.peak_nbytes))
     n, ratio = len(bisected.plan.profile), first["operations run"] / second["operations run"]
     tabled = _halved(n) / (n + least_forwards(n, most_kept(bisected) + 1))
     yield {
-        "what": "bisection over binomial, in no more memory", "operations": operations, "stretches": n,
+        "what": "bisection over binomial, in 1% more memory", "operations": operations, "stretches": n,
         "ratio": round(ratio, 3), "by the formulas": round(tabled, 3), "claim": "at least what the formulas say",
         "met": yes(ratio >= tabled),
     }  # fmt: skip

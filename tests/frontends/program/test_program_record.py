@@ -156,14 +156,15 @@ def halved(n: int) -> int:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_binomial_beats_bisection_in_a_long_program() -> None:
-    """In no more memory, by the factor of the table at least: T(n) forwards of bisection over F(n, s) of binomial
-    checkpointing with as many slots, the one of the initial state included."""
+    """In 1% more memory, since a stretch may be an operation longer than another, by the factor of the table at least:
+    T(n) forwards of bisection over F(n, s) of binomial checkpointing with as many slots, the initial state's included.
+    """
     operations = 100_000
     bisected, stages, again = run_again("bisection", operations)
     assert bisected.plan is not None
     n = len(bisected.plan.profile)
     assert n + stages == halved(n)
-    run, stages, fewer = run_again("binomial", operations, bisected.plan.peak_nbytes)
+    run, stages, fewer = run_again("binomial", operations, int(1.01 * bisected.plan.peak_nbytes))
     assert run.plan is not None
     assert stages == least_forwards(len(run.plan.profile), most_kept(run))
     tabled = halved(n) / (n + least_forwards(n, most_kept(bisected) + 1))
