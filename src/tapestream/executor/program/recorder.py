@@ -29,12 +29,16 @@ from tapestream.executor.program.patterns import Call, tensors_of
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import heard_by
 from tapestream.executor.program.tape import Handle, Tape
-from tapestream.executor.program.trials import Trials, expected
+from tapestream.executor.program.trials import Spare, Trials, expected
 from tapestream.executor.program.writes import QUESTIONS, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
 Operation = Callable[[int, int], None]
 _NONE = frozenset[int]()
+
+
+def _always(nbytes: int, *, anyway: bool) -> bool:
+    return True
 
 
 class Recorder(TorchFunctionMode):
@@ -43,13 +47,13 @@ class Recorder(TorchFunctionMode):
     (see `Packs`).
 
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
-    ``spare`` says whether so many bytes may be used for a moment. ``holding``: values that are to be kept with the
+    ``spare``: see `Spare`. ``holding``: values that are to be kept with the
     restart checkpoint before an earlier operation, which is there, by their number. ``moves``: what goes below the
     device meanwhile.
     """
 
     only_watches = True
-    spare: Callable[[int], bool] = staticmethod(lambda nbytes: True)
+    spare: Spare = staticmethod(_always)
 
     def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
         super().__init__()

@@ -3,10 +3,10 @@
 import contextlib
 import sys
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tapestream.executor.program.numbering import Numbering
@@ -23,6 +23,18 @@ _AT_ONCE = frozenset(
      "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
      "embedding_bag", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
 )  # fmt: skip
+_SIMPLE = frozenset(
+    ("add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "neg", "exp", "log", "tanh",
+     "sigmoid", "relu", "leaky_relu", "gelu", "silu", "softmax", "log_softmax", "dropout", "masked_fill", "where",
+     "sum", "mean", "linear", "mm", "bmm", "addmm", "layer_norm", "embedding", "cat", "stack", "clone", "contiguous",
+     "to", "view", "view_as", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze",
+     "expand", "chunk", "split", "unbind", "__get__")
+)  # fmt: skip
+"""Functions whose backward takes no more beside its gradients than the call was given and gave. Of others nobody knows:
+that of a convolution takes three times as much, of ``matrix_exp`` four times."""
+_ROOM, _ROOM_SIMPLE = 6, 2
+"""Times what a call is given, makes and takes, that its trial may need: all gradients of it, and what is made on the
+way, which is less than four times as much for all of torch's functions that were looked at."""
 
 
 def expected(measured: Measured, tensors: Sequence[torch.Tensor], largest: int) -> int:
@@ -30,6 +42,12 @@ def expected(measured: Measured, tensors: Sequence[torch.Tensor], largest: int) 
     ``largest`` so far, or twice what it is given."""
     known = measured.taken_nbytes
     return max(largest, 2 * sum(map(nbytes_of, tensors))) if known is None else known
+
+
+class Spare(Protocol):
+    """Whether so many bytes may be used for a moment; ``anyway``: they will be, if need be, whatever the answer."""
+
+    def __call__(self, nbytes: int, *, anyway: bool) -> bool: ...
 
 
 class Trials:
@@ -58,7 +76,7 @@ class Trials:
         wanted: Sequence[bool],
         announced: Set[int],
         fresh: Sequence[torch.Tensor],
-        spare: Callable[[int], bool],
+        spare: Spare,
     ) -> int:
         """Note in ``record`` what its last call has taken while it ran, and what its backward will; the bytes of the
         first with what it has made. ``wanted``: which of its tensors required a gradient; ``announced``: storages that
@@ -82,27 +100,33 @@ class Trials:
         wanted: Sequence[bool],
         into: set[int],
         made: int,
-        spare: Callable[[int], bool] | None,
+        spare: Spare | None,
     ) -> int:
-        """Bytes that backward of the last call in ``record``, which made ``made`` bytes, takes: tried where ``spare``
-        says that there is room, else as much as the call itself and all that it was given and gave. ``wanted``,
-        ``into``: see `reverse`; ``spare``: None where no gradient is concerned.
+        """Bytes that backward of the last call in ``record``, which made ``made`` bytes, takes: as tried. What is not
+        tried counts as much as the call itself and all that it was given and gave. ``wanted``, ``into``: see `reverse`;
+        ``spare``: None where no gradient is concerned.
 
-        What users have written may have effects, and is not run for that.
+        Where ``spare`` finds no room, only what is `_SIMPLE` is left untried: of the rest a guess may be too low, and
+        budgets that the plan exceeds would seem to do. A backward that does not fit here does not fit later either,
+        so what is exceeded for a moment now is hardly ever a budget that works. What users have written may have
+        effects, and is not run for that.
         """
         pattern = record.patterns.all[record.calls[-1]]
         transient = measured.transient_nbytes or 0
         untried = transient + record.inner_nbytes[-1]
         if spare is None:
             return untried
+        name = getattr(pattern.function, "__name__", "")
         by_user = isinstance(pattern.function, (Apply, Whole)) or bool(pattern.foreign)
-        room = 2 * (made + transient + sum(map(nbytes_of, tensors)))
-        if by_user or profiling() or not spare(room):
-            at_once = by_user or getattr(pattern.function, "__name__", "") in _AT_ONCE
-            return untried + made + _given_nbytes(record, tensors, wanted, at_once=at_once)
+        guess = untried + made + _given_nbytes(record, tensors, wanted, at_once=by_user or name in _AT_ONCE)
+        if by_user or profiling():
+            return guess
+        simple, whole = name in _SIMPLE, made + transient + sum(map(nbytes_of, tensors))
+        if not spare((_ROOM_SIMPLE if simple else _ROOM) * whole, anyway=not simple) and simple:
+            return guess
         self.reverse(measured, pattern, tensors, wanted, into)
         if measured.reverse_nbytes is None:
-            measured.reverse_nbytes = untried
+            measured.reverse_nbytes = guess
         return measured.reverse_nbytes
 
     def reverse(
@@ -134,9 +158,13 @@ class Trials:
                 )
                 results = list({id(t): t for t in made if t.grad_fn is not None}.values())
                 asked = [leaf for leaf in leaves if leaf.requires_grad]
-                cotangents = [torch.ones_like(t) for t in results]
+                if not (results and asked):
+                    measured.reverse_nbytes = 0
+                    return
+                cotangents, edges = [torch.ones_like(t) for t in results], list(map(get_gradient_edge, results))
+                del made, results, given  # what backward does not need goes first: there may be no room for it
                 with track_memory(self.device) as meter:
-                    torch.autograd.grad(results, asked, cotangents, retain_graph=True, allow_unused=True)
+                    torch.autograd.grad(edges, asked, cotangents, retain_graph=True, allow_unused=True)
                 given_back = sum(leaf.nbytes for leaf in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)
         finally:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import inf
 from typing import Any, NamedTuple
 
 from tapestream.costs import Budget, Profile
@@ -17,6 +16,7 @@ from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
 from tapestream.frontends.program.groups import merged
 from tapestream.frontends.program.holds import NOTHING, Holding, Holds
+from tapestream.frontends.program.leanest import FINEST, leanest
 from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan, transfers
 from tapestream.frontends.program.tails import Tails
 from tapestream.frontends.program.watch import Turn
@@ -29,7 +29,6 @@ from tapestream.units import format_nbytes
 
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
-_FINEST = 4 * MANY
 _FITTING = (FEW, 2 * FEW, 4 * FEW, MANY)
 """Stretches, where fewer do not fit."""
 _SLOW = 2
@@ -89,7 +88,7 @@ def prepare(
         better = _looked_for(borders, room, below) if looks == 1 else _refined(borders, before, room, below)
         found = [_Found(before.plan, before.cuts, before.holding), *better]
     else:
-        sizes = (MANY, *_FITTING[1:3], _FINEST) if planner == "auto" else (FEW, MANY, _FINEST)
+        sizes = (MANY, *_FITTING[1:3], FINEST) if planner == "auto" else (FEW, MANY, FINEST)
         names = _QUICK if planner == "auto" else (planner,)
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
         tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)
@@ -221,7 +220,7 @@ def after_sweep(
     went on; less of both, where that does not fit. Raises BudgetError with the least that would do, which does not
     depend on measured seconds: the next call, whose seconds are others, has to find it too."""
     n, kept, most, timed = len(found.record), found.keeper.kept, FEW, True
-    start, least = n if taped is None else taped, inf
+    start = n if taped is None else taped
     for operation in [k for k, one in kept.items() if k and not (borders.allowed[k] and _complete(one, borders))]:
         del kept[operation]
     for operation, one in kept.items():  # a plan for another sequence may have had more held
@@ -237,9 +236,7 @@ def after_sweep(
         try:
             reversal = _reversal(profile, starts, cuts.index(start), budget, planner)
             break
-        except BudgetError as error:
-            if not timed:
-                least = min(least, error.least_nbytes or inf)
+        except BudgetError:
             if start < n:
                 start = min((k for k in kept if k > start), default=n)
             elif len(kept) > 1:
@@ -247,10 +244,14 @@ def after_sweep(
                     del kept[operation]
             elif timed:
                 timed = False
-            elif most < _FINEST and most < n:
+            elif most < FINEST and most < n:
                 most *= 2
             else:
-                raise _too_small(0 if least == inf else int(least), budget) from None
+                least, cuts, reversal = leanest(borders, planner, budget)
+                if least > budget:
+                    raise _too_small(least, budget) from None
+                profile = borders.profile(cuts)
+                break
     _drop_unneeded(kept, tape, start)
     return cuts, reversal, binomial_slots(profile, budget)
 

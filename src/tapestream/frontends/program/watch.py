@@ -23,7 +23,7 @@ class Watch(Protocol):
     @property
     def taped(self) -> int | None: ...
 
-    def spare(self, nbytes: int) -> bool: ...
+    def spare(self, nbytes: int, *, anyway: bool) -> bool: ...
 
     def __call__(self, k: int, saved_nbytes: int) -> None: ...
 
@@ -70,8 +70,8 @@ class Online:
         if own + self._kept_nbytes + saved_nbytes - self._before > self.budget:
             self._make_room(k, saved_nbytes, own)
 
-    def spare(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be used for a moment; of the tape, as much goes as need be."""
+    def spare(self, nbytes: int, *, anyway: bool) -> bool:
+        """See `Spare`: of the tape, as much goes as need be."""
         recorder = self.recorder
         assert recorder is not None
         k, own = len(self.record), recorder.numbers.alive_nbytes + nbytes
@@ -141,9 +141,14 @@ class Planned:
         self._turned = -1  # the last operation before which something was to be done
         self._following = dict(pairwise(sorted({*turns, operations})))
 
-    def spare(self, nbytes: int) -> bool:
-        """Nothing beside what is planned for."""
-        return self._off and self.otherwise.spare(nbytes)
+    def spare(self, nbytes: int, *, anyway: bool) -> bool:
+        """See `Spare`. Nothing beside what is planned for; what is tried for the first time was not planned for (or
+        while a profiler ran, by a guess)."""
+        if anyway and not self._off:
+            recorder = self.otherwise.recorder
+            assert recorder is not None
+            self._differs(len(self.otherwise.record), recorder.packs.nbytes)
+        return self._off and self.otherwise.spare(nbytes, anyway=anyway)
 
     @property
     def followed(self) -> bool:

@@ -1,0 +1,47 @@
+"""Backward by running the whole program again in as little memory as any planner finds.
+
+That does not ask what the budget is: where it does for one, it does for every larger one.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from tapestream.costs import Budget, Profile
+from tapestream.errors import BudgetError
+from tapestream.frontends.below import NEVER_MOVE
+from tapestream.frontends.program.cuts import FEW, MANY, Borders
+from tapestream.frontends.program.orders import Reversal, of_gaps
+from tapestream.ir import Schedule, Tier
+from tapestream.planners import planners
+from tapestream.simulate import simulate
+
+FINEST = 4 * MANY
+"""Stretches, most."""
+
+
+def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int], Reversal]:
+    """Peak, where stretches begin, and the backward: the first that fits into ``budget`` bytes, of coarse stretches
+    before fine ones, else that of least peak. Cut by bytes alone, so that every call finds the same."""
+    found, n, most = list[tuple[int, list[int], Reversal]](), len(borders.record), FEW
+    while not found or (found[-1][0] > budget and most <= FINEST):
+        cuts = borders.cuts(most, timed=False)
+        found += ((peak, cuts, reversal) for peak, reversal in _backwards(borders.profile(cuts), planner))
+        found.sort(key=lambda one: -one[0])
+        most = 2 * most if most < n else FINEST + 1
+    return found[-1]
+
+
+def _backwards(profile: Profile, planner: str) -> Iterator[tuple[int, Reversal]]:
+    names: tuple[str, ...] = ("least_peak", "revolve", *(("rotor",) if len(profile) <= MANY else ()))
+    for name in (planner,) if planner in NEVER_MOVE else names:
+        with contextlib.suppress(BudgetError):
+            found = of_gaps(profile, [0], len(profile), 0, lambda part, _, name=name: _by(name, part), waiting=False)  # type: ignore[misc]
+            yield simulate(found.schedule, profile, None, None).peak_nbytes[Tier.DEVICE], found
+
+
+def _by(name: str, profile: Profile) -> Schedule:
+    """The planner's schedule of least peak."""
+    try:
+        return planners[name](profile, Budget(1), None)
+    except BudgetError as error:
+        return planners[name](profile, Budget(error.least_nbytes), None)
