@@ -71,11 +71,12 @@ class _Held:
 class Measured:
     """Bytes of calls of one kind on tensors of the same shapes, dtypes and need of gradients, None while not known:
     what a call takes while it runs beside what it leaves; its backward, beside the gradients that it gives; what the
-    last one took and left."""
+    last one took and left; by the place of a tensor, the memory that its gradient is a part of."""
 
     transient_nbytes: int | None = None
     reverse_nbytes: int | None = None
     taken_nbytes: int | None = None
+    behind_nbytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

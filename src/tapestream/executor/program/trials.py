@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +86,10 @@ class Trials:
             into = {id(t) for t in tensors if announced and numbers.storage_of(t) in announced}
             room = spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
             reverse = self._tried(record, measured, tensors, wanted, into, numbers.made_nbytes, room)
+        for place, nbytes in measured.behind_nbytes.items():
+            number = record.arguments_of(len(record) - 1)[place]
+            if number >= 0:
+                record.cotangent_nbytes[number] = max(nbytes, record.cotangent_nbytes[number])
         transient = measured.transient_nbytes or 0
         record.reverse_nbytes.append(reverse)
         record.transient_nbytes.append(transient)
@@ -164,9 +168,11 @@ class Trials:
                 cotangents, edges = [torch.ones_like(t) for t in results], list(map(get_gradient_edge, results))
                 del made, results, given  # what backward does not need goes first: there may be no room for it
                 with track_memory(self.device) as meter:
-                    torch.autograd.grad(edges, asked, cotangents, retain_graph=True, allow_unused=True)
+                    found = torch.autograd.grad(edges, asked, cotangents, retain_graph=True, allow_unused=True)
                 given_back = sum(leaf.nbytes for leaf in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)
+                places = (place for place, leaf in enumerate(leaves) if leaf.requires_grad)
+                measured.behind_nbytes = _behind(zip(places, found, strict=True), cotangents)
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()
@@ -189,6 +195,15 @@ def _given_nbytes(record: Record, tensors: Sequence[torch.Tensor], wanted: Seque
         elif takes and not at_once:
             found[~number - len(record.externals)] = nbytes_of(tensor)
     return sum(found.values())
+
+
+def _behind(found: Iterable[tuple[int, torch.Tensor | None]], cotangents: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of memory that gradients hold on to, by their places, where that is more than they show: the real part of
+    what a Fourier transform gives. Not of those that show the memory of what backward was given."""
+    given = {t.untyped_storage().data_ptr() for t in cotangents if t.layout is torch.strided}
+    strided = ((place, t, t.untyped_storage()) for place, t in found if t is not None and t.layout is torch.strided)
+    own = ((place, t.nbytes, storage) for place, t, storage in strided if storage.data_ptr() not in given)
+    return {place: storage.nbytes() for place, nbytes, storage in own if storage.nbytes() > nbytes}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
