@@ -47,9 +47,8 @@ class Recorder(TorchFunctionMode):
     (see `Packs`).
 
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
-    ``spare``: see `Spare`. ``holding``: values that are to be kept with the
-    restart checkpoint before an earlier operation, which is there, by their number. ``moves``: what goes below the
-    device meanwhile.
+    ``spare``: see `Spare`. ``holding``: values that are to be kept with the restart checkpoint before an earlier
+    operation, which is there, by their number. ``moves``: what goes below the device meanwhile.
     """
 
     only_watches = True
