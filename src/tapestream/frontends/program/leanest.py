@@ -3,7 +3,7 @@
 That does not ask what the budget is: where it does for one, it does for every larger one.
 """
 
-import contextlib
+import functools
 from collections.abc import Iterator
 
 from tapestream.costs import Budget, Profile
@@ -22,24 +22,25 @@ FINEST = 4 * MANY
 def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int], Reversal]:
     """Peak, where stretches begin, and the backward: the first that fits into ``budget`` bytes, of coarse stretches
     before fine ones, else that of least peak. Cut by bytes alone, so that every call finds the same."""
-    found, n, most = list[tuple[int, list[int], Reversal]](), len(borders.record), FEW
-    while not found or (found[-1][0] > budget and most <= FINEST):
+    found, most = list[tuple[int, list[int], Reversal]](), FEW
+    while True:
         cuts = borders.cuts(most, timed=False)
         found += ((peak, cuts, reversal) for peak, reversal in _backwards(borders.profile(cuts), planner))
-        found.sort(key=lambda one: -one[0])
-        most = 2 * most if most < n else FINEST + 1
-    return found[-1]
+        best = min(found, key=lambda one: one[0])
+        if best[0] <= budget or most >= min(FINEST, len(borders.record)):
+            return best
+        most *= 2
 
 
 def _backwards(profile: Profile, planner: str) -> Iterator[tuple[int, Reversal]]:
     names: tuple[str, ...] = ("least_peak", "revolve", *(("rotor",) if len(profile) <= MANY else ()))
     for name in (planner,) if planner in NEVER_MOVE else names:
-        with contextlib.suppress(BudgetError):
-            found = of_gaps(profile, [0], len(profile), 0, lambda part, _, name=name: _by(name, part), waiting=False)  # type: ignore[misc]
-            yield simulate(found.schedule, profile, None, None).peak_nbytes[Tier.DEVICE], found
+        plan = functools.partial(_leanest_of, name)
+        found = of_gaps(profile, [0], len(profile), 0, plan, waiting=False)
+        yield simulate(found.schedule, profile, None, None).peak_nbytes[Tier.DEVICE], found
 
 
-def _by(name: str, profile: Profile) -> Schedule:
+def _leanest_of(name: str, profile: Profile, _: Budget) -> Schedule:
     """The planner's schedule of least peak."""
     try:
         return planners[name](profile, Budget(1), None)
