@@ -154,7 +154,7 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
     return (meter.peak_nbytes - y.nbytes - in_the_making - STATES) / budget
 
 
-@pytest.mark.parametrize("share", [1.0, 1.1, 1.3, 1.6, 2.0, 4.0])
+@pytest.mark.parametrize("share", [1.0, 1.1, 1.3, 2.0])
 @pytest.mark.parametrize(
     ("function", "x"),
     [
