@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.program.program import Program
@@ -154,3 +155,16 @@ def test_without_gradients_the_function_runs_as_it_is() -> None:
         assert not run(W).requires_grad
     assert not run(torch.ones(2)).requires_grad
     assert run.report is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("opaque", [False, True])
+def test_what_torch_jit_has_made_is_refused_by_name(opaque: bool) -> None:
+    layer = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    traced = torch.jit.trace(torch.tanh, torch.ones(4, 4))
+    x = torch.ones(4, 4, requires_grad=True)
+    with pytest.raises(GradientError, match=r"forward, made by torch\.jit.* call the function or module that it was"):
+        Program(lambda x: layer(x) @ W, budget="1MiB", opaque=[layer] if opaque else ())(x * 1.0)
+    with pytest.raises(GradientError, match=r"made by torch\.jit"):
+        Program(lambda x: traced(x) @ W, budget="1MiB")(x * 1.0)
+    assert torch.equal(traced(x), torch.tanh(x))

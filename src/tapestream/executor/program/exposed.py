@@ -24,7 +24,7 @@ class Exposed:
     def note(self, tensor: torch.Tensor) -> None:
         """Its memory is shown now."""
         if tensor.layout is torch.strided and not tensor.is_meta:
-            self.sums[self._storage_of(tensor)] = _checksum(tensor)
+            self.sums[self._storage_of(tensor)] = checksum(tensor)
 
     def note_written(self, tensors: Iterable[torch.Tensor], changed: Set[int]) -> None:
         """An operation has written into the storages ``changed``, which ``tensors`` show."""
@@ -36,7 +36,7 @@ class Exposed:
         """Why nothing may be run again, where something else has written into what ``tensors`` show."""
         for tensor in tensors:
             storage = self._storage_of(tensor)
-            if storage in self.sums and self.sums[storage] != _checksum(tensor):
+            if storage in self.sums and self.sums[storage] != checksum(tensor):
                 return (
                     f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
                     "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"
@@ -47,7 +47,8 @@ class Exposed:
 _SET = torch.Tensor.set_  # as it is where programs do not hear of it
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """Of all the memory that it shows a part of."""
     whole = _SET(torch.empty(0, dtype=torch.uint8, device=tensor.device), tensor.untyped_storage())
     if whole.device.type == "cpu":
         return zlib.crc32(bytes_of(whole).data)

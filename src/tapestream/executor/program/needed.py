@@ -28,7 +28,8 @@ class Needed:
     What an operation saves of what it is given it has saved before it computes: it is called until then, if nobody
     needs its results, and what it has made itself of what it saves is none or is there. One that writes, draws, or is
     what users have written always runs: a later write tells that what was saved has changed, and draws come in their
-    order. Not so where nothing reads what it writes into (see `Unread`).
+    order. Not so where nothing reads what it writes into (see `Unread`). One that gives back what was there before
+    (``requires_grad_()``) runs, too: that it is there does not say that it requires a gradient already.
     """
 
     def __init__(self, record: Record) -> None:
@@ -65,13 +66,14 @@ class Needed:
     def _row(self, k: int) -> "_Row":
         record = self.record
         packs, given = record.packs[k], record.given[k]
-        if k in self._always or self._users[record.calls[k]]:
+        results = tuple(record.results_of(k))
+        if k in self._always or self._users[record.calls[k]] or any(n >= 0 and record.birth[n] < k for n in results):
             alone = held = RUN
         elif not packs:
             alone = held = SKIP
         else:
             alone, held = (SAVE if given == packs else RUN), (SAVE if given else SKIP)
-        return _Row(k, tuple(record.results_of(k)), tuple(record.arguments_of(k)), alone, held)
+        return _Row(k, results, tuple(record.arguments_of(k)), alone, held)
 
     def may_be_held(self, k: int) -> bool:
         """Whether operation ``k`` need not compute where what it has made itself of what it saves is there."""

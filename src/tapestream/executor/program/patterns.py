@@ -1,18 +1,16 @@
 """What is the same in many calls: the function, the structure of its arguments, and the constants among them."""
 
-import array
-import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
+from tapestream.executor.program.arrays import BUFFERS, buffers_in, copied
 from tapestream.executor.program.foreign import Foreign
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
@@ -24,8 +22,6 @@ class _Place:
 
 
 PLACE = _Place()
-BUFFERS = (numpy.ndarray, array.array, bytearray)
-"""What a program may go on writing into: each call gets a copy of its own."""
 _ATOMS = frozenset(
     (int, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
      torch.memory_format)
@@ -109,7 +105,7 @@ class Call:
 
     ``needs``: which of their tensors require a gradient; ``into``: which they say that they write into; ``attribute``:
     the name of the attribute of a tensor that they ask for, if any; ``number``: that of the pattern in its record, None
-    for one that is not recorded.
+    for one that is not recorded; ``buffers``: the arrays that the call is given, which is one of a kind then.
     """
 
     pattern: Pattern
@@ -118,6 +114,7 @@ class Call:
     into: tuple[int, ...]
     attribute: str | None
     number: int | None = None
+    buffers: Sequence[Any] = ()
 
 
 class Patterns:
@@ -152,10 +149,11 @@ class Patterns:
             measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
             needs = [flag for _, _, flag in shapes]
             into, attribute = _into(pattern, tensors), _attribute(function)
-            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key))
+            buffers = buffers_in((args, kwargs))
+            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers)
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            if not pattern.foreign:
+            if not (pattern.foreign or buffers):
                 self._calls[key, shapes] = found
         return found
 
@@ -264,7 +262,7 @@ def _template(value: Any, foreign: list[Foreign]) -> Any:
     if kind is slice:
         return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
     if isinstance(value, BUFFERS):
-        return _Held(BUFFERS, (copy.copy(value),))
+        return _Held(BUFFERS, (copied(value),))
     if kind in _ATOMS or kind is float or isinstance(value, torch.Generator):
         return value
     foreign.append(Foreign(value))
@@ -280,7 +278,7 @@ def _filled(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
         return template
     kind = template.kind
     if kind is BUFFERS:
-        return copy.copy(template.items[0])
+        return copied(template.items[0])
     items = [_filled(item, tensors) for item in template.items]
     if kind is list:
         return items

@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.executor.program.arrays import Arrays
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
 from tapestream.executor.program.seams import Apply
@@ -92,7 +93,8 @@ class Record:
     is a value's number, or ``~k`` for external tensor k. ``writes``: by storage, the operations that write into it.
     ``drawn``: the operations that draw; ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
     0 where the program draws nothing.
-    ``hidden``: of each opaque operation. ``spoilt``: why nothing may be run again.
+    ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
+    run again.
     """
 
     kinds: Kinds
@@ -124,6 +126,7 @@ class Record:
     externals: list[External] = field(default_factory=list)
     drawn: "array[int]" = field(default_factory=lambda: array("I"))
     draws_nbytes: int = 0
+    arrays: Arrays = field(default_factory=Arrays)
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
     _unread: Unread | None = field(default=None, init=False)

@@ -21,13 +21,13 @@ from tapestream.executor.program.ambients import Ambients, exchange, modes_enter
 from tapestream.executor.program.exposed import EXPOSING, Exposed
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
-from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.keeper import Keeper, foreign
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.packs import Packs
 from tapestream.executor.program.patterns import Call, tensors_of
 from tapestream.executor.program.record import Record
-from tapestream.executor.program.seams import heard_by
+from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Spare, Trials, expected
 from tapestream.executor.program.writes import QUESTIONS, check_changed
@@ -172,6 +172,13 @@ class Recorder(TorchFunctionMode):
                 "then, name the module that calls it in opaque=[...], or call it uncompiled"
             )
 
+    def scripted(self, name: str) -> None:
+        """See `Listener`. Raises GradientError: its interpreter changes graphs from call to call, and their bits."""
+        raise GradientError(
+            f"Program: {name}, made by torch.jit.script or torch.jit.trace, is called inside, and torch.jit runs "
+            "another graph of it the next time; call the function or module that it was made from"
+        )
+
     def forget(self) -> None:
         """At the end: hold nothing of the program, of which a last call may have failed."""
         self.numbers.forget()
@@ -244,7 +251,7 @@ class Recorder(TorchFunctionMode):
             self._hold(results, made)
         record.results.extend(results)
         record.result_ends.append(len(record.results))
-        self.packs.end(k)
+        self._end(k, func, call, tensors, fresh)
         taken = self._trials.note(record, self.numbers, measured, tensors, call.needs, announced, fresh, self.spare)
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
@@ -254,6 +261,20 @@ class Recorder(TorchFunctionMode):
             operation = self.holding.get(number)
             if operation is not None:
                 self.keeper.add(operation, number, tensor, self.record.storage[number])
+
+    def _end(self, k: int, func: Any, call: Call, tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
+        """Others may write into arrays that an operation has saved, or has made a tensor over, or imported."""
+        self.packs.end(k)
+        if not call.buffers and func is not FROM_DLPACK:
+            return
+        if self.record.packs[k]:
+            self.record.arrays.given(call.buffers)
+        for tensor in tensors if func is FROM_DLPACK else ():
+            self._exposed.note(tensor)
+        for tensor in fresh:
+            if foreign(tensor):
+                self._exposed.note(tensor)
+                self.record.arrays.shown(self.numbers.storage_of(tensor), tensor)
 
     def _announce(self, into: Sequence[torch.Tensor]) -> Set[int]:
         """The storages that a call says it will write into; what holds them gets copies."""
@@ -284,6 +305,7 @@ class Recorder(TorchFunctionMode):
             self.record.writes.setdefault(storage, array("i")).append(k)
         if self._exposed.sums:
             self._exposed.note_written(tensors, changed)
+            self.record.arrays.written(changed)
         if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "

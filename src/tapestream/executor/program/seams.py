@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack as modes_entered
 
 from tapestream.runner.checkpointing import checkpointing_off
 
 _DISABLED = torch._C._disabled_torch_function_impl
+FROM_DLPACK = torch.utils.dlpack.from_dlpack
 _FROM_BUFFER = torch.frombuffer
+_PARAMETER = torch.nn.Parameter.__new__
 _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
 
@@ -34,6 +37,9 @@ class Listener(Protocol):
     def compiled(self) -> None:
         """What ``torch.compile`` gave is about to run."""
 
+    def scripted(self, name: str) -> None:
+        """What ``torch.jit`` gave is about to run."""
+
 
 class Deaf:
     """Hears of calls and does nothing: for replays, in which a program or a checkpoint inside is as plain as it was."""
@@ -48,6 +54,9 @@ class Deaf:
         """Nothing follows."""
 
     compiled = casts_cleared
+
+    def scripted(self, name: str) -> None:
+        """Nothing follows."""
 
 
 class _Heard(threading.local):
@@ -125,12 +134,6 @@ class _Seams:
 
             return call
 
-        def from_buffer(
-            buffer: Any, *, dtype: torch.dtype, count: int = -1, offset: int = 0, requires_grad: bool = False
-        ) -> Any:
-            given = (buffer, dtype, count, offset, requires_grad)
-            return _buffered(*given) if heard.listener is None else heard.listener.plain(_buffered, given)
-
         def overridden(given: Any) -> bool:
             # Modules leave their fast paths where it says so; a mode that only watches is to change nothing.
             modes: list[Any] = modes_entered() if heard.listener is not None else [None]  # type: ignore[no-untyped-call]
@@ -142,11 +145,10 @@ class _Seams:
         self._before = []
         self._replace(torch.overrides, "has_torch_function", overridden)
         self._hear_compiled()
+        self._hear_scripted()
+        self._hear_memory(calling)
         self._replace(_SingleLevelFunction, "apply", classmethod(apply))
         self._replace(torch, "clear_autocast_cache", clear)
-        self._replace(torch, "from_numpy", calling(torch.from_numpy))
-        self._replace(torch, "frombuffer", from_buffer)
-        self._replace(torch.Tensor, "set_", calling(torch.Tensor.set_))
         for place in (torch, torch.random):
             self._replace(place, "manual_seed", seed)
             self._replace(place, "set_rng_state", restore)
@@ -176,6 +178,45 @@ class _Seams:
         elif dynamo is None:
             self._replace(torch, "compile", compiling)
 
+    def _hear_memory(self, calling: Callable[[Any], Callable[..., Any]]) -> None:
+        """What gives a tensor memory that is there already."""
+        heard = self.heard
+
+        def from_buffer(
+            buffer: Any, *, dtype: torch.dtype, count: int = -1, offset: int = 0, requires_grad: bool = False
+        ) -> Any:
+            given = (buffer, dtype, count, offset, requires_grad)
+            return _buffered(*given) if heard.listener is None else heard.listener.plain(_buffered, given)
+
+        def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            if heard.listener is None or cls is not torch.nn.Parameter or type(data) not in (torch.Tensor, cls):
+                return _PARAMETER(cls, data, requires_grad)
+            return heard.listener.plain(made_parameter, (data, requires_grad))
+
+        self._replace(torch.nn.Parameter, "__new__", staticmethod(parameter))
+        self._replace(torch, "from_numpy", calling(torch.from_numpy))
+        self._replace(torch, "from_dlpack", calling(FROM_DLPACK))
+        self._replace(torch.utils.dlpack, "from_dlpack", calling(FROM_DLPACK))
+        self._replace(torch, "frombuffer", from_buffer)
+        self._replace(torch.Tensor, "set_", calling(torch.Tensor.set_))
+
+    def _hear_scripted(self) -> None:
+        """What torch.jit gave: functions and methods that its own interpreter runs."""
+        heard = self.heard
+
+        def hearing(kind: Any) -> Callable[..., Any]:
+            run = kind.__call__
+
+            def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+                if heard.listener is not None:
+                    heard.listener.scripted(scripted.name)
+                return run(scripted, *args, **kwargs)
+
+            return call
+
+        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+            self._replace(kind, "__call__", hearing(kind))
+
     def _replace(self, place: Any, name: str, new: Any) -> None:
         self._before.append((place, name, vars(place).get(name)))
         setattr(place, name, new)
@@ -193,6 +234,12 @@ def _overrides(given: Any) -> bool:
     kind = type(given)
     plain = kind is torch.Tensor or kind is torch.nn.Parameter
     return not plain and getattr(kind, "__torch_function__", _DISABLED) is not _DISABLED
+
+
+def made_parameter(data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """``nn.Parameter(data, requires_grad)``, which is one operation inside a program."""
+    made: torch.Tensor = _PARAMETER(torch.nn.Parameter, data, requires_grad)
+    return made
 
 
 def _buffered(buffer: Any, dtype: torch.dtype, count: int, offset: int, requires_grad: bool) -> torch.Tensor:

@@ -45,7 +45,7 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     name = getattr(function, "__name__", "").partition(".")[0]  # of torch.ops, the packet's
     found: list[Any] = []
     if name == "__set__" or name == "__setitem__" or name.startswith("__i") or _in_place(name):
-        found.append(args[0] if args else None)
+        found.append(args[0] if args else next(iter(kwargs.values()), None))  # torch.nn.init names all
     found += statistics(function, args, kwargs)
     if isinstance(function, _OPERATIONS):
         found += [args[at] if at < len(args) else kwargs.get(label) for at, label in _said_by_schema(function)]

@@ -61,6 +61,7 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     for external in record.externals:
         external.version = external.tensor._version
     record.spoilt = record.spoilt or unseen(record)
+    record.arrays.settle(record.saves)
     keeper.settle(record)
     return Sweep(result, record, keeper, numbers)
 
@@ -96,6 +97,8 @@ class Replays:
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
         stage = bisect_right(self.steps.cuts, operation) - 1
+        if self._last is None:
+            self.record.spoilt = self.record.spoilt or self.record.arrays.why_spoilt()
         if self.record.spoilt is not None:
             raise GradientError(
                 f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "

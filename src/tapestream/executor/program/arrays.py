@@ -1,0 +1,78 @@
+"""Arrays and buffers that operations are given: replays get copies, since the program may go on writing into them."""
+
+import array
+import copy
+import ctypes
+import mmap
+import zlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy
+import torch
+
+from tapestream.executor.program.exposed import checksum
+
+BUFFERS = (numpy.ndarray, array.array, bytearray, memoryview, mmap.mmap, ctypes.Array)
+"""What a program may go on writing into: each call gets a copy of its own."""
+_COPIED = (numpy.ndarray, array.array, bytearray)
+
+
+def copied(buffer: Any) -> Any:
+    """Memory of its own that torch reads in the same way."""
+    return copy.copy(buffer) if isinstance(buffer, _COPIED) else numpy.array(memoryview(buffer))
+
+
+def buffers_in(values: Iterable[Any]) -> list[Any]:
+    """Those among ``values``, and among what is in containers there."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, BUFFERS):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += buffers_in(value)
+        elif isinstance(value, Mapping):
+            found += buffers_in(value.values())
+    return found
+
+
+class Arrays:
+    """Those that backward needs, each with a checksum: what an operation has saved of an array is the array itself, in
+    plain PyTorch, and backward takes what is in it by then. So it is held here as long as there."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[Any, int]] = []
+        self._shown: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def given(self, buffers: Sequence[Any]) -> None:
+        """An operation was given ``buffers``, and has saved something."""
+        self._given += [(one, _checksum(one)) for one in buffers]
+
+    def shown(self, storage: int, tensor: torch.Tensor) -> None:
+        """An operation has made ``tensor``, over the memory of one."""
+        self._shown[storage] = tensor.detach(), checksum(tensor)
+
+    def written(self, storages: Set[int]) -> None:
+        """Torch itself has written into ``storages``, of which versions tell."""
+        for storage in storages & self._shown.keys():
+            tensor, _ = self._shown[storage]
+            self._shown[storage] = tensor, checksum(tensor)
+
+    def settle(self, saved: Iterable[int]) -> None:
+        """The program has ended: let go of what shows none of the storages ``saved``."""
+        kept = self._shown.keys() & set(saved) if self._shown else ()
+        self._shown = {storage: self._shown[storage] for storage in kept}
+
+    def why_spoilt(self) -> str | None:
+        """Why nothing may be run again, where one has changed since."""
+        same = all(_checksum(one) == then for one, then in self._given)
+        if same and all(checksum(tensor) == then for tensor, then in self._shown.values()):
+            return None
+        return (
+            "an array or buffer that an operation was given and backward needs (as an index, or by torch.from_numpy, "
+            "as_tensor, frombuffer or DLPack) was written into afterwards"
+        )
+
+
+def _checksum(buffer: Any) -> int:
+    return zlib.crc32(buffer.tobytes() if isinstance(buffer, numpy.ndarray) else memoryview(buffer).tobytes())
