@@ -250,9 +250,8 @@ def test_saved_by_a_call_that_is_not_shown_and_written_into(run: Callable[..., A
         z.mul_(2)
         return y
 
-    result = run(program)(*given()).sum()
-    with pytest.raises((RuntimeError, GradientError), match="modified by an inplace"):
-        result.backward()
+    with pytest.raises((RuntimeError, GradientError), match=r"modified by an inplace|made by torch\.jit"):
+        run(program)(*given()).sum().backward()
 
 
 def test_the_last_call_fails() -> None:
