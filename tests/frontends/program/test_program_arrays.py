@@ -131,8 +131,8 @@ def _mapped() -> mmap.mmap:
 
 
 BUFFERS: list[tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = [
-    (REAL.copy, torch.from_numpy),
-    (REAL.copy, torch.from_dlpack),
+    (REAL.copy, lambda one: torch.from_numpy(one)),
+    (REAL.copy, lambda one: torch.from_dlpack(one)),
     (REAL.copy, torch.tensor),
     (lambda: array.array("f", REAL.tolist()), lambda one: torch.tensor(memoryview(one))),
     (lambda: bytearray(REAL.tobytes()), lambda one: torch.frombuffer(one, dtype=torch.float32)),
@@ -141,6 +141,19 @@ BUFFERS: list[tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = [
     (_mapped, lambda one: torch.frombuffer(one, dtype=torch.float32)),
     (REAL.tolist, torch.tensor),
 ]
+
+
+def test_a_function_with_a_name_of_its_own_is_not_heard_and_a_write_into_its_array_refused() -> None:
+    show = torch.from_numpy  # taken out of torch before the program runs
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        term = REAL.copy()
+        x = x + show(term)
+        term[0] = 7
+        return x
+
+    with pytest.raises(GradientError, match="written into afterwards"):
+        compare(often(body), [W, X], given)
 
 
 @pytest.mark.parametrize(("make", "show"), BUFFERS)

@@ -131,7 +131,7 @@ def test_families(name: str) -> None:
     model, batch = family(name, True)
     before = copy.deepcopy(model.state_dict())
     wanted = [traced(model, model, batch(k), k) for k in range(2)]
-    budget = int(2.3 * tight(model, batch(0), 0.3))
+    budget = int(2.8 * tight(model, batch(0), 0.3))
     model.load_state_dict(before)
     run = Program(model, budget=budget, opaque="auto")
     for k in range(2):

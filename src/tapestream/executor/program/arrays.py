@@ -16,6 +16,7 @@ from tapestream.executor.program.exposed import checksum
 BUFFERS = (numpy.ndarray, array.array, bytearray, memoryview, mmap.mmap, ctypes.Array)
 """What a program may go on writing into: each call gets a copy of its own."""
 _COPIED = (numpy.ndarray, array.array, bytearray)
+_WATCHED_NBYTES = 1 << 20
 
 
 def copied(buffer: Any) -> Any:
@@ -43,6 +44,7 @@ class Arrays:
     def __init__(self) -> None:
         self._given: list[tuple[Any, int]] = []
         self._shown: dict[int, tuple[torch.Tensor, int]] = {}
+        self._outside: list[tuple[torch.Tensor, int, int]] = []
 
     def given(self, buffers: Sequence[Any]) -> None:
         """An operation was given ``buffers``, and has saved something."""
@@ -51,6 +53,12 @@ class Arrays:
     def shown(self, storage: int, tensor: torch.Tensor) -> None:
         """An operation has made ``tensor``, over the memory of one."""
         self._shown[storage] = tensor.detach(), checksum(tensor)
+
+    def outside(self, tensor: torch.Tensor) -> None:
+        """A tensor that no call showed is over memory of others: an argument, or made by a function that was taken out
+        of torch under a name of its own before (``from torch import from_numpy``). Large ones would take too long."""
+        if tensor.untyped_storage().nbytes() <= _WATCHED_NBYTES:
+            self._outside.append((tensor.detach(), tensor._version, checksum(tensor)))
 
     def written(self, storages: Set[int]) -> None:
         """Torch itself has written into ``storages``, of which versions tell."""
@@ -66,6 +74,8 @@ class Arrays:
     def why_spoilt(self) -> str | None:
         """Why nothing may be run again, where one has changed since."""
         same = all(_checksum(one) == then for one, then in self._given)
+        # What torch has written into since has another version, of which others tell.
+        same = same and all(t._version != at or checksum(t) == then for t, at, then in self._outside)
         if same and all(checksum(tensor) == then for tensor, then in self._shown.values()):
             return None
         return (

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from tapestream.executor.program.ambients import unshown
-from tapestream.executor.program.keeper import Keeper
+from tapestream.executor.program.keeper import Keeper, foreign
 from tapestream.executor.program.record import ALIVE, External, Record
 from tapestream.executor.program.values import Ref, address_of, nbytes_of
 from tapestream.runner.graph import next_sequence_number
@@ -140,6 +140,8 @@ class Numbering:
                 tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad, -1, at
             )
         )
+        if foreign(tensor) and not tensor.requires_grad:
+            self.record.arrays.outside(tensor)
         if storage in self.record.writes:
             self._keeper.also_shown(storage, ~k, tensor, self.record)
         return ~k

@@ -25,7 +25,7 @@ from tapestream.executor.program.keeper import Keeper, foreign
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.packs import Packs
-from tapestream.executor.program.patterns import Call, tensors_of
+from tapestream.executor.program.patterns import Call, Measured, tensors_of
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
@@ -199,8 +199,7 @@ class Recorder(TorchFunctionMode):
         call = record.patterns.of(func, args, kwargs, tensors)
         pattern, measured = call.pattern, call.measured
         if k >= self.quiet:
-            self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
-            self.between(k, self.packs.nbytes)
+            self._before(k, measured, tensors)
         ambient = self._ambients.now(self._epoch)
         numbers = self.numbers.given(tensors)
         if self._exposed.sums:
@@ -208,8 +207,7 @@ class Recorder(TorchFunctionMode):
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE
         versions = [t._version for t in tensors]
         self.numbers.made_nbytes = 0
-        if self.packs.count:  # of a call that failed
-            self.packs.begin(k)
+        self.packs.begin(k)  # a call before it may have failed
         if self._hidden is not None:
             self._hidden.begin(pattern.foreign)
         drawing = self._draws.before(pattern, func)
@@ -255,6 +253,10 @@ class Recorder(TorchFunctionMode):
         taken = self._trials.note(record, self.numbers, measured, tensors, call.needs, announced, fresh, self.spare)
         self._largest_nbytes = max(self._largest_nbytes, taken)
         return result
+
+    def _before(self, k: int, measured: Measured, tensors: list[torch.Tensor]) -> None:
+        self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
+        self.between(k, self.packs.nbytes)
 
     def _hold(self, results: list[int], made: list[torch.Tensor]) -> None:
         for number, tensor in zip(results, made, strict=True):

@@ -37,9 +37,10 @@ class Tape:
         if isinstance(handle, tuple):
             return _unchanged(*handle)
         operation, place = divmod(handle, _PLACES)
-        last, saved = self._asked
-        if operation == last:
-            return _unchanged(*saved[place])
+        asked = self._asked
+        if operation == asked[0]:
+            return _unchanged(*asked[1][place])
+        del asked  # nothing holds what is done with while other stretches run again
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
