@@ -95,7 +95,7 @@ def reversals(operations: int) -> Iterator[Row]:
     assert bisected.plan is not None
     _, second = _reversed("binomial", operations, int(_ROOM * bisected.plan.peak_nbytes))
     n, ratio = len(bisected.plan.profile), first["operations run"] / second["operations run"]
-    tabled = _halved(n) / (n + least_forwards(n, most_kept(bisected) + 1))
+    tabled = halved(n) / (n + least_forwards(n, most_kept(bisected) + 1))
     yield {
         "what": "bisection over binomial, in 1% more memory", "operations": operations, "stretches": n,
         "ratio": round(ratio, 3), "by the formulas": round(tabled, 3), "claim": "at least what the formulas say",
@@ -148,9 +148,9 @@ def growth(shorter: int, longer: int) -> Row:
     }  # fmt: skip
 
 
-def _halved(n: int) -> int:
+def halved(n: int) -> int:
     """Forwards of bisection, the recorded ones included (Griewank 1992)."""
-    return n if n == 1 else n // 2 + _halved(n - n // 2) + _halved(n // 2)
+    return n if n == 1 else n // 2 + halved(n - n // 2) + halved(n // 2)
 
 
 if __name__ == "__main__":

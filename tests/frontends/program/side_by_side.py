@@ -1,15 +1,18 @@
 """A program beside the same function under plain autograd: values, gradients, buffers and generators, bit for bit."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch import nn
 
 from tapestream.errors import BudgetError
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in
+from tapestream.frontends.program.sizes import Sizes
 
 
 def outcome(
@@ -76,6 +79,17 @@ def compare(
         assert torch.equal(generator, wanted[3])
         assert all(map(torch.equal, buffers, after[seed])), f"buffers of call {seed}"
     return program
+
+
+def fix_seconds(monkeypatch: pytest.MonkeyPatch, by_name: Mapping[str, float]) -> None:
+    """Operations take these seconds by the names of their functions, others 0.1: always the same."""
+
+    def seconds(sizes: Sizes) -> Any:
+        record = sizes.record
+        names = [getattr(record.pattern(k).function, "__name__", "") for k in range(len(record))]
+        return numpy.array([by_name.get(name, 0.1) for name in names])
+
+    monkeypatch.setattr(Sizes, "seconds", seconds)
 
 
 def restore(buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:

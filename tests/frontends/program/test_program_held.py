@@ -4,10 +4,9 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from side_by_side import compare
+from side_by_side import compare, fix_seconds
 from test_program_needed import tape_of
 from torch import nn
 from torch.nn import functional
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
 from tapestream.executor.program.record import MIXED
 from tapestream.frontends.program.program import Program
-from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Backward, Record
 from tapestream.storage.meter import track_memory
 
@@ -39,12 +37,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def seconds_that_are_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(sizes: Sizes) -> Any:
-        record = sizes.record
-        names = [getattr(record.pattern(k).function, "__name__", "") for k in range(len(record))]
-        return numpy.array([_SECONDS.get(name, 0.1) for name in names])
-
-    monkeypatch.setattr(Sizes, "seconds", seconds)
+    fix_seconds(monkeypatch, _SECONDS)
 
 
 def attention_blocks() -> nn.Module:

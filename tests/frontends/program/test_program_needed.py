@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from itertools import pairwise, zip_longest
-from typing import Any
 
-import numpy
 import pytest
 import torch
-from side_by_side import compare
+from side_by_side import compare, fix_seconds
 from test_program_record import Products
 from torch.nn import functional
 
 from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
 from tapestream.frontends.program.holds import NOTHING, Holding
 from tapestream.frontends.program.program import Program
-from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record
 from tapestream.storage.meter import track_memory
 
@@ -33,12 +30,7 @@ def network(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def seconds_that_are_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(sizes: Sizes) -> Any:
-        record = sizes.record
-        names = [getattr(record.pattern(k).function, "__name__", "") for k in range(len(record))]
-        return numpy.array([_SECONDS.get(name, 0.1) for name in names])
-
-    monkeypatch.setattr(Sizes, "seconds", seconds)
+    fix_seconds(monkeypatch, _SECONDS)
 
 
 def plain_network(x: torch.Tensor) -> torch.Tensor:

@@ -12,19 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.program_long import W, halved, most_kept, program
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
-from tapestream.ir import Backward, Forward, Free, Keep, Kind, Phase, PhaseKind, Record, Value
+from tapestream.ir import Backward, Forward, Phase, PhaseKind, Record
 from tapestream.planners._recurrences import least_forwards
 
-W = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
 MOST = 400  # bytes of host memory an operation
-
-
-def program(x: torch.Tensor, steps: int) -> torch.Tensor:
-    for _ in range(steps // 2):
-        x = torch.tanh(x @ W)
-    return x
 
 
 @pytest.mark.full
@@ -126,31 +120,12 @@ def test_as_many_stretches_run_as_the_plan_counts_in_long_programs(planner: str)
     check_forwards(planner, 100_000)
 
 
-def most_kept(run: Program) -> int:
-    """The most restart checkpoints that a plan holds at once."""
-    assert run.plan is not None
-    held: set[int] = set()
-    most = 0
-    for action in run.plan.schedule:
-        if isinstance(action, Keep):
-            held.add(action.stage)
-        elif isinstance(action, Free) and isinstance(action.value, Value) and action.value.kind is Kind.STATE:
-            held.discard(action.value.index)
-        most = max(most, len(held))
-    return most
-
-
 def test_ten_times_longer_takes_one_more_restart_checkpoint_per_doubling() -> None:
     kept = []
     for operations in (200, 2_000):
         run, _, _ = run_again("bisection", operations)
         kept.append(most_kept(run))
     assert kept[1] - kept[0] <= ceil(log2(10))
-
-
-def halved(n: int) -> int:
-    """Forwards of bisection, the recorded ones included (Griewank 1992)."""
-    return n if n == 1 else n // 2 + halved(n - n // 2) + halved(n // 2)
 
 
 @pytest.mark.full

@@ -40,8 +40,7 @@ class Packs:
         else:
             if self._own:
                 self._given = MIXED
-            if not self._record.storage_external[storage]:
-                self._add(storage)
+            self._add(storage)
         return handle(operation, place)
 
     def begin(self, k: int) -> None:
@@ -76,8 +75,7 @@ class Packs:
             address = address_of(tensor)
             storage = self._numbers.storage_at(address)
             if storage is not None:
-                if not self._record.storage_external[storage]:
-                    self._add(storage)
+                self._add(storage)
             elif tensor.layout is torch.strided:
                 inner[address] = tensor.untyped_storage().nbytes()
         return sum(inner.values())
@@ -87,7 +85,9 @@ class Packs:
         self._given, self._own = None, []
 
     def _add(self, storage: int) -> None:
-        """Autograd has saved something of a storage that is not others'."""
+        """Autograd has saved something of a storage; those of others do not count."""
+        if self._record.storage_external[storage]:
+            return
         self._record.saves.append(storage)
         counted = self._counted
         if storage >= len(counted):

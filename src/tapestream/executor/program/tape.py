@@ -49,8 +49,9 @@ class Tape:
                     raise inside()
                 self._asked = -1, []
                 self.bring(operation)
-            self._asked = operation, self.saved[operation]
-            return _unchanged(*self.saved[operation][place])
+            saved = self.saved[operation]
+            self._asked = operation, saved
+            return _unchanged(*saved[place])
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ from itertools import pairwise
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, ScheduleError
 from tapestream.frontends.program.cuts import Borders
-from tapestream.ir import (  # fmt: skip
+from tapestream.frontends.program.orders import renumbered
+from tapestream.ir import (
     Action,
     Backward,
     Forward,
@@ -81,30 +82,11 @@ def _named(actions: Sequence[Action], inside: set[int]) -> set[int]:
 
 
 def _rewritten(actions: Sequence[Action], n: int, inside: set[int], planner: str) -> Schedule:
-    """The same without the borders ``inside``. Raises ScheduleError for an action that no such plan has."""
+    """The same without the borders ``inside``. See `renumbered`."""
     place, at = [], 0
     for border in range(n + 1):
         place.append(at)
         at += border + 1 not in inside
-    out: list[Action] = []
-    for action in actions:
-        match action:
-            case Phase():
-                out.append(action)
-            case Forward(start, stop):
-                out.append(Forward(place[start], place[stop]))
-            case Record(stage) | Backward(stage) if stage in inside:
-                pass
-            case Record(stage):
-                out.append(Record(place[stage]))
-            case Backward(stage):
-                out.append(Backward(place[stage]))
-            case Keep(stage):
-                out.append(Keep(place[stage]))
-            case Restore(stage):
-                out.append(Restore(place[stage]))
-            case Free(Value(Kind.STATE, stage), tier):
-                out.append(Free(Value(Kind.STATE, place[stage]), tier))
-            case _:
-                raise ScheduleError(f"no stretches are merged in a plan with {action}")
-    return Schedule(Series(tuple(out)), place[n], planner=planner)
+    dropped = [isinstance(a, Record | Backward) and a.stage in inside for a in actions]
+    out = tuple(renumbered(action, place) for action, gone in zip(actions, dropped, strict=True) if not gone)
+    return Schedule(Series(out), place[n], planner=planner)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from tapestream.costs import Budget, Profile
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, ScheduleError
 from tapestream.ir import (  # fmt: skip
     Action,
     Backward,
@@ -73,6 +73,21 @@ def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action |
         if not isinstance(action, Transfer):
             coming = next(following, None)
         yield action, coming
+
+
+def renumbered(action: Action, place: Sequence[int]) -> Action:
+    """An action of a plan in which nothing moves, with its stages at other places. Raises ScheduleError for others."""
+    match action:
+        case Phase():
+            return action
+        case Forward(start, stop):
+            return Forward(place[start], place[stop])
+        case Record(stage) | Backward(stage) | Keep(stage) | Restore(stage):
+            return type(action)(place[stage])
+        case Free(Value(Kind.STATE, stage), tier):
+            return Free(Value(Kind.STATE, place[stage]), tier)
+        case _:
+            raise ScheduleError(f"stages are not renumbered in a plan with {action}")
 
 
 def transfers(schedule: Schedule) -> dict[int, list[Transfer]]:

@@ -15,21 +15,8 @@ from tapestream.costs import Budget
 from tapestream.errors import BudgetError, ScheduleError
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.fit import most_that_fit
-from tapestream.ir import (  # fmt: skip
-    Action,
-    Backward,
-    Forward,
-    Free,
-    Keep,
-    Kind,
-    Phase,
-    PhaseKind,
-    Record,
-    Restore,
-    Schedule,
-    Series,
-    Value,
-)
+from tapestream.frontends.program.orders import renumbered
+from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record, Schedule, Series
 from tapestream.planning.plan import Plan
 
 _LONGEST = 24  # operations of a tail
@@ -86,8 +73,8 @@ class Tails:
 
 
 def _rewritten(actions: Sequence[Action], n: int, split: frozenset[int], planner: str) -> Schedule:
-    """The same with the stages ``split`` in two, of which the second is recorded in the first sweep. Raises
-    ScheduleError for an action that no such plan has."""
+    """The same with the stages ``split`` in two, of which the second is recorded in the first sweep. See
+    `renumbered`."""
     place, at = [], 0
     for stage in range(n + 1):
         place.append(at)
@@ -109,18 +96,10 @@ def _rewritten(actions: Sequence[Action], n: int, split: frozenset[int], planner
                     first = place[stage] + 2
                 if first < place[stop]:
                     out.append(Forward(first, place[stop]))
-            case Record(stage):
-                out.append(Record(place[stage]))
             case Backward(stage):
                 out.append(Backward(place[stage]))
                 if stage - 1 in split:
                     out.append(Backward(place[stage - 1] + 1))
-            case Keep(stage):
-                out.append(Keep(place[stage]))
-            case Restore(stage):
-                out.append(Restore(place[stage]))
-            case Free(Value(Kind.STATE, stage), tier):
-                out.append(Free(Value(Kind.STATE, place[stage]), tier))
             case _:
-                raise ScheduleError(f"no stage is split in a plan with {action}")
+                out.append(renumbered(action, place))
     return Schedule(Series(tuple(out)), place[n], planner=planner)
