@@ -95,11 +95,18 @@ class Timings:
         }  # fmt: skip
 
 
-def alternate(runs: Mapping[str, Run], rounds: int, device: str, *, warm: int = 1, repeat: int = 1) -> Timings:
-    """Every contender in turn, ``rounds`` times over after ``warm`` rounds unmeasured; ``repeat`` calls each time."""
-    timings = Timings({name: [] for name in runs}, {name: [] for name in runs})
+def alternate(
+    runs: Mapping[str, Run], rounds: int, device: str, *, warm: int = 1, repeat: int = 1, rest: float = 0.0
+) -> Timings:
+    """Every contender in turn, ``rounds`` times over after ``warm`` rounds unmeasured; ``repeat`` calls each time.
+
+    With ``rest`` each begins after as many idle seconds, and each is first as often as the others: a disk lends speed
+    that what comes next has to give back.
+    """
+    timings, order = Timings({name: [] for name in runs}, {name: [] for name in runs}), list(runs.items())
     for number in range(-warm, rounds):
-        for name, run in runs.items():
+        for name, run in order:
+            time.sleep(rest)
             synchronize(device)
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(repeat):
@@ -108,6 +115,8 @@ def alternate(runs: Mapping[str, Run], rounds: int, device: str, *, warm: int = 
             if number >= 0:
                 timings.wall[name].append((time.perf_counter() - wall) / repeat)
                 timings.cpu[name].append((time.process_time() - cpu) / repeat)
+        if rest:
+            order.append(order.pop(0))
     return timings
 
 

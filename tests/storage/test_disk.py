@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -385,3 +386,36 @@ def check_usable(folder):
     extent = folder.allocate(8192)
     extent.write_from(memory)
     assert torch.equal(extent.map(), memory)
+
+
+USED_MEMORY = """
+import ctypes, re, torch
+from pathlib import Path
+from tapestream.storage.transfer import aligned_empty
+libc = ctypes.CDLL(None)
+libc.mallopt(-4, 0)  # M_MMAP_MAX: no mappings of their own,
+libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: and nothing goes back to the system
+used = torch.ones(2**24)
+address = used.data_ptr()
+del used
+memory = aligned_empty(2**25).fill_(1)
+assert address <= memory.data_ptr() < address + 2**26, "malloc has not given the same memory again"
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+        first, last = (int(text, 16) for text in found.groups())
+    elif line.startswith("AnonHugePages:") and first <= memory.data_ptr() + 2**24 < last:
+        print(int(line.split()[1]) * 1024)
+"""
+
+
+def _large_pages_on_advice():
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.exists() and "[never]" not in path.read_text()
+
+
+@pytest.mark.skipif(not _large_pages_on_advice(), reason="the system has no large pages to give")
+def test_memory_that_was_used_before_is_of_large_pages_again():
+    # A disk fills scattered small pages at half the speed.
+    child = subprocess.run([sys.executable, "-c", USED_MEMORY], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) >= 2**24, "most of it should lie in large pages"

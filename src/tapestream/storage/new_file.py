@@ -1,7 +1,6 @@
 """`new_file`: a file written once, from front to back, while what comes next is being made."""
 
 import fcntl
-import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tapestream.errors import StorageError
-from tapestream.storage.transfer import ALIGNMENT
+from tapestream.storage.transfer import ALIGNMENT, large_pages
 
 _BUFFERS = 3, 4 << 20  # one is filled while one is written, and one waits, so that neither does
 _LARGE_BUFFERS = 2, 16 << 20  # disks take that faster
@@ -53,7 +52,7 @@ class NewFile:
     def __init__(self, file: int, thread: ThreadPoolExecutor, count: int, size: int) -> None:
         self._file, self._thread, self._size = file, thread, size
         self._writing: deque[Future[None]] = deque()
-        self._buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(count)]
+        self._buffers = [torch.from_numpy(large_pages(size)) for _ in range(count)]
         self._filled = self._handed = 0
         with suppress(OSError):  # not every file system has it
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)

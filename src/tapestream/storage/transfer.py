@@ -97,7 +97,7 @@ def _staging(memory: Bytes, granule: int) -> Bytes | None:
     if memory.ctypes.data % granule == 0 and memory.nbytes % granule == 0:
         return None
     if not hasattr(_own, "stage"):  # new pages would be zeroed for every transfer
-        _own.stage = np.frombuffer(mmap.mmap(-1, _STAGE), dtype=np.uint8)
+        _own.stage = large_pages(_STAGE)
     stage: Bytes = _own.stage
     return stage
 
@@ -114,12 +114,27 @@ def write_back(file: int, start: int, nbytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def _ask_for_large_pages(memory: torch.Tensor) -> None:
-    """Fresh memory is faulted in page by page, 4096 bytes each, which takes longer than a fast disk takes to fill it.
+def large_pages(nbytes: int) -> Bytes:
+    """Memory in large pages, from the beginning of one on, that torch does not count: for what is passed through."""
+    whole = np.frombuffer(mmap.mmap(-1, nbytes + _LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
+    found = whole[-whole.ctypes.data % _LARGE_PAGE :][:nbytes]
+    _advise(found.ctypes.data, nbytes, mmap.MADV_HUGEPAGE)
+    return found
 
-    Advice only: a system without large pages goes on as before.
+
+def _ask_for_large_pages(memory: torch.Tensor) -> None:
+    """Fresh memory is faulted in page by page, 4096 bytes each, which takes longer than a fast disk takes to fill it,
+    and a disk takes twice as long to fill such pages as large ones.
+
+    What malloc had given out before consists of small pages: they are let go of, with what was in them.
     """
     first = round_up(memory.data_ptr(), _LARGE_PAGE)
     nbytes = (memory.data_ptr() + memory.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
     if nbytes > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
+        _advise(first, nbytes, mmap.MADV_DONTNEED)
+        _advise(first, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Advice only: a system without large pages goes on as before."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
