@@ -45,7 +45,7 @@ def test_one_that_is_to_be_large_is_written_in_larger_pieces(
     pieces = [data(size) for size in sizes]
     write(tmp_path / "file", pieces, 512 * MIB)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
-    assert [nbytes for nbytes in found if nbytes >= 16 * MIB] == [16 * MIB] * (sum(sizes) // (16 * MIB))
+    assert [nbytes for nbytes in found if nbytes >= 8 * MIB] == [8 * MIB] * (sum(sizes) // (8 * MIB))
 
 
 def test_a_file_system_that_refuses_direct_transfers_is_written_through_the_cache(

@@ -23,6 +23,7 @@ import torch
 from tapestream.errors import InputError, StorageError
 from tapestream.storage.kernel_queue import KernelQueue, Pending
 from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead, remove_locked, unlock
+from tapestream.storage.mapped import address_of, note
 from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
 from tapestream.storage.transfer import ALIGNMENT, SECTOR, bytes_of, move_bytes, round_up, write_back
 from tapestream.units import format_nbytes
@@ -141,7 +142,7 @@ class Extent:
     """``nbytes`` bytes of a file, of its own or of a slab from byte ``start`` on. Transfers release the GIL and raise
     StorageError when they fail."""
 
-    __slots__ = ("_folder", "_mapping", "_slab", "_start", "_unflushed", "nbytes", "path")
+    __slots__ = ("__weakref__", "_folder", "_mapping", "_slab", "_start", "_unflushed", "nbytes", "path")
 
     def __init__(self, folder: DiskFolder, path: Path, nbytes: int, slab: Slab | None = None, start: int = 0) -> None:
         self._folder, self._slab, self._start = folder, slab, start
@@ -179,6 +180,7 @@ class Extent:
             with self._opened("map", os.O_RDWR) as file:
                 mapping = mmap.mmap(file, self.nbytes, offset=self._start)
             self._mapping = weakref.ref(mapping)
+            note(self, mapping)
         self._unflushed = True
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -186,6 +188,17 @@ class Extent:
     def mapped(self) -> bool:
         """True while a tensor from `map` lives."""
         return self._mapping is not None and self._mapping() is not None
+
+    @property
+    def address(self) -> int | None:
+        """Where in memory `map` shows its first byte, None where no such tensor lives."""
+        mapping = self._mapping() if self._mapping is not None else None
+        return None if mapping is None else address_of(mapping)
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers can pass the page cache by."""
+        return self._folder.granule > 0
 
     def flush(self) -> None:
         """Bring what was written through `map` to the file's blocks. Direct transfers do it themselves."""

@@ -14,7 +14,7 @@ from tapestream.errors import StorageError
 from tapestream.storage.transfer import ALIGNMENT, large_pages
 
 _BUFFERS = 3, 4 << 20  # one is filled while one is written, and one waits, so that neither does
-_LARGE_BUFFERS = 2, 16 << 20  # disks take that faster
+_LARGE_BUFFERS = 4, 8 << 20  # disks take that faster
 _LARGE_NBYTES = 512 << 20
 
 

@@ -9,9 +9,9 @@ import mmap
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 
 from tapestream.errors import InputError, StorageError
 from tapestream.storage.new_file import new_file
+from tapestream.storage.read_ahead import Parts, pieces_of
 
-_CHUNK_NBYTES = 8 << 20
 _SMALL_NBYTES = 4096
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -35,7 +35,7 @@ RESERVED = "__metadata__"
 
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], written: Callable[[int], None],
-    parts: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda tensor: (tensor,),
+    parts: Parts = lambda tensor: (tensor,),
 ) -> dict[str, int]:  # fmt: skip
     """Write a new file; returns the checksum of each tensor. ``written`` is told bytes as they go; ``parts``: tensors
     whose elements, one after the other, are those of the one given.
@@ -57,21 +57,21 @@ def write_tensors(
         end += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    sums: dict[str, int] = {}
-    with new_file(path, end) as file, ThreadPoolExecutor(1, "tapestream-sum") as thread:
+    sums = {name: _described(tensor) for name, tensor in tensors.items()}
+    with (
+        new_file(path, end) as file, ThreadPoolExecutor(1, "tapestream-sum") as thread,
+        closing(pieces_of(tensors.items(), parts)) as pieces,
+    ):  # fmt: skip
         file.write(_bytes_of(len(text).to_bytes(8, "little") + text))
-        for name, tensor in tensors.items():
-            crc32 = _described(tensor)
-            for piece in chain.from_iterable(map(_pieces, parts(tensor))):
-                if piece.numel() > _SMALL_NBYTES:
-                    adding = thread.submit(zlib.crc32, piece.numpy().data, crc32)
-                    file.write(piece)
-                    crc32 = adding.result()
-                else:
-                    file.write(piece)
-                    crc32 = zlib.crc32(piece.numpy().data, crc32)
-                written(piece.numel())
-            sums[name] = crc32
+        for name, piece in pieces:
+            if piece.numel() > _SMALL_NBYTES:
+                adding = thread.submit(zlib.crc32, piece.numpy().data, sums[name])
+                file.write(piece)
+                sums[name] = adding.result()
+            else:
+                file.write(piece)
+                sums[name] = zlib.crc32(piece.numpy().data, sums[name])
+            written(piece.numel())
     return sums
 
 
@@ -84,7 +84,7 @@ def write_text(path: Path, text: str) -> None:
 def checksum(tensor: torch.Tensor) -> int:
     """The CRC-32 of its dtype, shape and bytes."""
     crc32 = _described(tensor)
-    for piece in _pieces(tensor):
+    for _, piece in pieces_of([("", tensor)]):
         crc32 = zlib.crc32(piece.numpy().data, crc32)
     return crc32
 
@@ -123,13 +123,6 @@ def _bytes_of(data: bytes) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor) -> int:
     return zlib.crc32(f"{_NAMES[tensor.dtype]}{list(tensor.shape)}".encode())
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor's bytes in row-major order, a few MiB at a time; a tensor that lies otherwise is copied first."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0).byte()
-    for start in range(0, flat.numel(), _CHUNK_NBYTES):
-        yield flat[start : start + _CHUNK_NBYTES].cpu()
 
 
 def _view(mapping: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
