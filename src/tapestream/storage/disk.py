@@ -175,7 +175,7 @@ class Extent:
         """The extent's bytes as a uint8 tensor that shares them: what is written to either is seen by both."""
         if self.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        mapping = self._mapping() if self._mapping is not None else None
+        mapping = self._mapped_now()
         if mapping is None:
             with self._opened("map", os.O_RDWR) as file:
                 mapping = mmap.mmap(file, self.nbytes, offset=self._start)
@@ -187,12 +187,12 @@ class Extent:
     @property
     def mapped(self) -> bool:
         """True while a tensor from `map` lives."""
-        return self._mapping is not None and self._mapping() is not None
+        return self._mapped_now() is not None
 
     @property
     def address(self) -> int | None:
         """Where in memory `map` shows its first byte, None where no such tensor lives."""
-        mapping = self._mapping() if self._mapping is not None else None
+        mapping = self._mapped_now()
         return None if mapping is None else address_of(mapping)
 
     @property
@@ -213,11 +213,15 @@ class Extent:
                 self.path.unlink()
             return
         room = self._slab, self._start, self.nbytes
-        mapping = self._mapping() if self._mapping is not None else None
+        mapping = self._mapped_now()
         if mapping is None:
             self._folder.give_back(*room)
         else:  # garbage collection takes no lock
             weakref.finalize(mapping, self._folder._unmapped.append, room).atexit = False
+
+    def _mapped_now(self) -> mmap.mmap | None:
+        """The mapping that tensors from `map` show, if any lives."""
+        return None if self._mapping is None else self._mapping()
 
     def _transfer(self, verb: str, tensor: torch.Tensor, offset: int, nbytes: int | None) -> None:
         nbytes = tensor.nbytes if nbytes is None else nbytes
