@@ -13,8 +13,9 @@ import torch
 from tapestream.errors import StorageError
 from tapestream.storage.transfer import ALIGNMENT, large_pages
 
-_BUFFERS = 3, 4 << 20  # one is filled while one is written, and one waits, so that neither does
-_LARGE_BUFFERS = 4, 8 << 20  # disks take that faster
+_COUNT = 4  # buffers: one is filled while two are written, and one waits
+_WRITERS = 2  # a disk that writes for one thread idles until that has the processor again
+_SIZE, _LARGE_SIZE = 4 << 20, 8 << 20  # bytes of a buffer; disks take larger ones faster
 _LARGE_NBYTES = 512 << 20
 
 
@@ -27,8 +28,10 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with ThreadPoolExecutor(1, "tapestream-write") as thread:
-                new = NewFile(file, thread, *(_LARGE_BUFFERS if nbytes >= _LARGE_NBYTES else _BUFFERS))
+            if nbytes:
+                os.posix_fallocate(file, 0, nbytes)  # file systems write to reserved places at once, to others in turn
+            with ThreadPoolExecutor(_WRITERS, "tapestream-write") as threads:
+                new = NewFile(file, threads, _LARGE_SIZE if nbytes >= _LARGE_NBYTES else _SIZE)
                 yield new
                 new.finish()
             os.fsync(file)
@@ -43,16 +46,16 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
 
 
 class NewFile:
-    """Takes bytes into ``count`` buffers of its own of ``size`` bytes, and has ``thread`` write those that are full.
+    """Takes bytes into buffers of its own of ``size`` bytes, and has ``threads`` write those that are full.
 
     Past the page cache where the file system can: that takes a fifth of the processor's time, and leaves the cache to
     what will be read again.
     """
 
-    def __init__(self, file: int, thread: ThreadPoolExecutor, count: int, size: int) -> None:
-        self._file, self._thread, self._size = file, thread, size
+    def __init__(self, file: int, threads: ThreadPoolExecutor, size: int) -> None:
+        self._file, self._threads, self._size = file, threads, size
         self._writing: deque[Future[None]] = deque()
-        self._buffers = [torch.from_numpy(large_pages(size)) for _ in range(count)]
+        self._buffers = [torch.from_numpy(large_pages(size)) for _ in range(_COUNT)]
         self._filled = self._handed = 0
         with suppress(OSError):  # not every file system has it
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
@@ -73,30 +76,37 @@ class NewFile:
         """Write what is left; then nothing more may be added. Raises OSError."""
         while self._writing:
             self._writing.popleft().result()
-        rest = self._filling()[: self._filled]
+        start, rest = self._handed * self._size, self._filling()[: self._filled]
         whole = self._filled - self._filled % ALIGNMENT
-        self._write(rest[:whole])
+        self._write(rest[:whole], start)
         self._past_no_cache()  # which the end of a file, seldom that of a page, cannot be
-        self._write(rest[whole:])
+        self._write(rest[whole:], start + whole)
+        os.ftruncate(self._file, start + self._filled)  # if less came than was reserved
 
     def _filling(self) -> torch.Tensor:
-        return self._buffers[self._handed % len(self._buffers)]
+        return self._buffers[self._handed % _COUNT]
 
     def _hand_over(self) -> None:
-        self._writing.append(self._thread.submit(self._write, self._filling()))
+        self._writing.append(self._threads.submit(self._write, self._filling(), self._handed * self._size))
         self._handed, self._filled = self._handed + 1, 0
-        if len(self._writing) == len(self._buffers):
+        if len(self._writing) == _COUNT:
             self._writing.popleft().result()  # the next one to be filled
 
-    def _write(self, data: torch.Tensor) -> None:
+    def _write(self, data: torch.Tensor, start: int) -> None:
         rest = data.numpy().data
         while rest:
+            direct = self._is_direct()
             try:
-                rest = rest[os.write(self._file, rest) :]
+                count = os.pwrite(self._file, rest, start)
             except OSError:
-                if not fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT:
+                if not direct:
                     raise
                 self._past_no_cache()  # some accept the flag and refuse the transfer, or what is left of one
+            else:
+                rest, start = rest[count:], start + count
+
+    def _is_direct(self) -> bool:
+        return bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT)
 
     def _past_no_cache(self) -> None:
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -39,7 +39,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     (numbers, strings, tensors, containers of them), which `load` returns. The states of all random generators go with
     them. Each part is a folder of safetensors files, those of ``model=`` named and indexed as Hugging Face's are;
     ``manifest.json`` has the rest and a checksum of every tensor. Nothing is pickled. Tensors go one by one: no memory
-    is needed beyond 32 MiB of buffers (52 MiB for 512 MiB and more), one tensor that does not lie in row-major order,
+    is needed beyond 36 MiB of buffers (52 MiB for 512 MiB and more), one tensor that does not lie in row-major order,
     and those that are conjugated or negated views. Killed at any moment, the last complete save is there; all but the
     last ``keep`` are removed once this one is complete.
 
