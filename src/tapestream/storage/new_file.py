@@ -62,11 +62,12 @@ class NewFile:
 
     def write(self, data: torch.Tensor) -> None:
         """Add uint8 numbers, which may change as soon as this returns. Raises OSError."""
-        done, end = 0, data.numel()
+        # By NumPy: PyTorch copies with all its threads, which wait for each other in loops beside those that write.
+        done, end, numbers = 0, data.numel(), data.numpy()
         while done < end:
             count = min(end - done, self._size - self._filled)
-            room = self._filling()[self._filled : self._filled + count]
-            room.copy_(data[done : done + count])
+            room = self._filling().numpy()[self._filled : self._filled + count]
+            room[:] = numbers[done : done + count]
             done += count
             self._filled += count
             if self._filled == self._size:

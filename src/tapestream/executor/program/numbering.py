@@ -24,7 +24,8 @@ class Numbering:
         self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._values: dict[int, Ref] = {}
         self._external: dict[int, int] = {}
-        self._storages: dict[int, list[int]] = {}  # by address of the storage: its number, how many values show it
+        self._storages: dict[int, int] = {}  # by address
+        self._showing: list[int] = []  # by storage, how many tensors that are watched or held show it
         self._keeper, self._addresses = keeper, keeper.addresses
         self._since = next_sequence_number()
 
@@ -78,15 +79,14 @@ class Numbering:
     def new(self, tensor: torch.Tensor, k: int) -> int:
         """The number of a tensor made by operation ``k``."""
         record = self.record
-        value, storage, entry = len(record.birth), *self._entry(tensor)
-        ref = Ref(tensor, self._died)
-        ref.id, ref.value, ref.storage, ref.version, ref.at = id(tensor), value, storage, tensor._version, k
-        self._values[id(tensor)] = ref
-        if not entry[1]:
+        value, storage, key = len(record.birth), self.storage_of(tensor), id(tensor)
+        ref = self._values[key] = Ref(tensor, self._died)
+        ref.id, ref.value, ref.storage, ref.version, ref.at = key, value, storage, tensor._version, k
+        if not self._showing[storage]:
             nbytes = record.storage_nbytes[storage]
             self.alive_nbytes += nbytes
             self.made_nbytes += nbytes
-        entry[1] += 1
+        self._showing[storage] += 1
         record.birth.append(k)
         record.last_use.append(k)
         record.death.append(ALIVE)
@@ -105,45 +105,39 @@ class Numbering:
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, a new one where nothing alive shows it."""
-        return self._entry(tensor)[0]
-
-    def storage_at(self, address: int) -> int | None:
-        """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
-        entry = self._storages.get(address)
-        return None if entry is None else entry[0]
-
-    def _entry(self, tensor: torch.Tensor) -> tuple[int, list[int]]:
         address = address_of(tensor)
-        entry = self._storages.get(address)
-        if entry is None:
-            number = len(self.record.storage_nbytes)
-            entry = self._storages[address] = [number, 0]
+        number = self._storages.get(address)
+        if number is None:
+            number = self._storages[address] = len(self._showing)
+            self._showing.append(0)
             self._addresses[number] = address
             self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
             self.record.storage_external.append(0)
-        return entry[0], entry
+        return number
+
+    def storage_at(self, address: int) -> int | None:
+        """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
+        return self._storages.get(address)
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
         node = tensor.grad_fn
         if node is not None and node._sequence_nr() >= self._since:
             raise unshown(tensor, node.name())
-        storage, entry = self._entry(tensor)
-        if entry[1] and not self.record.storage_external[storage]:
+        record, storage = self.record, self.storage_of(tensor)
+        if self._showing[storage] and not record.storage_external[storage]:
             raise unshown(tensor, None)
-        self.record.storage_external[storage] = 1
-        entry[1] += 1
-        self._external[id(tensor)] = k = len(self.record.externals)
+        record.storage_external[storage] = 1
+        self._showing[storage] += 1
+        self._external[id(tensor)] = k = len(record.externals)
         self.shown.setdefault(storage, []).append((~k, tensor))
-        at = len(self.record.calls)
-        self.record.externals.append(
-            External(
-                tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, tensor.requires_grad, -1, at
-            )
+        at, requires = len(record.calls), tensor.requires_grad
+        record.externals.append(
+            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, requires, -1, at)
         )
-        if foreign(tensor) and not tensor.requires_grad:
-            self.record.arrays.outside(tensor)
-        if storage in self.record.writes:
-            self._keeper.also_shown(storage, ~k, tensor, self.record)
+        if not requires and foreign(tensor):
+            record.arrays.outside(tensor)
+        if storage in record.writes:
+            self._keeper.also_shown(storage, ~k, tensor, record)
         return ~k
 
     def _died(self, ref: Ref) -> None:
@@ -152,8 +146,7 @@ class Numbering:
         self.record.death[ref.value] = len(self.record.calls)
         address = self._addresses.get(ref.storage)
         if address is not None:
-            entry = self._storages[address]
-            entry[1] -= 1
-            if not entry[1]:
+            self._showing[ref.storage] -= 1
+            if not self._showing[ref.storage]:
                 del self._storages[address], self._addresses[ref.storage]
                 self.alive_nbytes -= self.record.storage_nbytes[ref.storage]
