@@ -31,9 +31,12 @@ def keep_as_they_come(
 
 
 def merged(rows: Sequence[Row], row: Row, order: Sequence[tuple[str, int]]) -> list[Row]:
-    """``rows`` with ``row`` in the place of the one for the same run, in ``order`` (network and layers), compared."""
+    """``rows`` with ``row`` in the place of the one for the same run, in ``order`` (network and layers), compared. One
+    of saving alone is added to that."""
     places = {key: number for number, key in enumerate(order)}
-    found = {(one["network"], one["layers"]): one for one in (*rows, row)}
+    found = {(one["network"], one["layers"]): one for one in rows}
+    key = row["network"], row["layers"]
+    found[key] = row if "plain PyTorch" in row else {**found.get(key, {}), **row}
     ordered = [found[key] for key in sorted(found, key=lambda key: places.get(key, len(places)))]
     return [_judged(_compared(one, ordered)) for one in ordered]
 

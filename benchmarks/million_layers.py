@@ -4,7 +4,8 @@ on disk, under a hard limit in which plain PyTorch fails; and depth costs nothin
 Each run is a child of its own, which may take what Python and PyTorch take after a small run of the same kind, plus the
 limit. Both sides ask Linux for large pages, as PyTorch does if told to. ``--scale 0.01`` runs all at a hundredth of the
 depth, or of a GPT's parameters; ``--only`` names some, of which the rows in the result file are replaced, as they come,
-with the commit that each was measured at.
+with the commit that each was measured at; ``--saves`` measures making, moving home and saving alone, and puts these
+columns into the rows that are there.
 
 Peaks: ``planned`` is what `ts.report` says of tensors, which the budget is for; ``process peak MiB`` is what the whole
 process grew by, at its most, which the limit is for: also Python's objects, autograd's nodes, and what malloc keeps.
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the depths; results are written for 1 only")
     parser.add_argument("--output", default=str(RESULTS), help="folder of the result file")
     parser.add_argument("--only", default="", help="part of the name of the runs wanted")
+    parser.add_argument("--saves", action="store_true", help="no steps: what it takes to make, move home and save")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the disk is that is streamed from")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -171,6 +173,8 @@ def main() -> None:
         return
     chosen = Settings("cpu", given.scale != 1, 1, given.threads, given.scale == 1, given.folder)
     wanted = [job for job in jobs(given.scale) if given.only in job.name]
+    if given.saves:
+        wanted = [replace(job, steps=0) for job in wanted if job.segments]
     update(wanted, chosen, Path(given.output))
 
 
@@ -183,6 +187,10 @@ def update(wanted: list[Job], chosen: Settings, output: Path) -> None:
 def _rows(wanted: list[Job], chosen: Settings) -> Iterator[Row]:
     """A row per job."""
     for job in wanted:
+        if not job.steps:
+            saved = run(job, chosen)
+            yield {"network": job.name, "layers": job.layers, **saved, "saved on": datetime.date.today().isoformat()}
+            continue
         row = {**_described(job, chosen), **run(job, chosen)}
         row["plain PyTorch"] = run(job.plain(), chosen).get("failed", "fits")
         if job.name.startswith("ResNet-2500"):
@@ -279,11 +287,25 @@ def _stream(job: Job, home: str) -> Row:
     )
     optimizer = ts.optimizer(model, optimizer_class(job.optimizer), update="backward", lr=1e-3)
     row["Python bytes/layer"] = round(max(0, process_nbytes()["RssAnon"] - start["RssAnon"]) / depth)
+    row["groups"] = len(hollow.blocks)
+    if job.steps:
+        row |= _trained(job, model, optimizer, start)
+    if job.segments:  # under the same limit: saving needs no more memory than training
+        saved, row["save us/layer"] = _timed(
+            depth, lambda: ts.save(Path(home) / "saves", model=model, optimizer=optimizer)
+        )
+        row["saved MiB"] = mebibytes(sum(file.stat().st_size for file in saved.rglob("*.*")))
+    return row
+
+
+def _trained(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, start: dict[str, int]) -> Row:
+    """What planning and the steps took; ``start``: the process's bytes before the model was made."""
+    depth, row = job.layers, Row()
     _, row["plan us/layer"] = _timed(depth, lambda: ts.plan(model, batch_of(job)))
     losses, seconds = train(job, model, optimizer)
     report = ts.report(model)
     row |= {
-        "parameters": sum(p.numel() for p in model.parameters()), "groups": len(hollow.blocks),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "sweeps": round(report.plan.simulation.forwards / len(report.plan.profile), 2),
         "step s": round(median(seconds), 2), "step us/layer": round(median(seconds) / depth * 1e6, 2),
         "steps s": " ".join(f"{one:.2f}" for one in seconds),
@@ -293,11 +315,6 @@ def _stream(job: Job, home: str) -> Row:
         "process peak MiB": mebibytes(process_nbytes()["VmHWM"] - start["VmRSS"]),
         "losses": " ".join(f"{loss:.6g}" for loss in losses),
     }  # fmt: skip
-    if job.segments:  # under the same limit: saving needs no more memory than training
-        saved, row["save us/layer"] = _timed(
-            depth, lambda: ts.save(Path(home) / "saves", model=model, optimizer=optimizer)
-        )
-        row["saved MiB"] = mebibytes(sum(file.stat().st_size for file in saved.rglob("*.*")))
     return row
 
 

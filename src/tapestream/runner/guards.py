@@ -119,3 +119,17 @@ def refusing_transforms(name: str) -> Iterator[None]:
             f"{name} calls torch.func's grad, vjp, jacrev or hessian, which cannot be used where saved tensors are "
             "dropped and recomputed; make it a torch.autograd.Function that calls torch.autograd.grad in its forward"
         ) from error
+
+
+_HOOKS_OF = "tapestream", "torch.utils.checkpoint"
+
+
+def refuse_hooks(name: str) -> None:
+    """Raise InputError where somebody's hooks on saved tensors are entered around a call that drops what is saved:
+    they would not be called."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is not None and not str(getattr(top[0], "__module__", "")).startswith(_HOOKS_OF):
+        raise InputError(
+            f"{name} is called inside saved_tensors_hooks (save_on_cpu, say), which would see nothing of what it "
+            "saves; leave them out (folder= and home= say where that may go), or enter them inside the function"
+        )

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack as _modes
 from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record import Ambient
@@ -31,7 +36,7 @@ def _refused(wanted: str) -> None:
     )
 
 
-Choice: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+Choice: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _choices(names: Sequence[str]) -> list[Choice]:
@@ -50,11 +55,21 @@ def _precision(backend: str) -> Choice:
     return (torch.get_float32_matmul_precision if ask is None else functools.partial(ask, backend, "matmul")), _refused
 
 
+_DENORMAL = 2.0**-1074
+
+
+def _flushes() -> bool:
+    """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
+    return _DENORMAL * 1.0 == 0.0
+
+
 _ON_CPU: list[Choice] = [
     (_C._get_deterministic_algorithms, _set_deterministic),
     (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
     *_choices(("flash", "math", "sdp_priority_order", "mkldnn_enabled")),
     _precision("mkldnn"),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_flushes, torch.set_flush_denormal),
 ]
 _KERNELS: list[Choice] = [
     *_ON_CPU,
@@ -81,8 +96,15 @@ class Ambients:
         self._number = 0
 
     def now(self, epoch: int) -> int:
-        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode."""
-        seen = [ask() for ask in self._questions], epoch, others() if _C._len_torch_function_stack() else ()
+        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode,
+        and where tangents are computed."""
+        if forward_ad._current_level >= 0:
+            raise InputError(
+                "Program: torch.autograd.forward_ad is at work, whose tangents a replay would not have; take that part "
+                "out of the program"
+            )
+        entered = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack()
+        seen = [ask() for ask in self._questions], epoch, others() if entered else ()
         if seen != self._last:  # comparing is cheaper than a hash
             self._last, self._number = seen, self._number_of(*seen)
         return self._number
@@ -108,8 +130,14 @@ def modes_entered() -> list[Any]:
 
 
 def others() -> tuple[Any, ...]:
-    """The function modes that are entered here, without those that only watch a program."""
-    return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
+    """The function modes that are entered here, but for those that only watch a program, and the dispatch modes, but
+    for PyTorch's own and ours."""
+    functions = [mode for mode in modes_entered() if not getattr(mode, "only_watches", False)]
+    return *functions, *(mode for mode in _dispatch_modes() if not _of_a_library(mode))
+
+
+def _of_a_library(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None or type(mode).__module__.partition(".")[0] == "tapestream"
 
 
 def exchange(new: Sequence[Any]) -> None:
@@ -127,7 +155,7 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
     kernels, modes = [get() for get, _ in _KERNELS], modes_entered()
-    epoch = [-1]
+    epoch, pushed = [-1], list[Any]()
 
     def enter(ambient: Ambient) -> None:
         if ambient.epoch != epoch[0]:
@@ -141,11 +169,23 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
         torch.set_autocast_cache_enabled(ambient.cache)
         torch.set_default_dtype(ambient.dtype)
         _choose(ambient.kernels)
-        exchange(ambient.modes)
+        exchange([mode for mode in ambient.modes if not isinstance(mode, TorchDispatchMode)])
+        again([mode for mode in ambient.modes if isinstance(mode, TorchDispatchMode)])
+
+    def again(wanted: Sequence[Any]) -> None:
+        """Enter dispatch modes that an operation ran in. Those of backward alone stay: they may count what it does."""
+        while pushed:
+            _pop_dispatch_mode()
+            pushed.pop()
+        for mode in wanted:
+            if not any(mode is one for one in _dispatch_modes()):
+                _push_dispatch_mode(mode)
+                pushed.append(mode)
 
     try:
         yield enter
     finally:
+        again(())
         exchange(modes)
         torch.clear_autocast_cache()
         torch.set_grad_enabled(grad)

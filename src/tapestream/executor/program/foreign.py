@@ -62,7 +62,8 @@ class Foreign:
 
 def shown(value: Any, deep: int = 0) -> Any:
     """Equal for a value that has not been changed: tensors by version, containers and arrays by content, other objects
-    by themselves, and those up to ``deep`` below by their attributes and by what a function has captured."""
+    by themselves, and those up to ``deep`` below by their attributes; functions by what they have captured, and by the
+    global data that they name."""
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):
@@ -91,8 +92,15 @@ def _inside(value: Any) -> Any:
         return value.func, value.args, value.keywords
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell is not None]
-        return [_content(cell) for cell in cells], value.__defaults__, value.__kwdefaults__, value.__dict__
+        named = [_said_by(value.__globals__, name) for name in value.__code__.co_names]
+        return [_content(cell) for cell in cells], named, value.__defaults__, value.__kwdefaults__, value.__dict__
     return getattr(value, "__dict__", None)
+
+
+def _said_by(names: dict[str, Any], name: str) -> Any:
+    """Of what is global, data alone: functions and modules that it holds do not change, and would lead far."""
+    found = names.get(name)
+    return found if isinstance(found, (*PLAIN, torch.Tensor, numpy.ndarray, dict, list, tuple, set)) else None
 
 
 def _content(cell: Any) -> Any:

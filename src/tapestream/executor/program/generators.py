@@ -7,7 +7,7 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.record import Record
-from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.users import by_user
 from tapestream.executor.program.whole import Whole
 from tapestream.runner.ambient import TorchGenerators
 
@@ -41,7 +41,7 @@ class Draws:
                 "or leave its class out of opaque"
             )
         if now.equals(before):
-            if like is not None and not sets and not isinstance(function, (Apply, Whole)):
+            if like is not None and not sets and not by_user(function):
                 self._quiet.add(id(like))
                 self._held.append(like)  # so that its id stays its own
             return False

@@ -1,4 +1,5 @@
-"""What an opaque operation (an autograd.Function) uses beside its tensors: a replay must find it as it was."""
+"""What an opaque operation (an autograd.Function), or a function that a torch call is given, uses beside the call's
+tensors: a replay must find it as it was."""
 
 import weakref
 from collections.abc import Iterable
@@ -16,19 +17,17 @@ from tapestream.executor.program.writes import statistics
 class Hidden:
     """The tensors that torch calls inside one opaque operation were given and that outlive it, with their versions.
 
+    ``shown``: what the objects showed that it is given (see `foreign.shown`), before it ran.
+
     Held weakly: what the operation makes for itself goes with it, what it keeps on its context never changes; what is
     left is held by somebody else, a buffer of a captured module for example.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Any = ()) -> None:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._statistics: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self._objects: Any = ()
-
-    def begin(self, given: tuple[Foreign, ...]) -> None:
-        """The operation is about to run, with these objects."""
-        self._objects = shown_of(given)
+        self.shown = shown
 
     def see(self, function: Any, args: Any, kwargs: Any) -> None:
         """A torch call inside is given these."""
@@ -58,7 +57,7 @@ class Hidden:
                 "that it or others have written into, so running it again would count twice or use the new values; "
                 "hand the tensor in as an argument and write into it outside, or allow a budget that keeps all"
             )
-        if shown_of(given) != self._objects:
+        if shown_of(given) != self.shown:
             raise GradientError(
                 f"Program: {name} is given an object that was changed afterwards, so running it again would use what "
                 "the object holds now; hand numbers and tensors in as arguments of their own, or make an object each "

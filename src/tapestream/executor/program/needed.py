@@ -4,8 +4,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from tapestream.executor.program.record import MIXED, Record
-from tapestream.executor.program.seams import Apply
-from tapestream.executor.program.whole import Whole
+from tapestream.executor.program.users import by_user
 
 SKIP, SAVE, RUN = range(3)
 """What to do with an operation: nothing, call it until it has saved what it is given, or call it."""
@@ -38,7 +37,7 @@ class Needed:
         self._always = {k for operations in seen for k in operations}.union(record.drawn)
         self._idle = unread.idle
         self._last: tuple[tuple[int, int], list[_Row]] | None = None
-        self._users = [isinstance(pattern.function, (Apply, Whole)) for pattern in record.patterns.all]
+        self._users = [by_user(pattern.function) for pattern in record.patterns.all]
 
     def of(self, first: int, end: int, there: Container[int], saves: Container[int] = ()) -> bytearray:
         """What to do with each of the operations ``first`` .. ``end`` - 1, of which the values ``there`` are there

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tapestream.errors import InputError
 from tapestream.executor.program.ambients import unshown
 from tapestream.executor.program.keeper import Keeper, foreign
 from tapestream.executor.program.record import ALIVE, External, Record
@@ -120,6 +121,11 @@ class Numbering:
         return self._storages.get(address)
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
+        if tensor.is_inference():
+            raise InputError(
+                f"Program: a tensor of shape {tuple(tensor.shape)} was made in inference mode, so nothing tells of "
+                "writes into it; clone() it outside of inference mode, or make it under torch.no_grad()"
+            )
         node = tensor.grad_fn
         if node is not None and node._sequence_nr() >= self._since:
             raise unshown(tensor, node.name())

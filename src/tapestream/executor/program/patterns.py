@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
 from tapestream.executor.program.arrays import BUFFERS, buffers_in, copied
-from tapestream.executor.program.foreign import Foreign
+from tapestream.executor.program.foreign import Foreign, shown_of
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
 from tapestream.executor.program.writes import check_allowed, written
@@ -105,7 +106,8 @@ class Call:
 
     ``needs``: which of their tensors require a gradient; ``into``: which they say that they write into; ``attribute``:
     the name of the attribute of a tensor that they ask for, if any; ``number``: that of the pattern in its record, None
-    for one that is not recorded; ``buffers``: the arrays that the call is given, which is one of a kind then.
+    for one that is not recorded; ``buffers``: the arrays that the call is given, which is one of a kind then;
+    ``shown``: what objects show that it is given (see `foreign.shown`), as they are before it.
     """
 
     pattern: Pattern
@@ -115,6 +117,7 @@ class Call:
     attribute: str | None
     number: int | None = None
     buffers: Sequence[Any] = ()
+    shown: Any = ()
 
 
 class Patterns:
@@ -150,7 +153,8 @@ class Patterns:
             needs = [flag for _, _, flag in shapes]
             into, attribute = _into(pattern, tensors), _attribute(function)
             buffers = buffers_in((args, kwargs))
-            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers)
+            showing = shown_of(pattern.foreign)
+            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers, showing)
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             if not (pattern.foreign or buffers):
@@ -242,9 +246,17 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
             "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
             "global generator (leave generator= out)"
         )
+    if _is_index(value):
+        return int, value.__index__()
     if isinstance(value, BUFFERS):
         return _Place, kind, object()  # may be written into later: a copy of its own each time
     return _Place, kind, Foreign(value)
+
+
+def _is_index(value: Any) -> bool:
+    """An object that torch takes for the integer that it says it is: now, and perhaps not later."""
+    kind = type(value)
+    return hasattr(kind, "__index__") and not isinstance(value, (*BUFFERS, numpy.generic, torch.SymInt, torch.SymBool))
 
 
 def _is_default(generator: torch.Generator) -> bool:
@@ -265,6 +277,8 @@ def _template(value: Any, foreign: list[Foreign]) -> Any:
         return _Held(BUFFERS, (copied(value),))
     if kind in _ATOMS or kind is float or isinstance(value, torch.Generator):
         return value
+    if _is_index(value):
+        return value.__index__()
     foreign.append(Foreign(value))
     return foreign[-1]
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.arrays import Arrays
 from tapestream.executor.program.hidden import Hidden
 from tapestream.executor.program.patterns import Kinds, Pattern, Patterns
-from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.unread import Unread, unread_in
+from tapestream.executor.program.users import by_user
 from tapestream.executor.program.values import Ref, address_of
-from tapestream.executor.program.whole import Whole
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
@@ -26,7 +26,7 @@ MIXED = -1
 class Ambient(NamedTuple):
     """What surrounds an operation. ``casts``: per kind of device, the dtype of autocast, None where it is off;
     ``epoch``: how often the cache of casts had been cleared; ``kernels``: what chooses between them; ``modes``: the
-    function modes of others."""
+    function and dispatch modes of others."""
 
     grad: bool
     casts: tuple[tuple[str, torch.dtype | None], ...]
@@ -37,8 +37,9 @@ class Ambient(NamedTuple):
     modes: tuple[Any, ...]
 
     def alike(self) -> tuple[Any, ...]:
-        """Equal for ambients that plans may be shared by: function modes count by their class."""
-        return *self[:-1], *map(type, self.modes)
+        """Equal for ambients that plans may be shared by: function modes count by their class. Dispatch modes, which
+        may count or print, do not: what they change shows in what operations make and save."""
+        return *self[:-1], *(type(mode) for mode in self.modes if not isinstance(mode, TorchDispatchMode))
 
 
 def look(before: int, tensor: torch.Tensor) -> int:
@@ -158,7 +159,7 @@ class Record:
 
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
-        return any(isinstance(one.function, (Apply, Whole)) or one.foreign for one in self.patterns.all)
+        return any(by_user(one.function) or one.foreign for one in self.patterns.all)
 
     def used_between(self, first: int, end: int) -> set[int]:
         """What the operations ``first`` .. ``end`` - 1 are given."""

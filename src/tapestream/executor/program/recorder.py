@@ -30,6 +30,7 @@ from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Spare, Trials, expected
+from tapestream.executor.program.users import is_custom, taking_over
 from tapestream.executor.program.writes import QUESTIONS, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
@@ -104,7 +105,15 @@ class Recorder(TorchFunctionMode):
             if not issubclass(kind, torch.Tensor):  # the user's own, which hands its tensors on in calls of its own
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
-        return self._call(func, args, kwargs)
+        if is_custom(func):
+            return self.opaque(func, args, kwargs)
+        result = self._call(func, args, kwargs)
+        if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
+            self.record.spoilt = self.record.spoilt or (
+                f"tensors of class {odd} take torch's calls into their own hands (__torch_function__, "
+                "__torch_dispatch__), which replays would go past"
+            )
+        return result
 
     def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
@@ -113,17 +122,17 @@ class Recorder(TorchFunctionMode):
         found: torch.Tensor = memo[id(tensor)]
         return found
 
-    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `Listener`: a call of an autograd.Function."""
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        """See `Listener`: a call of an autograd.Function, or of a custom operation."""
         if self._inside:
-            return function(*args)
+            return function(*args, **(kwargs or {}))
         self._hidden, k = Hidden(), len(self.record)
         try:
             with self.unheard():
-                out = self._call(function, args, {})
+                out = self._call(function, args, kwargs or {})
             self._inside = True
             if len(self.record) > k:
-                if self._hidden.end(tensors_of((args, out), [])):
+                if self._hidden.end(tensors_of((args, kwargs or {}, out), [])):
                     self.record.spoilt = f"running statistics were written into by {function.__name__}"
                 self.record.hidden[k] = self._hidden
             return out
@@ -209,7 +218,7 @@ class Recorder(TorchFunctionMode):
         self.numbers.made_nbytes = 0
         self.packs.begin(k)  # a call before it may have failed
         if self._hidden is not None:
-            self._hidden.begin(pattern.foreign)
+            self._hidden.shown = call.shown
         drawing = self._draws.before(pattern, func)
         start = time.perf_counter()
         call_it = func if self._hidden is None else functools.partial(self._heard, func)
@@ -267,6 +276,8 @@ class Recorder(TorchFunctionMode):
     def _end(self, k: int, func: Any, call: Call, tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
         """Others may write into arrays that an operation has saved, or has made a tensor over, or imported."""
         self.packs.end(k)
+        if call.pattern.foreign and self._hidden is None:
+            self.record.hidden[k] = Hidden(call.shown)
         if not call.buffers and func is not FROM_DLPACK:
             return
         if self.record.packs[k]:

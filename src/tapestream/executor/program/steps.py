@@ -7,13 +7,13 @@ through the graph of the program's own run, and asks for that (see `Tape`).
 import contextlib
 import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.errors import GradientError, ScheduleError
+from tapestream.errors import GradientError, ScheduleError, TapestreamError
 from tapestream.executor.program.ambients import surroundings
 from tapestream.executor.program.keeper import Entry, Kept
 from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
@@ -213,13 +213,13 @@ class ProgramSteps:
         if what == SAVE:
             self._most = record.given[k]
             with contextlib.suppress(_Enough):
-                pattern.call(given)
+                _called(record, k, given)
             self._most = -1
             return []
         if hidden is None:
-            return tensors_of(pattern.call(given), [])
+            return _called(record, k, given)
         hidden.check(name_of(record, k), pattern.foreign)
-        made = tensors_of(pattern.call(given), [])
+        made = _called(record, k, given)
         hidden.check(name_of(record, k), pattern.foreign)
         return made
 
@@ -245,6 +245,19 @@ class ProgramSteps:
         if packs:  # 0: somebody else's hooks took them in the first sweep
             self.saved[k] = into[:]
         into.clear()
+
+
+def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        return tensors_of(record.pattern(k).call(given), [])
+    except (TapestreamError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise GradientError(
+            f"Program: {name_of(record, k)} failed when it was run again ({said}); what it does must depend on nothing "
+            "but its arguments: take it out of the program, or allow a budget that keeps all"
+        ) from error
 
 
 class _Enough(BaseException):

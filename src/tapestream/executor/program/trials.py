@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.patterns import Measured, Pattern, tensors_of
 from tapestream.executor.program.record import Record
-from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.users import by_user
 from tapestream.executor.program.values import nbytes_of
-from tapestream.executor.program.whole import Whole
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.storage.meter import profiling, track_memory
 
@@ -121,9 +120,9 @@ class Trials:
         if spare is None:
             return untried
         name = getattr(pattern.function, "__name__", "")
-        by_user = isinstance(pattern.function, (Apply, Whole)) or bool(pattern.foreign)
-        guess = untried + made + _given_nbytes(record, tensors, wanted, at_once=by_user or name in _AT_ONCE)
-        if by_user or profiling():
+        users = by_user(pattern.function) or bool(pattern.foreign)
+        guess = untried + made + _given_nbytes(record, tensors, wanted, at_once=users or name in _AT_ONCE)
+        if users or profiling():
             return guess
         simple, whole = name in _SIMPLE, made + transient + sum(map(nbytes_of, tensors))
         if not spare((_ROOM_SIMPLE if simple else _ROOM) * whole, anyway=not simple) and simple:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from tapestream.executor.program.patterns import PLACE, Pattern
-from tapestream.executor.program.seams import Apply
-from tapestream.executor.program.whole import Whole
+from tapestream.executor.program.users import by_user
 from tapestream.executor.program.writes import places_of_statistics, trains
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def _only_writes(record: "Record", k: int) -> bool:
     """Whether an operation leaves nothing behind but what it writes: no value, and nothing saved."""
     if record.packs[k] or record.inner_nbytes[k]:
         return False
-    own = isinstance(record.pattern(k).function, (Apply, Whole))
-    return not own and all(number < 0 for number in record.results_of(k))
+    return not by_user(record.pattern(k).function) and all(number < 0 for number in record.results_of(k))
 
 
 def _statistics(pattern: Pattern) -> frozenset[int]:

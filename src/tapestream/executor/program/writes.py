@@ -152,7 +152,13 @@ def check_changed(
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
             continue
-        if external[storage] and (wanted or tensor.requires_grad or flag):
+        if external[storage] and flag:
+            raise GradientError(
+                f"Program: requires_grad of a tensor of shape {tuple(tensor.shape)} that the program did not make was "
+                "switched inside; switch it before the program and after backward, or call the module with detached "
+                "parameters (torch.func.functional_call)"
+            )
+        if external[storage] and (wanted or tensor.requires_grad):
             raise GradientError(
                 f"Program: {_name(function)} changed in place a tensor of shape {tuple(tensor.shape)} that the program "
                 "did not make and that requires a gradient; clone() it inside the program first"

@@ -1,6 +1,7 @@
 """The dynamic subclass that a streamed model and its blocks get, and what it refuses by name."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ class Swaps:
             return self
 
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            before = len(kwargs.get("destination") or ())
             found: dict[str, Any] = base.state_dict(self, *args, **kwargs)
-            _part(found, kwargs.get("prefix", ""))
+            # Its own are the last ones; a scan of all, at each of many blocks, would take longer than saving.
+            new = islice(reversed(found), len(found) - before) if len(found) > before else found
+            _part({name: found[name] for name in new}, kwargs.get("prefix", ""))
             return found
 
         members: dict[str, Any] = {

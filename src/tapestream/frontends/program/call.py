@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.aliases import unseen
 from tapestream.executor.program.keeper import Keeper, Kept
@@ -105,6 +107,7 @@ class Replays:
                 "that keeps all"
             )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(as_recompute())
             if self.steps.draws:
                 stack.enter_context(heard_by(Deaf()))

@@ -35,6 +35,7 @@ from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
+from tapestream.runner.guards import refuse_hooks
 from tapestream.units import format_nbytes
 
 _REMEMBERED = 16  # kinds of arguments that plans are kept for
@@ -127,6 +128,7 @@ class Program:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:
             return self._whole(*args, **kwargs)
+        refuse_hooks("Program")
         device = self._device_of((args, kwargs))
         self._kinds.trim()
         if self._below is not None:

@@ -1,0 +1,325 @@
+"""What users put between a program and PyTorch: custom operations, functions and objects that calls are given, classes
+of tensors, modes, hooks, settings. It is done right, or refused by name where something would have to run again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from side_by_side import compare, least
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tapestream.errors import GradientError, InputError
+from tapestream.frontends.program.program import Program
+
+torch.manual_seed(0)
+W, X = nn.Parameter(torch.randn(16, 16) / 4), torch.randn(8, 16).requires_grad_()
+
+
+def given() -> tuple[torch.Tensor]:
+    return (X * 1.0,)
+
+
+def often(body: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = body(x @ W)
+        return x
+
+    return program
+
+
+def refused(program: Callable[..., Any], name: str) -> None:
+    """With everything kept it is right; where something is to run again, it is refused."""
+    few = least(often(torch.tanh), [W, X], given, 0)
+    compare(program, [W, X], given, 10**7, planner="store_all")
+    for planner in ("revolve", "auto"):
+        run = Program(program, budget=3 * few, planner=planner)
+        with pytest.raises(GradientError, match=name):
+            run(*given()).sum().backward()
+
+
+CALLS = {"count": 0}
+
+
+@torch.library.custom_op("tapestream_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    CALLS["count"] += 1
+    return x * torch.from_numpy(numpy.random.rand(*x.shape).astype("float32"))
+
+
+@torch.library.custom_op("tapestream_tests::dropped", mutates_args=())
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    CALLS["count"] += 1
+    return x * (torch.rand_like(x) < 0.5)
+
+
+def _setup(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _back(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    x, y = ctx.saved_tensors
+    return g * y / x
+
+
+for _op in (noisy, dropped):
+    _op.register_autograd(_back, setup_context=_setup)
+
+
+def test_a_custom_operation_runs_once_until_it_is_run_again() -> None:
+    CALLS["count"] = 0
+    Program(often(dropped), budget="1MiB")(*given())
+    assert CALLS["count"] == 10
+
+
+def test_custom_operations_draw_from_torchs_generator() -> None:
+    for planner in ("revolve", "auto"):
+        run = compare(often(lambda x: torch.tanh(dropped(x))), [W, X], given, calls=4, planner=planner)
+    assert run.report is not None
+    assert run.report.reruns > 0
+
+
+def test_custom_operations_that_draw_elsewhere_are_refused() -> None:
+    few = least(often(torch.tanh), [W, X], given, 0)
+    run = Program(often(noisy), budget=3 * few, planner="revolve")
+    with pytest.raises(GradientError, match="draws from Python's or NumPy's"):
+        run(*given()).sum().backward()
+
+
+FACTOR = [1.0]
+
+
+def scaled_by_a_global(x: torch.Tensor) -> torch.Tensor:
+    FACTOR[0] += 0.1
+    other = torch.tanh(x).detach().clone()
+    other.apply_(lambda number: number * FACTOR[0])
+    return x * other
+
+
+def far_from_itself(x: torch.Tensor) -> torch.Tensor:
+    near = torch.tanh(x)
+    loss = F.triplet_margin_with_distance_loss(
+        x, x * 0.5, x.flip(0), distance_function=lambda a, b: ((a - b) * near).pow(2).sum(1)
+    )
+    return x / (1 + loss)
+
+
+def captured(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    factor = [1.0]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        factor[0] += 0.1
+        other = torch.tanh(x).detach().clone()
+        return x * other.map_(x.detach().clone(), lambda a, b: a + b * factor[0])
+
+    return body
+
+
+@pytest.mark.parametrize("body", [scaled_by_a_global, captured(X)])
+def test_functions_that_calls_are_given_find_what_they_found(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    few = least(often(torch.tanh), [W, X], given, 0)
+    for planner in ("revolve", "auto"):
+        run = Program(often(body), budget=3 * few, planner=planner)
+        with pytest.raises(GradientError, match="is given an object that was changed afterwards"):
+            run(*given()).sum().backward()
+
+
+def test_a_function_finds_the_tensor_that_it_has_captured() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = far_from_itself(x @ W)
+        return x
+
+    compare(program, [W, X], given, calls=4, planner="revolve")  # each call has a variable of its own
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x @ W
+            near = torch.tanh(x)
+            loss = F.triplet_margin_with_distance_loss(
+                x,
+                x * 0.5,
+                x.flip(0),
+                distance_function=lambda a, b: ((a - b) * near).pow(2).sum(1),  # noqa: B023
+            )
+            x = x / (1 + loss)
+        return x
+
+    refused(loop, "is given an object that was changed afterwards")
+
+
+class Place:
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __index__(self) -> int:
+        return self.at
+
+
+@pytest.mark.parametrize(
+    "take", [lambda x, i: x[:, i], lambda x, i: x.select(1, i), lambda x, i: x[i], lambda x, i: x[i:].sum(0)]
+)
+def test_an_index_is_what_it_was(take: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        place = Place()
+        for number in range(8):
+            place.at = number
+            x = torch.tanh(x @ W) * take(x, place).sum()
+        return x
+
+    for planner in ("revolve", "auto"):
+        compare(program, [W, X], given, calls=4, planner=planner)
+
+
+class Doubled(torch.Tensor):
+    """Results of torch.tanh come twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is torch.tanh else out
+
+
+class Plain(torch.Tensor):
+    """Does nothing of its own."""
+
+
+def test_classes_of_tensors_with_a_will_of_their_own() -> None:
+    few = least(often(torch.tanh), [W, X], given, 0)
+
+    def of(kind: type[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (X.detach().clone().as_subclass(kind).requires_grad_(),)
+
+    compare(often(torch.tanh), [W], lambda: of(Doubled), 10**7, planner="store_all")
+    run = Program(often(torch.tanh), budget=3 * few, planner="revolve")
+    with pytest.raises(GradientError, match=r"tensors of class Doubled .*__torch_function__"):
+        run(*of(Doubled)).sum().backward()
+    again = compare(often(torch.tanh), [W], lambda: of(Plain), 3 * few, planner="revolve")
+    assert again.report is not None
+    assert again.report.reruns > 0
+
+
+class Halves(TorchDispatchMode):
+    """Every hyperbolic tangent is half of what it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out / 2 if func is torch.ops.aten.tanh.default else out
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_dispatch_modes_are_entered_again(around: bool) -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x @ W)
+        with Halves():
+            x = often(torch.tanh)(x)
+        return torch.tanh(x @ W)
+
+    def call(run: Callable[..., Any]) -> Callable[..., Any]:
+        def within(x: torch.Tensor) -> torch.Tensor:
+            with Halves():
+                out: torch.Tensor = run(x)
+            return out
+
+        return within if around else run
+
+    function = often(torch.tanh) if around else inside
+    budget = 2 * least(function, [W, X], given, 0)
+    for planner in ("revolve", "auto"):
+        run = Program(function, budget=budget, planner=planner)
+        for _ in range(4):
+            wanted = torch.autograd.grad(call(function)(*given()).sum(), [W, X])
+            found = torch.autograd.grad(call(run)(*given()).sum(), [W, X])
+            assert all(map(torch.equal, found, wanted))
+        assert run.report is not None
+        assert run.report.reruns > 0 or planner == "auto"
+
+
+def test_settings_are_those_of_the_first_run() -> None:
+    """Denormal numbers count, and as many threads work, though both are set otherwise before backward."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = torch.tanh(x * 1e-38) * 1e38
+        return x * W.sum()
+
+    def gradient(run: Callable[..., Any]) -> torch.Tensor:
+        out = run(*given()).sum()
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads + 1)
+            torch.set_flush_denormal(True)
+            return torch.autograd.grad(out, [X])[0]
+        finally:
+            torch.set_flush_denormal(False)
+            assert torch.get_num_threads() == threads + 1
+            torch.set_num_threads(threads)
+
+    budget = 2 * least(program, [W, X], given, 0)
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormal numbers")
+    wanted = gradient(program)
+    for planner in ("revolve", "auto"):
+        run = Program(program, budget=budget, planner=planner)
+        for _ in range(3):
+            assert torch.equal(gradient(run), wanted)
+
+
+def test_hooks_around_a_call_are_refused_and_inside_are_called() -> None:
+    run = Program(often(torch.tanh), budget="1MiB")
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(InputError, match="inside saved_tensors_hooks"):
+        run(*given())
+    with torch.autograd.graph.save_on_cpu(), torch.no_grad():
+        run(*given())
+
+
+def test_tensors_made_in_inference_mode_are_refused_and_backward_in_it_is_right() -> None:
+    with torch.inference_mode():
+        made = torch.ones(16, 16)
+    run = Program(often(lambda x: torch.tanh(x * made[0])), budget="1MiB")
+    with pytest.raises(InputError, match="made in inference mode"):
+        run(*given())
+    budget = 2 * least(often(torch.tanh), [W, X], given, 0)
+    run = Program(often(torch.tanh), budget=budget, planner="revolve")
+    wanted = torch.autograd.grad(often(torch.tanh)(*given()).sum(), [W, X])
+    out = run(*given()).sum()
+    with torch.inference_mode():
+        found = torch.autograd.grad(out, [W, X])
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own use of it
+def test_forward_mode_and_switched_needs_of_gradients_are_refused_by_name() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            value, tangent = forward_ad.unpack_dual(torch.tanh(dual))
+            return value + tangent
+
+    with pytest.raises(InputError, match="forward_ad is at work"):
+        Program(often(forward), budget="1MiB")(*given())
+    linear = nn.Linear(16, 16)
+
+    def frozen(x: torch.Tensor) -> torch.Tensor:
+        linear.requires_grad_(False)
+        x = torch.tanh(linear(x))
+        linear.requires_grad_(True)
+        return x
+
+    with pytest.raises(GradientError, match=r"requires_grad of a tensor of shape .* was switched inside"):
+        Program(often(frozen), budget="1MiB")(*given())
+
+    def needed_for_a_while(x: torch.Tensor) -> torch.Tensor:
+        other = torch.ones(8, 16)
+        x = x + other
+        other.requires_grad_()
+        x = torch.tanh(x * other)
+        other.requires_grad_(False)
+        return x * other
+
+    refused(often(needed_for_a_while), r"requires_grad_\) failed when it was run again")
