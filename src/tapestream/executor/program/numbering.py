@@ -1,6 +1,6 @@
 """`Numbering`: which tensor of a running program is which value, external tensor and storage of its record."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -46,9 +46,9 @@ class Numbering:
         external = self._external.get(id(tensor))
         return None if external is None else ~external
 
-    def given(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """The numbers of arguments; one never seen is external. Raises GradientError where the program has made one in
-        a way that no call showed."""
+    def given(self, tensors: Sequence[torch.Tensor], k: int) -> list[int]:
+        """The numbers of arguments of operation ``k``; one never seen is external. Raises GradientError where the
+        program has made one in a way that no call showed."""
         values, found = self._values, list[int]()
         for tensor in tensors:
             ref = values.get(id(tensor))
@@ -58,7 +58,20 @@ class Numbering:
                 found.append(ref.value)
             else:
                 found.append(self._given_by_others(tensor))
+        if self.record.switched:
+            self._note_needs(k, found, tensors)
         return found
+
+    def _note_needs(self, k: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Which external tensors need a gradient in operation ``k`` and did not at first, or the other way round."""
+        record, needs = self.record, dict[int, bool]()
+        for number, tensor in zip(numbers, tensors, strict=True):
+            if number < 0 and tensor.requires_grad != (one := record.externals[~number]).requires:
+                needs[number] = tensor.requires_grad
+                one.takes = True
+        record.needs.pop(k, None)  # a call before it may have made nothing
+        if needs:
+            record.needs[k] = needs
 
     def _given_by_others(self, tensor: torch.Tensor) -> int:
         external = self._external.get(id(tensor))
@@ -138,7 +151,7 @@ class Numbering:
         self.shown.setdefault(storage, []).append((~k, tensor))
         at, requires = len(record.calls), tensor.requires_grad
         record.externals.append(
-            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, requires, -1, at)
+            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, requires, requires, -1, at)
         )
         if not requires and foreign(tensor):
             record.arrays.outside(tensor)

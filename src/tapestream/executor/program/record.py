@@ -50,7 +50,8 @@ def look(before: int, tensor: torch.Tensor) -> int:
 @dataclass(slots=True)
 class External:
     """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at``, and when the
-    program had ended; ``first_use``: at which operation it was first seen. ``held``: the same without its graph, over
+    program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a gradient
+    then; ``takes``: whether it ever did. ``held``: the same without its graph, over
     the memory that it had at first."""
 
     tensor: torch.Tensor
@@ -60,6 +61,7 @@ class External:
     version: int
     at: int
     requires: bool = False
+    takes: bool = False
     last_use: int = -1
     first_use: int = -1
 
@@ -94,6 +96,8 @@ class Record:
     is a value's number, or ``~k`` for external tensor k. ``writes``: by storage, the operations that write into it.
     ``drawn``: the operations that draw; ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
     0 where the program draws nothing.
+    ``switched``: it has said of tensors of others that they need a gradient or not; ``needs``: by operation, which of
+    them had another need then than at first.
     ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
     run again.
     """
@@ -127,6 +131,8 @@ class Record:
     externals: list[External] = field(default_factory=list)
     drawn: "array[int]" = field(default_factory=lambda: array("I"))
     draws_nbytes: int = 0
+    switched: bool = False
+    needs: dict[int, dict[int, bool]] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=Arrays)
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
@@ -212,7 +218,7 @@ class Record:
             found.update(len(values).to_bytes(8, "little"))
             found.update(values)
         written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
-        outside = tuple((e.tensor.requires_grad, e.leaf, e.storage) for e in self.externals)
+        outside = tuple((e.takes, e.leaf, e.storage) for e in self.externals)
         return found.digest(), tuple(a.alike() for a in self.ambients), written, outside
 
     def host_nbytes(self) -> int:

@@ -31,7 +31,7 @@ from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Spare, Trials, expected
 from tapestream.executor.program.users import is_custom, taking_over
-from tapestream.executor.program.writes import QUESTIONS, check_changed
+from tapestream.executor.program.writes import QUESTIONS, SWITCHES, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
 Operation = Callable[[int, int], None]
@@ -99,6 +99,9 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
+        if func in SWITCHES and ((number := self.numbers.of(args[0])) is None or number < 0):
+            self.record.switched = True  # nothing that would have to run again: later calls are told which need one
+            return func(*args, **kwargs)
         if func in EXPOSING:
             self._exposed.note(args[0])
         for kind in types:
@@ -210,7 +213,7 @@ class Recorder(TorchFunctionMode):
         if k >= self.quiet:
             self._before(k, measured, tensors)
         ambient = self._ambients.now(self._epoch)
-        numbers = self.numbers.given(tensors)
+        numbers = self.numbers.given(tensors, k)
         if self._exposed.sums:
             record.spoilt = record.spoilt or self._exposed.why_spoilt(tensors)
         announced = self._announce([tensors[i] for i in call.into]) if call.into else _NONE

@@ -209,7 +209,10 @@ class ProgramSteps:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
-        given = iter([values[n] if n in values else self._outside(n) for n in numbers])
+        tensors = [values[n] if n in values else self._outside(n) for n in numbers]
+        if k in record.needs:
+            tensors = [_needing(t, record.needs[k].get(n)) for t, n in zip(tensors, numbers, strict=True)]
+        given = iter(tensors)
         if what == SAVE:
             self._most = record.given[k]
             with contextlib.suppress(_Enough):
@@ -245,6 +248,10 @@ class ProgramSteps:
         if packs:  # 0: somebody else's hooks took them in the first sweep
             self.saved[k] = into[:]
         into.clear()
+
+
+def _needing(tensor: torch.Tensor, need: bool | None) -> torch.Tensor:
+    return tensor if need is None or tensor.requires_grad == need else tensor.detach().requires_grad_(need)
 
 
 def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch.Tensor]:

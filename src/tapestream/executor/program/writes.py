@@ -30,6 +30,8 @@ QUESTIONS = frozenset(
      torch.is_floating_point, torch.is_complex, torch.numel)
 )  # fmt: skip
 """Calls that make no tensor, write into none and draw nothing: they need not be noted."""
+SWITCHES = frozenset((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
+"""Calls that say whether a tensor needs a gradient from here on."""
 _INSIDE = frozenset(("backward", "grad"))
 _STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory_", "swap_tensors"))
 

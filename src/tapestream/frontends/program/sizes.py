@@ -96,7 +96,7 @@ class Sizes:
         for value, border in parted.items():
             since[value] = min(border, since[value])
         self.cotangent = self.spans(until, since, nbytes)
-        outside = numpy.array([e.tensor.nbytes if e.tensor.requires_grad else 0 for e in record.externals] or [0])
+        outside = numpy.array([e.tensor.nbytes if e.takes else 0 for e in record.externals] or [0])
         own = arguments >= 0
         number = numpy.where(own, arguments, 0)
         some = len(nbytes) > 0
