@@ -95,6 +95,18 @@ def test_a_disk_without_room_says_so_before_anything_is_written(
         pytest.fail("it went on")
 
 
+def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(file: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", without)
+    piece = data(9 * MIB + 5)
+    write(tmp_path / "file", [piece], 20 * MIB)
+    assert (tmp_path / "file").read_bytes() == piece.numpy().tobytes()
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="File exists"), new_file(tmp_path / "file"):

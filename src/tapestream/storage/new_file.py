@@ -1,5 +1,6 @@
 """`new_file`: a file written once, from front to back, while what comes next is being made."""
 
+import errno
 import fcntl
 import os
 from collections import deque
@@ -29,7 +30,7 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if nbytes:
-                os.posix_fallocate(file, 0, nbytes)  # file systems write to reserved places at once, to others in turn
+                _reserve(file, nbytes)
             with ThreadPoolExecutor(_WRITERS, "tapestream-write") as threads:
                 new = NewFile(file, threads, _LARGE_SIZE if nbytes >= _LARGE_NBYTES else _SIZE)
                 yield new
@@ -43,6 +44,15 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
         raise StorageError(
             f"could not write {path}: {error.strerror or error}; what was saved before is intact"
         ) from error
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """File systems write to reserved places at once, to others one after the other; some cannot reserve any."""
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
 
 
 class NewFile:

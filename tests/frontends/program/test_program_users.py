@@ -2,6 +2,7 @@
 of tensors, modes, hooks, settings. It is done right, or refused by name where something would have to run again."""
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy
@@ -58,6 +59,20 @@ def dropped(x: torch.Tensor) -> torch.Tensor:
     return x * (torch.rand_like(x) < 0.5)
 
 
+STATE = torch.ones(16)
+
+
+@torch.library.custom_op("tapestream_tests::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    STATE.add_(0.5)
+    return x * STATE
+
+
+@torch.library.custom_op("tapestream_tests::reading", mutates_args=())
+def reading(x: torch.Tensor) -> torch.Tensor:
+    return x * STATE
+
+
 def _setup(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
@@ -67,7 +82,7 @@ def _back(ctx: Any, g: torch.Tensor) -> torch.Tensor:
     return g * y / x
 
 
-for _op in (noisy, dropped):
+for _op in (noisy, dropped, counting, reading):
     _op.register_autograd(_back, setup_context=_setup)
 
 
@@ -89,6 +104,17 @@ def test_custom_operations_that_draw_elsewhere_are_refused() -> None:
     run = Program(often(noisy), budget=3 * few, planner="revolve")
     with pytest.raises(GradientError, match="draws from Python's or NumPy's"):
         run(*given()).sum().backward()
+
+
+@pytest.mark.parametrize("operation", [counting, reading, torch.ops.tapestream_tests.counting])
+def test_custom_operations_that_use_what_has_changed_are_refused(operation: Callable[..., Any]) -> None:
+    few = least(often(torch.tanh), [W, X], given, 0)
+    for planner in ("revolve", "auto"):
+        run = Program(often(lambda x: torch.tanh(operation(x))), budget=3 * few, planner=planner)
+        out = run(*given()).sum()
+        STATE.add_(1)
+        with pytest.raises(GradientError, match="not among its arguments and that it or others have written into"):
+            out.backward()
 
 
 FACTOR = [1.0]
@@ -153,6 +179,55 @@ def test_a_function_finds_the_tensor_that_it_has_captured() -> None:
     refused(loop, "is given an object that was changed afterwards")
 
 
+def test_a_function_of_which_only_what_it_saves_is_asked_finds_what_it_found() -> None:
+    flags = [[True] for _ in range(10)]
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for flag in flags:
+            x = torch.tanh(x @ W)
+            loss = F.triplet_margin_with_distance_loss(
+                x, x * 0.5, x.flip(0), reduction="none", margin=5.0,
+                distance_function=lambda a, b, flag=flag: (a * b if flag[0] else b * b).sum(1),
+            )  # fmt: skip
+            x = x + loss[:, None]
+        return x
+
+    wanted = torch.autograd.grad(program(*given()).sum(), [W, X])
+    refusals = 0
+    for times in (3, 5):
+        run = Program(program, budget=times * least(often(torch.tanh), [W, X], given, 0))
+        for flag in (*flags, *flags):
+            out = run(*given()).sum()
+            try:
+                flag[0] = False
+                assert all(map(torch.equal, torch.autograd.grad(out, [W, X]), wanted))
+            except GradientError:
+                refusals += 1
+            finally:
+                flag[0] = True
+                del out
+    assert refusals > 0
+
+
+class Kind(IntEnum):
+    HALF, TWICE = 0, 1
+
+
+class Scale(torch.autograd.Function):
+    """Looks at what it is given, which is no number to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: Any) -> torch.Tensor:
+        ctx.by = 2.0 if kind is Kind.TWICE or isinstance(kind, Place) else 0.5
+        ctx.save_for_backward(x * ctx.by)
+        return x * ctx.by
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (scaled,) = ctx.saved_tensors
+        return gradients[0] * ctx.by + 0 * scaled, None
+
+
 class Place:
     def __init__(self) -> None:
         self.at = 0
@@ -174,6 +249,14 @@ def test_an_index_is_what_it_was(take: Callable[[torch.Tensor, Any], torch.Tenso
 
     for planner in ("revolve", "auto"):
         compare(program, [W, X], given, calls=4, planner=planner)
+
+
+def test_what_is_no_number_to_a_function_stays_what_it_is() -> None:
+    apply: Callable[..., torch.Tensor] = Scale.apply
+    for kind in (Kind.TWICE, Kind.HALF, Place()):
+        for planner in ("revolve", "auto"):
+            compare(often(lambda x, k=kind: torch.tanh(apply(x, k))), [W, X], given, calls=3, planner=planner)
+    compare(often(lambda x: torch.tanh(x * numpy.float32(1.5) - numpy.float64(-0.0))), [W, X], given, calls=3)
 
 
 class Doubled(torch.Tensor):
@@ -344,6 +427,31 @@ def test_a_module_frozen_for_a_while_is_as_it_was_at_each_call(by_name: bool) ->
         assert run.report is not None
         assert run.report.reruns > 0 or planner == "auto"
     assert all(parameter.requires_grad for parameter in critic.parameters())
+
+
+def test_a_frozen_tensor_may_be_written_into() -> None:
+    bias = nn.Parameter(torch.ones(16))
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for number in range(10):
+            x = torch.tanh(x @ W) + bias
+            if number == 4:
+                bias.requires_grad_(False)
+                bias.mul_(1.5)
+                bias.requires_grad_(True)
+                x = x.sin()
+        return x
+
+    def gradients(run: Callable[..., Any]) -> Any:
+        with torch.no_grad():
+            bias.fill_(1)
+        return torch.autograd.grad(run(*given()).sum(), [W, X, bias])
+
+    wanted = gradients(program)
+    for planner in ("revolve", "auto"):
+        run = Program(program, budget=3 * least(often(torch.tanh), [W, X], given, 0), planner=planner)
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(run), wanted))
 
 
 def test_a_need_switched_after_the_last_use_is_that_of_the_first_run() -> None:

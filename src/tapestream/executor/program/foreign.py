@@ -1,17 +1,20 @@
 """Objects that calls are given: held without keeping a program alive, and compared with what they were."""
 
 import contextlib
+import dis
 import functools
 import types
 import weakref
 from collections.abc import Sequence
 from enum import Enum
+from hashlib import blake2b
 from typing import Any
 
 import numpy
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.executor.program.arrays import BUFFERS
 
 PLAIN = (int, bool, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
          torch.memory_format, Enum)  # fmt: skip
@@ -69,7 +72,7 @@ def shown(value: Any, deep: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
         return Foreign(value), value._version
     if isinstance(value, numpy.ndarray):
-        return Foreign(value), value.tobytes()
+        return Foreign(value), blake2b(value.tobytes()).digest()
     if isinstance(value, dict):
         return type(value), tuple(
             (shown(key) if isinstance(key, PLAIN) else Foreign(key), shown(v, deep)) for key, v in value.items()
@@ -84,7 +87,10 @@ def shown(value: Any, deep: int = 0) -> Any:
 
 def shown_of(given: tuple[Foreign, ...]) -> Any:
     """What objects show that an operation is given."""
-    return tuple(shown(one(), _DEEPEST) for one in given)
+    try:
+        return tuple(shown(one(), _DEEPEST) for one in given)
+    except RecursionError:  # a container in itself: nothing is known of it
+        return ()
 
 
 def _inside(value: Any) -> Any:
@@ -92,9 +98,14 @@ def _inside(value: Any) -> Any:
         return value.func, value.args, value.keywords
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell is not None]
-        named = [_said_by(value.__globals__, name) for name in value.__code__.co_names]
+        named = [_said_by(value.__globals__, name) for name in _globals_of(value.__code__)]
         return [_content(cell) for cell in cells], named, value.__defaults__, value.__kwdefaults__, value.__dict__
     return getattr(value, "__dict__", None)
+
+
+@functools.lru_cache(1024)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    return tuple({one.argval: None for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def _said_by(names: dict[str, Any], name: str) -> Any:
@@ -108,3 +119,23 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return None
+
+
+def has_objects(key: Any) -> bool:
+    """Whether a key of a call (see `patterns`) has any in it."""
+    return isinstance(key, Foreign) or (isinstance(key, tuple) and any(map(has_objects, key)))
+
+
+def indexed(value: Any) -> Any:
+    """``value`` with integers in place of objects that torch takes for them: they may be others later."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(indexed(item) for item in value)
+    if kind is dict:
+        return {name: indexed(item) for name, item in value.items()}
+    if kind is slice:
+        return slice(indexed(value.start), indexed(value.stop), indexed(value.step))
+    known = isinstance(value, (*PLAIN, torch.Tensor, numpy.generic, *BUFFERS, torch.SymInt, torch.SymBool))
+    if known or not hasattr(kind, "__index__") or hasattr(kind, "__members__"):  # which enumerations in C++ have
+        return value
+    return value.__index__()

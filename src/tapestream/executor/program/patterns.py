@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
 from tapestream.executor.program.arrays import BUFFERS, buffers_in, copied
-from tapestream.executor.program.foreign import Foreign, shown_of
+from tapestream.executor.program.foreign import Foreign, has_objects, indexed, shown_of
 from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.users import is_torchs_own
 from tapestream.executor.program.whole import Whole
 from tapestream.executor.program.writes import check_allowed, written
 
@@ -28,6 +29,7 @@ _ATOMS = frozenset(
      torch.memory_format)
 )  # fmt: skip
 
+_NUMBERS = (numpy.number, numpy.bool_)
 _MOST = 1 << 16  # kinds that are remembered
 _MOST_CALLS = 1 << 12
 
@@ -133,6 +135,20 @@ class Patterns:
 
         Raises InputError and GradientError for what a replay could not do again.
         """
+        key, shapes = self._key_of(function, args, kwargs, tensors)
+        found = self._calls.get((key, shapes))
+        if found is None:
+            check_allowed(function)
+            if is_torchs_own(function) and has_objects(key):
+                args, kwargs = indexed(args), indexed(kwargs)
+                tensors.clear()
+                key, shapes = self._key_of(function, args, kwargs, tensors)
+            found = self._new(key, shapes, function, args, kwargs, tensors)
+        return found
+
+    @staticmethod
+    def _key_of(function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
+        """Equal for equal calls, and for tensors of the same shapes, dtypes and need of gradients."""
         parts = list[Any]()
         for value in args:
             if isinstance(value, torch.Tensor):
@@ -145,20 +161,19 @@ class Patterns:
             shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         except RuntimeError as error:
             raise (shapeless(function, tensors) or error) from None
-        found = self._calls.get((key, shapes))
-        if found is None:
-            check_allowed(function)
-            pattern = self._of(key, function, args, kwargs)
-            measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
-            needs = [flag for _, _, flag in shapes]
-            into, attribute = _into(pattern, tensors), _attribute(function)
-            buffers = buffers_in((args, kwargs))
-            showing = shown_of(pattern.foreign)
-            found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers, showing)
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            if not (pattern.foreign or buffers):
-                self._calls[key, shapes] = found
+        return key, shapes
+
+    def _new(self, key: Any, shapes: Any, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
+        pattern = self._of(key, function, args, kwargs)
+        measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
+        needs = [flag for _, _, flag in shapes]
+        into, attribute = _into(pattern, tensors), _attribute(function)
+        buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
+        found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers, showing)
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        if not (pattern.foreign or buffers):
+            self._calls[key, shapes] = found
         return found
 
     def _of(self, key: Any, function: Any, args: Any, kwargs: Any) -> Pattern:
@@ -246,17 +261,11 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
             "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
             "global generator (leave generator= out)"
         )
-    if _is_index(value):
-        return int, value.__index__()
+    if isinstance(value, _NUMBERS):
+        return kind, value.tobytes()
     if isinstance(value, BUFFERS):
         return _Place, kind, object()  # may be written into later: a copy of its own each time
     return _Place, kind, Foreign(value)
-
-
-def _is_index(value: Any) -> bool:
-    """An object that torch takes for the integer that it says it is: now, and perhaps not later."""
-    kind = type(value)
-    return hasattr(kind, "__index__") and not isinstance(value, (*BUFFERS, numpy.generic, torch.SymInt, torch.SymBool))
 
 
 def _is_default(generator: torch.Generator) -> bool:
@@ -275,10 +284,8 @@ def _template(value: Any, foreign: list[Foreign]) -> Any:
         return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
     if isinstance(value, BUFFERS):
         return _Held(BUFFERS, (copied(value),))
-    if kind in _ATOMS or kind is float or isinstance(value, torch.Generator):
+    if kind in _ATOMS or kind is float or isinstance(value, (torch.Generator, *_NUMBERS)):
         return value
-    if _is_index(value):
-        return value.__index__()
     foreign.append(Foreign(value))
     return foreign[-1]
 

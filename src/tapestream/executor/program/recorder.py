@@ -30,7 +30,7 @@ from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Spare, Trials, expected
-from tapestream.executor.program.users import is_custom, taking_over
+from tapestream.executor.program.users import is_custom, kernel_of, taking_over
 from tapestream.executor.program.writes import QUESTIONS, SWITCHES, check_changed
 from tapestream.runner.ambient import cuda_in_use
 
@@ -96,6 +96,9 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             if self._hidden is not None:
                 self._hidden.see(func, args, kwargs)
+                if is_custom(func):
+                    with self:  # in place of the call, which would be ours again
+                        return kernel_of(func, args, kwargs)(*args, **kwargs)
             return func(*args, **kwargs)
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
@@ -109,7 +112,8 @@ class Recorder(TorchFunctionMode):
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         if is_custom(func):
-            return self.opaque(func, args, kwargs)
+            with self:
+                return self.opaque(func, args, kwargs)
         result = self._call(func, args, kwargs)
         if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
             self.record.spoilt = self.record.spoilt or (

@@ -210,20 +210,24 @@ class ProgramSteps:
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
         tensors = [values[n] if n in values else self._outside(n) for n in numbers]
-        if k in record.needs:
-            tensors = [_needing(t, record.needs[k].get(n)) for t, n in zip(tensors, numbers, strict=True)]
+        if record.switched:  # a copy in a restart checkpoint has the need of when it was kept
+            needs = record.needs.get(k, {})
+            tensors = [
+                t if n >= 0 else _needing(t, needs.get(n, record.externals[~n].requires))
+                for t, n in zip(tensors, numbers, strict=True)
+            ]
         given = iter(tensors)
+        if hidden is not None:
+            hidden.check(name_of(record, k), pattern.foreign)
         if what == SAVE:
             self._most = record.given[k]
             with contextlib.suppress(_Enough):
                 _called(record, k, given)
             self._most = -1
             return []
-        if hidden is None:
-            return _called(record, k, given)
-        hidden.check(name_of(record, k), pattern.foreign)
         made = _called(record, k, given)
-        hidden.check(name_of(record, k), pattern.foreign)
+        if hidden is not None:
+            hidden.check(name_of(record, k), pattern.foreign)
         return made
 
     def _outside(self, number: int) -> torch.Tensor:
@@ -250,8 +254,8 @@ class ProgramSteps:
         into.clear()
 
 
-def _needing(tensor: torch.Tensor, need: bool | None) -> torch.Tensor:
-    return tensor if need is None or tensor.requires_grad == need else tensor.detach().requires_grad_(need)
+def _needing(tensor: torch.Tensor, need: bool) -> torch.Tensor:
+    return tensor if tensor.requires_grad == need else tensor.detach().requires_grad_(need)
 
 
 def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,7 +263,9 @@ def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch
         return tensors_of(record.pattern(k).call(given), [])
     except (TapestreamError, torch.OutOfMemoryError):
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if "allocate memory" in str(error):
+            raise
         said = (str(error).splitlines() or [""])[0]
         raise GradientError(
             f"Program: {name_of(record, k)} failed when it was run again ({said}); what it does must depend on nothing "

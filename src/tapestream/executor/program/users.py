@@ -1,7 +1,9 @@
 """What users have written, among the operations of a program: it may do anything, so it is neither tried nor called
 more often than need be, and what it uses beside its arguments is watched (see `Hidden`)."""
 
-from collections.abc import Iterable
+import functools
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from tapestream.executor.program.seams import Apply
 from tapestream.executor.program.whole import Whole
 
+_COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CLASSES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OWN = frozenset(("aten", "prims", "prim", "quantized", "c10d", "_c10d_functional", "c10d_functional"))
 _DISABLED = torch._C._disabled_torch_function_impl
@@ -22,6 +25,19 @@ def is_custom(function: Any) -> bool:
         return False
     name: Any = function._schema.name if isinstance(function, torch._ops.OpOverload) else function._qualified_op_name
     return str(name).partition("::")[0] not in _TORCHS_OWN
+
+
+def kernel_of(operation: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """What a custom operation calls, past the function modes that are entered."""
+    if isinstance(operation, torch._ops.OpOverloadPacket):
+        name = torch._C._jit_resolve_packet(operation._qualified_op_name, *args, **kwargs)
+        operation = getattr(operation, name)
+    return functools.partial(torch._C._dispatch_call_boxed, operation._handle)
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether it is a function of PyTorch's that is not written in Python."""
+    return isinstance(function, _COMPILED) or (isinstance(function, _CLASSES) and not is_custom(function))
 
 
 def by_user(function: Any) -> bool:
