@@ -384,7 +384,7 @@ def test_forward_mode_and_switched_needs_of_values_are_refused_by_name() -> None
             value, tangent = forward_ad.unpack_dual(torch.tanh(dual))
             return value + tangent
 
-    with pytest.raises(InputError, match="forward_ad is at work"):
+    with pytest.raises(InputError, match="forward-mode differentiation"):
         Program(often(forward), budget="1MiB")(*given())
 
     def needed_for_a_while(x: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,8 @@ class Ambients:
         and where tangents are computed."""
         if forward_ad._current_level >= 0:
             raise InputError(
-                "Program: torch.autograd.forward_ad is at work, whose tangents a replay would not have; take that part "
-                "out of the program"
+                "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is at "
+                "work, whose tangents a replay would not have; take that part out of the program"
             )
         entered = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack()
         seen = [ask() for ask in self._questions], epoch, others() if entered else ()
