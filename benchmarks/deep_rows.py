@@ -38,12 +38,12 @@ def merged(rows: Sequence[Row], row: Row, order: Sequence[tuple[str, int]]) -> l
     key = row["network"], row["layers"]
     found[key] = row if "plain PyTorch" in row else {**found.get(key, {}), **row}
     ordered = [found[key] for key in sorted(found, key=lambda key: places.get(key, len(places)))]
-    return [_judged(_compared(one, ordered)) for one in ordered]
+    return [_judged(_compared(one, ordered)) if "plain PyTorch" in one else one for one in ordered]
 
 
 def _compared(row: Row, rows: Sequence[Row]) -> Row:
     """With its seconds and its peak as shares of those of the shallowest network of its kind that ran."""
-    others = [one for one in rows if one["network"] == row["network"] and "failed" not in one]
+    others = [one for one in rows if one["network"] == row["network"] and "step us/layer" in one]
     shallowest = min(others, key=lambda one: one["layers"], default=row)
     if "failed" in row or shallowest["layers"] >= row["layers"]:
         return row

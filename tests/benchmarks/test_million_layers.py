@@ -116,3 +116,22 @@ def test_a_run_replaces_its_own_row_in_the_file(table: Any, tmp_path: Path, monk
     rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
     assert rows[1]["seconds per layer, of the shallowest's"] == 1.222
     assert rows[1]["met"] == "no"
+
+
+def test_saves_go_beside_the_steps_that_are_there(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stand for themselves where none are."""
+
+    def measured(job: Any, chosen: Any) -> dict[str, Any]:
+        steps = {"step us/layer": 10.0, "process peak MiB": 4.0} if job.steps else {}
+        return {**steps, "save us/layer": 3.0 - (job.steps > 0)} if job.budget else {"failed": "no memory"}
+
+    monkeypatch.setattr(table, "run", measured)
+    chosen = table.Settings("cpu", quick=False, rounds=1, threads=1, save=True, folder=str(tmp_path))
+    shallow, middle, deep, *_ = table.jobs(1)
+    table.update([deep], chosen, tmp_path)
+    table.update([replace(job, steps=0) for job in (shallow, middle, deep)], chosen, tmp_path)
+    rows = json.loads((tmp_path / "million_layers.json").read_text())["rows"]
+    assert [row["layers"] for row in rows] == [2502, 25_002, 250_002]
+    assert [row["save us/layer"] for row in rows] == [3.0] * 3
+    assert ["met" in row for row in rows] == [False, False, True]
+    assert rows[2]["step us/layer"] == 10.0

@@ -12,7 +12,9 @@ from streamable import WIDTH
 from streaming import loss_at
 from torch import nn
 
+import tapestream
 from tapestream.errors import InputError
+from tapestream.frontends.module import swap
 
 # ------------------------------------------------------------------------------------------------- parameters
 
@@ -114,3 +116,14 @@ def test_hooks_on_parameters_run_once_per_backward(crowd: Pair) -> None:
 
     both(crowd, run)
     assert sorted(counts[0]) == sorted(counts[1])
+
+
+def test_a_block_looks_at_no_tensors_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a state_dict() of many blocks would take longer than saving it."""
+    looked, part = list[int](), swap._part
+    monkeypatch.setattr(swap, "_part", lambda tensors, prefix: looked.append(len(tensors)) or part(tensors, prefix))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(64)))
+    tapestream.stream(model, device="cpu", budget="1MiB", blocks=list(model))
+    found = model.state_dict()
+    assert len(found) == 128
+    assert sum(looked) <= 2 * 128  # the model's own look comes on top

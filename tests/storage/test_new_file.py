@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ MIB = 2**20
 
 def data(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+
+
+def failing(number: int) -> Callable[..., None]:
+    def call(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def write(path: Path, pieces: list[torch.Tensor], nbytes: int = 0) -> None:
@@ -87,10 +95,7 @@ def test_a_failure_is_told_wherever_it_happens(after: int, tmp_path: Path, monke
 def test_a_disk_without_room_says_so_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: int, start: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     with pytest.raises(StorageError, match=r"could not write .*file: No space left"), new_file(tmp_path / "file", MIB):
         pytest.fail("it went on")
 
@@ -98,10 +103,7 @@ def test_a_disk_without_room_says_so_before_anything_is_written(
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without(file: int, start: int, nbytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", without)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
     piece = data(9 * MIB + 5)
     write(tmp_path / "file", [piece], 20 * MIB)
     assert (tmp_path / "file").read_bytes() == piece.numpy().tobytes()

@@ -71,7 +71,8 @@ class Nursery:
 @pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path) -> None:
     """Resumed each time, the end is that of the run that was let alone. Every other one is killed from outside at some
-    moment of its start or its first steps, the others just before some file operation of their saves."""
+    moment of its start or its first steps, the others just before some file operation of their saves: each at another
+    part of one, since a few moments drawn from all might miss what is half written."""
     steps, moments, halves = MOST * (kills + 1), random.Random(0), 0
     job = {"home": str(tmp_path / "home"), "saves": str(tmp_path / "alone"), "steps": steps}
     with Nursery() as nursery:
@@ -83,7 +84,9 @@ def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path)
         job["saves"] = str(tmp_path / "saves")
         for number in range(kills):
             if number % 2:
-                nursery.start({**job, "most": MOST, "killed_at": moments.randrange(operations)})
+                part = (number // 2 + moments.random()) / (kills // 2)
+                at = int((moments.randrange(MOST) + part) * operations / MOST)
+                nursery.start({**job, "most": MOST, "killed_at": at})
             else:
                 nursery.start({**job, "most": MOST})
                 time.sleep(moments.uniform(0, seconds))
@@ -92,7 +95,7 @@ def test_killed_at_any_moment_the_last_save_is_whole(kills: int, tmp_path: Path)
             halves += len(list((tmp_path / "saves").glob(".saving-*")))
         nursery.start(job)
         assert nursery.lines()[-2:] == [expected, "ended 0"]
-    assert halves >= kills // 8, "too few were killed within a save"  # of a few, perhaps none
+    assert halves >= kills // 4, "too few were killed within a save"
     left = [p.name for p in (tmp_path / "saves").iterdir()]
     assert sorted(left) == [f"{steps - 1:06d}", f"{steps:06d}"]
 

@@ -9,7 +9,6 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack as _modes
 from torch.overrides import _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -103,20 +102,20 @@ class Ambients:
                 "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is at "
                 "work, whose tangents a replay would not have; take that part out of the program"
             )
-        entered = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack()
-        seen = [ask() for ask in self._questions], epoch, others() if entered else ()
+        modes = others() if _C._len_torch_function_stack() else ()
+        seen = [ask() for ask in self._questions], epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
         if seen != self._last:  # comparing is cheaper than a hash
             self._last, self._number = seen, self._number_of(*seen)
         return self._number
 
-    def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...]) -> int:
+    def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> int:
         (grad, inference, cache, dtype), kinds = answers[:4], len(self._kinds)
         on, dtypes, kernels = answers[4 : 4 + kinds], answers[4 + kinds : 4 + 2 * kinds], answers[4 + 2 * kinds :]
         if inference:
             raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
         casts = tuple((kind, to if cast else None) for kind, cast, to in zip(self._kinds, on, dtypes, strict=True))
         chosen = tuple(tuple(one) if isinstance(one, list) else one for one in kernels)
-        ambient = Ambient(grad, casts, cache, dtype, epoch, chosen, modes)
+        ambient = Ambient(grad, casts, cache, dtype, epoch, chosen, modes, dispatching)
         number = self._numbers.setdefault(ambient, len(self._found))
         if number == len(self._found):
             self._found.append(ambient)
@@ -130,14 +129,14 @@ def modes_entered() -> list[Any]:
 
 
 def others() -> tuple[Any, ...]:
-    """The function modes that are entered here, but for those that only watch a program, and the dispatch modes, but
-    for PyTorch's own and ours."""
-    functions = [mode for mode in modes_entered() if not getattr(mode, "only_watches", False)]
-    return *functions, *(mode for mode in _dispatch_modes() if not _of_a_library(mode))
+    """The function modes that are entered here, without those that only watch a program."""
+    return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
 
 
-def _of_a_library(mode: Any) -> bool:
-    return type(mode).__module__.partition(".")[0] in ("torch", "tapestream")  # they count, or log
+def dispatching() -> tuple[Any, ...]:
+    """The dispatch modes that are entered here, without PyTorch's own and ours, which count or log."""
+    found: list[Any] = _dispatch_modes()
+    return tuple(m for m in found if type(m).__module__.partition(".")[0] not in ("torch", "tapestream"))
 
 
 def exchange(new: Sequence[Any]) -> None:
@@ -169,8 +168,8 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
         torch.set_autocast_cache_enabled(ambient.cache)
         torch.set_default_dtype(ambient.dtype)
         _choose(ambient.kernels)
-        exchange([mode for mode in ambient.modes if not isinstance(mode, TorchDispatchMode)])
-        again([mode for mode in ambient.modes if isinstance(mode, TorchDispatchMode)])
+        exchange(ambient.modes)
+        again(ambient.dispatching)
 
     def again(wanted: Sequence[Any]) -> None:
         """Enter dispatch modes that an operation ran in. Those of backward alone stay: they may count what it does."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.arrays import Arrays
@@ -25,8 +24,8 @@ MIXED = -1
 
 class Ambient(NamedTuple):
     """What surrounds an operation. ``casts``: per kind of device, the dtype of autocast, None where it is off;
-    ``epoch``: how often the cache of casts had been cleared; ``kernels``: what chooses between them; ``modes``: the
-    function and dispatch modes of others."""
+    ``epoch``: how often the cache of casts had been cleared; ``kernels``: what chooses between them; ``modes`` and
+    ``dispatching``: the function modes, and the dispatch modes, of others."""
 
     grad: bool
     casts: tuple[tuple[str, torch.dtype | None], ...]
@@ -35,11 +34,12 @@ class Ambient(NamedTuple):
     epoch: int
     kernels: tuple[Any, ...]
     modes: tuple[Any, ...]
+    dispatching: tuple[Any, ...]
 
     def alike(self) -> tuple[Any, ...]:
         """Equal for ambients that plans may be shared by: function modes count by their class. Dispatch modes, which
         may count or print, do not: what they change shows in what operations make and save."""
-        return *self[:-1], *(type(mode) for mode in self.modes if not isinstance(mode, TorchDispatchMode))
+        return *self[:-2], *map(type, self.modes)
 
 
 def look(before: int, tensor: torch.Tensor) -> int:

@@ -131,15 +131,16 @@ class Recorder(TorchFunctionMode):
 
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """See `Listener`: a call of an autograd.Function, or of a custom operation."""
+        kwargs = kwargs or {}
         if self._inside:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         self._hidden, k = Hidden(), len(self.record)
         try:
             with self.unheard():
-                out = self._call(function, args, kwargs or {})
+                out = self._call(function, args, kwargs)
             self._inside = True
             if len(self.record) > k:
-                if self._hidden.end(tensors_of((args, kwargs or {}, out), [])):
+                if self._hidden.end(tensors_of((args, kwargs, out), [])):
                     self.record.spoilt = f"running statistics were written into by {function.__name__}"
                 self.record.hidden[k] = self._hidden
             return out

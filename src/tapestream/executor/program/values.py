@@ -7,8 +7,6 @@ import torch
 
 from tapestream.errors import InputError
 
-_STRIDED = torch.strided
-
 
 class Ref(weakref.ref[torch.Tensor]):
     """A value that is alive."""
@@ -24,11 +22,10 @@ class Ref(weakref.ref[torch.Tensor]):
 
 def address_of(tensor: torch.Tensor) -> int:
     """What tells storages that are alive at the same time apart; a negative number where there is none."""
-    if tensor.layout is not _STRIDED:
+    if tensor.layout is not torch.strided:
         return -id(tensor)
     try:
-        address: int = tensor.untyped_storage()._cdata
-        return address
+        return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         raise InputError(
             f"Program: a tensor of shape {tuple(tensor.shape)} has no memory of its own (inside torch.func.vmap, jvp "
