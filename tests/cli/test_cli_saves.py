@@ -1,5 +1,6 @@
 """`tapestream train --saves`: what ends a run loses nothing, and no run takes the place of another."""
 
+import errno
 import gc
 import json
 import os
@@ -20,8 +21,10 @@ from typer.testing import CliRunner
 import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.train import keep_steps, writing
+from tapestream.frontends.saving.folder import Saves
 from tapestream.models import GPTConfig, ImageBatches, MaskFolders, Shapes
 
+cli_train = sys.modules["tapestream.cli.train"]
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu", "--budget", "8MiB"]
 
 
@@ -261,3 +264,71 @@ def test_a_signal_to_all_processes_saves_with_workers_too(number: signal.Signals
     taken = len(metrics.read_text().splitlines())
     assert f"stopped and saved after step {taken} of 5000" in out
     assert ts.load(saves)["step"] == taken
+
+
+def test_metrics_that_cannot_be_written_lose_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = cli_train.tell
+
+    def full(lines: Any, record: Any, first: int) -> str:
+        if record.step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return told(lines, record, first)
+
+    saves = ("--saves", str(tmp_path / "saves"), "--steps", "4")
+    monkeypatch.setattr(cli_train, "tell", full)
+    found = train(tmp_path, *SMALL, *saves)
+    assert found.exit_code == 2
+    assert "No space left on device" in found.stderr
+    assert "saved after step 3" in found.stderr
+    monkeypatch.setattr(cli_train, "tell", told)
+    assert train(tmp_path, *SMALL, *saves, "--resume").exit_code == 0
+    assert train(tmp_path / "plain", *SMALL, "--saves", str(tmp_path / "whole"), "--steps", "4").exit_code == 0
+    last, whole = (ts.load(tmp_path / name)["step"] for name in ("saves", "whole"))
+    assert last == whole == 4
+    files = [sorted((tmp_path / name).rglob("*.safetensors"))[-1] for name in ("saves", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_metrics_of_a_run_under_way_are_refused_to_another(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from tapestream.cli.train import writing\n"
+    code += "writing(Path(sys.argv[1]), append=True)"
+    path = tmp_path / "metrics.jsonl"
+    with writing(path, append=True):
+        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert "is being written by another run" in done.stderr
+
+
+def test_resuming_from_a_save_saves_beside_it(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    assert train(tmp_path, *SMALL, "--saves", str(saves), "--steps", "2", "--save-every", "1").exit_code == 0
+    found = train(tmp_path, *SMALL, "--saves", str(saves / "000001"), "--steps", "3", "--resume")
+    assert found.exit_code == 0, found.stderr
+    assert [path.name for path in Saves(saves).complete()] == ["000002", "000003"]
+    assert not list((saves / "000002").glob("0*"))
+    assert ts.load(saves)["step"] == 3
+
+
+def test_nothing_is_saved_inside_a_save(tmp_path: Path) -> None:
+    ts.save(tmp_path, numbers=torch.nn.Linear(1, 1))
+    with pytest.raises(ts.StorageError, match="is a save itself"):
+        ts.save(tmp_path / "000001", numbers=torch.nn.Linear(1, 1))
+    with pytest.raises(ts.InputError, match="given as the folder"):
+        ts.save("", numbers=torch.nn.Linear(1, 1))
+
+
+def test_a_pipe_in_the_place_of_tensors_is_named(tmp_path: Path) -> None:
+    ts.save(tmp_path, numbers=torch.nn.Linear(1, 1))
+    (shard,) = (tmp_path / "000001" / "numbers").glob("*.safetensors")
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(ts.StorageError, match="no file of tensors but"):
+        ts.load(tmp_path, numbers=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_output_is_one_line(tmp_path: Path) -> None:
+    command = f"{Path(sys.executable).parent / 'tapestream'} plan gpt2-124m --budget 4GiB > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("cannot write what was to be shown")
+    assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ from tapestream.runner.runner import Runner
 class Counting(TorchDispatchMode):
     """Counts matrix products that reach a kernel."""
 
+    only_watches = True
     products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

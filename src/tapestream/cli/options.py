@@ -1,6 +1,8 @@
 """Options that several commands share, so that they are called and explained alike, and how commands end."""
 
+import errno
 import functools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +139,9 @@ def chosen_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO)
+
+
 def reported(command: Callable[P, R]) -> Callable[P, R]:
     """Ends a command as people and scripts expect: exit 2 and one red line for tapestream's own errors, 130 for Ctrl-C.
 
@@ -150,6 +155,12 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except TapestreamError as error:
             show.failure(str(error))
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what waits to be written would fail again at the end
+            show.failure(f"cannot write what was to be shown: {error.strerror}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             show.failure("stopped")

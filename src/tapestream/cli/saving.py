@@ -1,5 +1,6 @@
 """``tapestream train --saves``: saves of a run, also when a signal asks for one, and going on from them."""
 
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import tapestream as ts
 from tapestream.cli.loop import Batch, Job, Report
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
+from tapestream.frontends.saving.manifest import is_save
 from tapestream.frontends.saving.save import save_nbytes
 from tapestream.storage.locked import held_alone
 
@@ -25,6 +27,9 @@ class Saver:
 
     def __init__(self, folder: Path | None, every: int, job: Job) -> None:
         self._folder, self._every, self._job = folder, every, job
+        self._from = folder  # the last save in it, or a save itself: those to come lie beside that
+        if folder is not None and is_save(folder):
+            self._folder = folder.resolve().parent
         self._parts: dict[str, Any] = {}
         self._progress: Report | None = None
         self._asked = self._stepped = self._ready = False
@@ -53,9 +58,9 @@ class Saver:
         if not resume:
             self._refuse_earlier()
             return self._job, 0
-        if self._folder is None:
+        if self._folder is None or self._from is None:
             raise InputError("--resume was asked for without --saves; name the folder of the saves")
-        found = ts.load(self._folder)
+        found = ts.load(self._from)
         saved, done = {"seed": 0, "dtype": "fp32", **found["job"]}, int(found["step"])
         mine = self._identity()
         other = [name for name in mine if name != "warmup" and saved.get(name) != mine[name]]
@@ -88,12 +93,16 @@ class Saver:
         Raises StorageError where no save can be made: now, and after the first step, not at the end of the training.
         """
         self._parts, self._progress = parts, progress
-        if self._folder is None:
+        if self._folder is None or self._from is None:
             return
         self._check_room()
         if load:
-            ts.load(self._folder, progress=progress, **parts)
+            ts.load(self._from, progress=progress, **parts)
         self._ready = True
+
+    def stepped(self, step: int) -> None:
+        """So many steps have been taken, of the last of which nothing is told."""
+        self._step, self._told = step, ""
 
     def after(self, step: int, *, last: bool, told: str = "") -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken, ``told``: the line
@@ -124,6 +133,13 @@ class Saver:
                     "mended, go on with --resume)"
                 ) from error
             yield batch
+
+    def lost(self, what: str) -> str:
+        """The same as `guarding` where a step cannot be told of: save, and say so behind ``what``."""
+        if self._folder is None:
+            return what
+        self._save()
+        return f"{what} (the run is saved after step {self._step}: when this is mended, go on with --resume)"
 
     def _save(self) -> None:
         if self._folder is not None:
@@ -165,6 +181,7 @@ class Saver:
             if self.stopped_by is not None or not self._ready:
                 raise KeyboardInterrupt
             self.stopped_by = signal.Signals(number)
+            os.write(2, b"\nstopping with a save after this step; once more stops at once, without one\n")
         self._asked = True
 
     def _identity(self) -> dict[str, Any]:

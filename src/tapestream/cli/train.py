@@ -1,5 +1,8 @@
 """``tapestream train``: a GPT on text, a ResNet on images, a DRANet on masks, within a budget."""
 
+import contextlib
+import errno
+import fcntl
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -96,7 +99,7 @@ def train(
             net, rule = streamed(job, progress)
             saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
             for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
-                told = tell(lines, record, first=done)
+                told = _told(lines, record, done, metrics, saver)
                 records.append(record)
                 advance("training", record.step + 1, steps, remark(record, allowed))
                 if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
@@ -105,6 +108,18 @@ def train(
     if saver.stopped_by is not None and last < steps:
         show.line(f"stopped and saved after step {last} of {steps}; go on with --resume")
         raise typer.Exit(128 + saver.stopped_by)
+
+
+def _told(lines: TextIO, record: Record, first: int, metrics: Path, saver: Saver) -> str:
+    """`tell`. Raises StorageError where the disk is full, say, when what has been done is saved."""
+    try:
+        return tell(lines, record, first=first)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            lines.close()
+        saver.stepped(record.step + 1)
+        what = saver.lost(f"cannot write {metrics}: {error.strerror or error}; make room, or give another place")
+        raise StorageError(what) from error
 
 
 def _ended(job: Job, records: Sequence[Record], metrics: Path, json_: bool) -> int:
@@ -133,7 +148,14 @@ def writing(path: Path, *, append: bool = False) -> TextIO:
                 f"--metrics {path} is there already and is no file of metrics of a run of `tapestream train`, which "
                 "would write over it; name another file"
             )
-        return path.open("a+" if append else "w", encoding="utf-8")
+        lines = path.open("a+" if append else "w", encoding="utf-8")
+        try:
+            fcntl.lockf(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lines.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise StorageError(f"--metrics {path} is being written by another run; name another file") from error
+        return lines
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; give another place") from error
 

@@ -24,6 +24,11 @@ def as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
 def template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The optimizer on tensors of one element: checks the options and fills in the defaults without any state of
     size. Raises InputError for an optimizer whose step needs a closure, and for what it does not take."""
+    if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
+        raise InputError(
+            f"{cls!r} was given as the optimizer's class; give the class, such as torch.optim.AdamW, and its options "
+            "by name: ts.optimizer(model, torch.optim.AdamW, lr=1e-3)"
+        )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(

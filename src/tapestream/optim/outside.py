@@ -1,5 +1,6 @@
 """`Outside`: the optimizer of parameters outside the blocks, which never leave the device."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Outside:
                 listed.append({**group, "params": targets})
                 self._numbers.append(number)
         self._inner = cls(listed, **options)
+        self._taken: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []  # gradients, and their versions
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """One step with the hyperparameters of ``groups`` (schedulers change those of the outer optimizer)."""
@@ -47,6 +49,14 @@ class Outside:
                 p.grad = gradient
         if any(gradient is not None for gradient in narrow.values()):
             self._inner.step()
+        self._note()
+
+    def _note(self) -> None:
+        self._taken = [(p, weakref.ref(p.grad), p.grad._version) for p in self._targets if p.grad is not None]
+
+    def has_taken(self) -> bool:
+        """Whether a gradient of the last step, or from before a state was loaded, is still there as it was."""
+        return any(p.grad is not None and p.grad is g() and p.grad._version == at for p, g, at in self._taken)
 
     def _step_wide(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -70,6 +80,7 @@ class Outside:
     def restore(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over a saved state."""
         self._inner.state.clear()
+        self._note()
         for parameter, found in states.items():
             target = self._targets[parameter]
             with torch.no_grad():

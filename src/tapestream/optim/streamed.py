@@ -85,7 +85,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
         self._mine = frozenset(map(id, parameters))
-        self._used = False
+        self._used = self._gone = False
         self._check_alone()
         self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
         self._options = dict(options)
@@ -138,6 +138,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what ``update="backward"`` has not updated yet; returns the closure's value."""
         self._check_current("step()")
+        if self._gone and not self._rule.updated:
+            raise GradientError(
+                "step() came after a state was loaded over the updates of the last backward (update='backward'), whose "
+                "gradients of blocks are gone; run a backward first"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -145,7 +150,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._handle.run_step()
         if self._outside is not None:
             self._outside.step(self.param_groups)
-        self._used, self._rule.updated = True, False
+        self._used, self._rule.updated, self._gone = True, False, False
         self._show_state()
         return loss
 
@@ -159,9 +164,21 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "update='step'"
             )
 
+    def check_forward(self) -> None:
+        """Raise GradientError where a forward comes too early, or gradients of the last step are still there."""
+        self.check_stepped("a forward")
+        if not torch.is_grad_enabled():
+            return
+        if self.update == "backward" and self._outside is not None and self._outside.has_taken():
+            raise GradientError(
+                "a forward came after optimizer.step() without zero_grad(), so that gradients would be accumulated but "
+                "for those of blocks, which update='backward' updates at once; call optimizer.zero_grad() before it"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Write a saved state to where the state lives; nothing is rounded, fp32 masters included."""
         self._check_current("load_state_dict()")
+        self._gone = self._gone or self._rule.updated
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
         numbers = (number for group in groups for number in group["params"])

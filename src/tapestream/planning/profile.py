@@ -22,9 +22,9 @@ from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recomp
 from tapestream.runner.belongings import Belongings, Change, same_bits, unchanged, undo
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
-from tapestream.runner.guards import refusing_transforms
+from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.runner import Runner
-from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.stage import Stage, Traits, leaves_captured
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
@@ -181,7 +181,8 @@ def _discover(
     since = next_sequence_number()
     watching = saved_tensors_hooks(observed.pack, observed.unpack)
     casting = probe.autocast.entered(cache=False)
-    with refusing_transforms(stage.name), torch.enable_grad(), casting, watching:
+    asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
+    with refusing_transforms(stage.name), asked, torch.enable_grad(), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = stage.function(state.tree(inputs))

@@ -7,6 +7,7 @@ import torch
 from torch.autograd.graph import Node
 
 from tapestream.errors import GradientError
+from tapestream.runner.depth import SHALLOW, deeper
 
 
 def next_sequence_number() -> int:
@@ -101,8 +102,10 @@ def flows_alone(outputs: Sequence[torch.Tensor], start: Node | None, end: Node) 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Node]:
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen: set[Node] = set(stack)
+    seen, most = set[Node](stack), SHALLOW
     while stack:
+        if len(seen) > most:
+            most = deeper(most)
         node = stack.pop()
         yield node
         for following, _ in node.next_functions:

@@ -127,9 +127,49 @@ _HOOKS_OF = "tapestream", "torch.utils.checkpoint"
 def refuse_hooks(name: str) -> None:
     """Raise InputError where somebody's hooks on saved tensors are entered around a call that drops what is saved:
     they would not be called."""
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:
+        raise InputError(
+            f"{name} is called where hooks on saved tensors are disabled ({disabled!r}), and it needs some; call it "
+            "outside of disable_saved_tensors_hooks and of torch.func's transforms"
+        )
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if top is not None and not str(getattr(top[0], "__module__", "")).startswith(_HOOKS_OF):
         raise InputError(
             f"{name} is called inside saved_tensors_hooks (save_on_cpu, say), which would see nothing of what it "
             "saves; leave them out (folder= and home= say where that may go), or enter them inside the function"
+        )
+
+
+@contextlib.contextmanager
+def hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks
+
+
+@contextlib.contextmanager
+def refusing_backward(name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Raise InputError where what runs inside gives one of ``leaves`` a ``.grad``: it would do so in each recompute."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, gradient in before:
+        if gradient is not None:
+            leaf.grad = None
+    try:
+        yield
+    finally:
+        added = [leaf for leaf, _ in before if leaf.grad is not None]
+        for leaf, gradient in before:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+    if added:
+        raise InputError(
+            f"{name} calls backward(), or writes .grad, and would do so again whenever it is recomputed; use "
+            "torch.autograd.grad there, or add it to the loss"
         )

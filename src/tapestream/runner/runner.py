@@ -15,9 +15,11 @@ from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators,
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.graph import next_sequence_number, reached_leaves, user_of
-from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, mark
+from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, hooks_off, mark
+from tapestream.runner.modes import Surroundings
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
+from tapestream.runner.stills import Looks, check_looks, looks_of
 from tapestream.runner.unneeded import LeftOut, end_left_out
 
 Pack = Callable[[torch.Tensor], Any]
@@ -51,6 +53,7 @@ class _Seen:
     host_generators: HostGenerators | None
     buffers: BufferSnapshot | None
     versions: tuple[int | Mark, ...]
+    looks: Looks
 
 
 class Runner:
@@ -72,6 +75,7 @@ class Runner:
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
+        self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, _Seen] = {}
         self.runs = 0
@@ -216,7 +220,7 @@ class Runner:
 
     def ran(self, k: int) -> None:
         """Stage ``k`` has been run elsewhere, drew no random numbers and wrote no buffers: what follows recomputes."""
-        self.seen[k] = _Seen(None, None, None, self._versions(k))
+        self.seen[k] = _Seen(None, None, None, self._versions(k), self._looks(k))
 
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
@@ -260,7 +264,7 @@ class Runner:
         """Note the only run of a stage in ``once``."""
         if k in self.seen:
             raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
-        self.seen[k] = _Seen(None, None, None, ())
+        self.seen[k] = _Seen(None, None, None, (), ([], []))
 
     @contextlib.contextmanager
     def _surroundings(self, k: int) -> Iterator[None]:
@@ -280,10 +284,12 @@ class Runner:
                 drew = not generators.equals(TorchGenerators.capture(self.device))
                 if host is not None and host.equals(HostGenerators.capture(traits.generators)):
                     host = None
-                self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k))
+                self.seen[k] = _Seen(generators if drew else None, host, buffers, self._versions(k), self._looks(k))
             else:
                 check_versions(self.stages[k].name, seen.versions, self._versions(k), "a parameter of")
+                check_looks(self.stages[k].name, seen.looks, self._looks(k), self.stages[k].modules)
                 stack.enter_context(as_recompute())
+                stack.enter_context(self._surrounded.again())
                 self._restore(seen, stack)
                 yield
 
@@ -299,6 +305,9 @@ class Runner:
 
     def _versions(self, k: int) -> tuple[int | Mark, ...]:
         return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)
+
+    def _looks(self, k: int) -> Looks:
+        return looks_of(self.stages[k].function, self.stages[k].modules, self.traits[k].buffers)
 
     def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
         name = self.stages[k].name
@@ -335,16 +344,3 @@ def _both(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tu
 
 def _edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
     return [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
-
-
-@contextlib.contextmanager
-def hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part."""
-    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    for leaf, _ in hooked:
-        leaf._backward_hooks = None
-    try:
-        yield
-    finally:
-        for leaf, hooks in hooked:
-            leaf._backward_hooks = hooks

@@ -153,3 +153,9 @@ def cell_contents(function: Any) -> Iterator[Any]:
         except ValueError:  # a closure cell that is not filled yet
             continue
     yield from function.__defaults__ or ()
+
+
+def leaves_captured(function: Any) -> list[torch.Tensor]:
+    """Tensors that a function closes over and that may get a ``.grad``, parameters of modules aside."""
+    found = cell_contents(function) if inspect.isfunction(function) else ()
+    return [one for one in found if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]

@@ -96,6 +96,8 @@ def read_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tenso
     never reaches the file; limits on a process may count the file's size then. Raises StorageError, which names the
     file, where it is missing, cut short or something else.
     """
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise StorageError(f"{path} is no file of tensors but a folder, a pipe or a device")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -26,6 +26,8 @@ _SECONDS |= {"conv2d": 4.0, "batch_norm": 2.0}
 class Kernels(TorchDispatchMode):
     """Counts what is computed, by name."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()

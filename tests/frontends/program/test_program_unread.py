@@ -176,6 +176,8 @@ def test_a_program_that_reads_on_its_way_what_the_planned_one_never_did() -> Non
 class Counting(TorchDispatchMode):
     """How often which kernel is called."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()

@@ -323,6 +323,18 @@ def test_dispatch_modes_are_entered_again(around: bool) -> None:
         assert run.report.reruns > 0 or planner == "auto"
 
 
+def test_dispatch_modes_around_backward_alone_are_not_entered_for_replays() -> None:
+    function = often(torch.tanh)
+    run = Program(function, budget=2 * least(function, [W, X], given, 0), planner="revolve")
+    for _ in range(3):
+        outs = [function(*given()).sum(), run(*given()).sum()]
+        with Halves():
+            wanted, found = (torch.autograd.grad(out, [W, X]) for out in outs)
+        assert all(map(torch.equal, found, wanted))
+    assert run.report is not None
+    assert run.report.reruns > 0
+
+
 def test_settings_are_those_of_the_first_run() -> None:
     """Denormal numbers count, and as many threads work, though both are set otherwise before backward."""
 

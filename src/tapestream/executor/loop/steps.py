@@ -4,6 +4,7 @@ A sweep that keeps nothing is a bare Python loop over the user's function. Gradi
 as from plain autograd: each recorded stage is seeded with the sum of all later ones (DESIGN, "sums in the same order").
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,8 @@ class _Tape:
 class TensorSteps(Sweeps):
     """See `driver.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
 
-    ``sums``: by place in ``traits.leaves``, the gradient accumulated so far.
+    ``reversing``: enters what the user's backward runs in, where that is other than what steps run in. ``sums``: by
+    place in ``traits.leaves``, the gradient accumulated so far.
     """
 
     def __init__(self, body: Body, steps: int | None, tick: Callable[[int], None] | None = None) -> None:
@@ -51,6 +53,7 @@ class TensorSteps(Sweeps):
         self._targets = self.stands.targets(body.traits.leaves)
         self._sizes: set[int] = set()
         self._records = 0
+        self.reversing: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self._marks = [mark(leaf) for leaf in body.traits.leaves]
 
     def forward(self, state: Any, start: int, stop: int) -> Any:
@@ -99,7 +102,8 @@ class TensorSteps(Sweeps):
             asked += tensors
         if not asked:
             return [None] * len(tape.inputs)
-        answer = differentiated(tuple(roots), tuple(seeds), tuple(asked))
+        with contextlib.nullcontext() if self.reversing is None else self.reversing():
+            answer = differentiated(tuple(roots), tuple(seeds), tuple(asked))
         self.sums = list(answer[wanted : wanted + sums])
         of_given = iter(answer[wanted + sums :])
         for step, tensors in tape.given:

@@ -30,7 +30,8 @@ class StepTraits:
     and leaves as the last step has set it. ``leaves``: tensors that may get a gradient from it beside state and input;
     ``stand_ins``: by place in ``leaves``, the dtype in which a leaf stands in for that tensor while a step is recorded:
     tensors computed before the loop (a backward through what made them must happen once, afterwards), and weights that
-    autocast casts. ``aliases``: pairs (leaf of the output, leaf of the new state) that are one tensor.
+    autocast casts. ``aliases``: pairs (leaf of the output, leaf of the new state) that are one tensor. ``nodes``: those
+    of its graph.
     """
 
     sweep: Sweep
@@ -47,6 +48,7 @@ class StepTraits:
     leaves: tuple[torch.Tensor, ...] = ()
     stand_ins: tuple[tuple[int, torch.dtype], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
+    nodes: int = 1
 
     @classmethod
     def bare(cls, form: Form) -> "StepTraits":

@@ -3,79 +3,17 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack as _modes
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record import Ambient
+from tapestream.runner.kernels import KERNELS, ON_CPU, choose
+from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
-
-
-def _set_deterministic(on: bool) -> None:
-    _C._set_deterministic_algorithms(on, warn_only=_C._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(warn_only: bool) -> None:
-    _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
-
-
-def _refused(wanted: str) -> None:
-    # PyTorch has two ways to set it, and some questions raise where both are used.
-    raise GradientError(
-        f"Program: an operation had the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
-        "allow_tf32) and is to run again with another; leave it as it is until after backward"
-    )
-
-
-Choice: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _choices(names: Sequence[str]) -> list[Choice]:
-    """Of the switches ``names``, of kernels for attention and of others, those that this PyTorch has."""
-    found: list[Choice] = []
-    for name in names:
-        if hasattr(_C, f"_set_sdp_use_{name}"):
-            found.append((getattr(_C, f"_get_{name}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{name}")))
-        elif hasattr(_C, f"_set_{name}"):
-            found.append((getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")))
-    return found
-
-
-def _precision(backend: str) -> Choice:
-    ask = getattr(_C, "_get_fp32_precision_getter", None)
-    return (torch.get_float32_matmul_precision if ask is None else functools.partial(ask, backend, "matmul")), _refused
-
-
-_DENORMAL = float.fromhex("0x1p-1074")  # not computed: that would be flushed, too
-
-
-def _flushes() -> bool:
-    """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
-    return _DENORMAL * 1.0 == 0.0
-
-
-_ON_CPU: list[Choice] = [
-    (_C._get_deterministic_algorithms, _set_deterministic),
-    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
-    *_choices(("flash", "math", "sdp_priority_order", "mkldnn_enabled")),
-    _precision("mkldnn"),
-    (torch.get_num_threads, torch.set_num_threads),
-    (_flushes, torch.set_flush_denormal),
-]
-_KERNELS: list[Choice] = [
-    *_ON_CPU,
-    *_choices(("mem_efficient", "cudnn", "overrideable", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
-    _precision("cuda"),
-]
-"""What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
 
 
 class Ambients:
@@ -88,7 +26,7 @@ class Ambients:
             torch.get_default_dtype,
             *(functools.partial(torch.is_autocast_enabled, kind) for kind in kinds),
             *(functools.partial(torch.get_autocast_dtype, kind) for kind in kinds),
-            *(get for get, _ in (_ON_CPU if tuple(kinds) == ("cpu",) else _KERNELS)),
+            *(get for get, _ in (ON_CPU if tuple(kinds) == ("cpu",) else KERNELS)),
         ]  # fmt: skip
         self._numbers: dict[Ambient, int] = {}
         self._last: Any = None
@@ -122,39 +60,14 @@ class Ambients:
         return number
 
 
-def modes_entered() -> list[Any]:
-    """The function modes that are entered here, the innermost last."""
-    found: list[Any] = _modes()  # type: ignore[no-untyped-call]
-    return found
-
-
-def others() -> tuple[Any, ...]:
-    """The function modes that are entered here, without those that only watch a program."""
-    return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
-
-
-def dispatching() -> tuple[Any, ...]:
-    """The dispatch modes that are entered here, without PyTorch's own and ours, which count or log."""
-    found: list[Any] = _dispatch_modes()
-    return tuple(m for m in found if type(m).__module__.partition(".")[0] not in ("torch", "tapestream"))
-
-
-def exchange(new: Sequence[Any]) -> None:
-    """Have the function modes ``new`` in place of those that are entered."""
-    for _ in range(_C._len_torch_function_stack()):
-        _pop_mode()  # type: ignore[no-untyped-call]
-    for one in new:
-        _push_mode(one)  # type: ignore[no-untyped-call]
-
-
 @contextlib.contextmanager
 def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], None]]:
     """Gives what sets the surroundings of an operation, one of ``ambients``; afterwards all is as before."""
     kinds = sorted({kind for ambient in ambients for kind, _ in ambient.casts})
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
-    kernels, modes = [get() for get, _ in _KERNELS], modes_entered()
-    epoch, pushed = [-1], list[Any]()
+    kernels, modes = [get() for get, _ in KERNELS], modes_entered()
+    epoch, again = [-1], Dispatching()
 
     def enter(ambient: Ambient) -> None:
         if ambient.epoch != epoch[0]:
@@ -167,24 +80,14 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
                 torch.set_autocast_dtype(kind, precision)
         torch.set_autocast_cache_enabled(ambient.cache)
         torch.set_default_dtype(ambient.dtype)
-        _choose(ambient.kernels)
+        choose(ambient.kernels)
         exchange(ambient.modes)
-        again(ambient.dispatching)
-
-    def again(wanted: Sequence[Any]) -> None:
-        """Enter dispatch modes that an operation ran in. Those of backward alone stay: they may count what it does."""
-        while pushed:
-            _pop_dispatch_mode()
-            pushed.pop()
-        for mode in wanted:
-            if not any(mode is one for one in _dispatch_modes()):
-                _push_dispatch_mode(mode)
-                pushed.append(mode)
+        again.enter(ambient.dispatching)
 
     try:
         yield enter
     finally:
-        again(())
+        again.leave()
         exchange(modes)
         torch.clear_autocast_cache()
         torch.set_grad_enabled(grad)
@@ -193,14 +96,7 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
             torch.set_autocast_dtype(kind, precision)
         torch.set_autocast_cache_enabled(cache)
         torch.set_default_dtype(dtype)
-        _choose(kernels)
-
-
-def _choose(kernels: Sequence[Any]) -> None:
-    for (get, choose), wanted in zip(_KERNELS, kernels, strict=False):
-        wanted = list(wanted) if isinstance(get(), list) else wanted
-        if get() != wanted:
-            choose(wanted)
+        choose(kernels)
 
 
 def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:

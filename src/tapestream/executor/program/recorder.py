@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.ambients import Ambients, exchange, modes_entered
+from tapestream.executor.program.ambients import Ambients
 from tapestream.executor.program.exposed import EXPOSING, Exposed
 from tapestream.executor.program.generators import Draws
 from tapestream.executor.program.hidden import Hidden
@@ -33,6 +33,7 @@ from tapestream.executor.program.trials import Spare, Trials, expected
 from tapestream.executor.program.users import is_custom, kernel_of, taking_over
 from tapestream.executor.program.writes import QUESTIONS, SWITCHES, check_changed
 from tapestream.runner.ambient import cuda_in_use
+from tapestream.runner.modes import exchange, modes_entered
 
 Operation = Callable[[int, int], None]
 _NONE = frozenset[int]()

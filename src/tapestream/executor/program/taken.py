@@ -22,6 +22,7 @@ from tapestream.executor.program.samples import Samples
 from tapestream.executor.program.seams import listener_now
 from tapestream.executor.program.whole import Attributes, Slot, State, Whole
 from tapestream.runner.ambient import GENERATORS, HostGenerators
+from tapestream.runner.depth import SHALLOW, deeper
 from tapestream.runner.graph import next_sequence_number
 
 
@@ -177,8 +178,10 @@ def _check_graph(name: str, result: Any, since: int, reached: set[Node | None]) 
     """Raise GradientError where the result's graph leaves the call elsewhere than by its arguments and parameters."""
     waiting = [t.grad_fn for t in tensors_of(result, []) if t.grad_fn is not None]
     seen = {*waiting, *reached}  # held, since a node that Python lets go of is another object the next time
-    waiting = [node for node in waiting if node not in reached]
+    waiting, most = [node for node in waiting if node not in reached], SHALLOW
     while waiting:
+        if len(seen) > most + len(reached):
+            most = deeper(most)
         node = waiting.pop()
         if node._sequence_nr() < since:  # those of leaves come last
             raise _refused(name, f"uses a result of {node.name()} of the program that it is not given", "pass it")

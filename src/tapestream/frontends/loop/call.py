@@ -18,8 +18,10 @@ from tapestream.frontends.loop.progress import Progress
 from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot
-from tapestream.runner.runner import hooks_off
+from tapestream.runner.guards import hooks_off
+from tapestream.runner.modes import Surroundings
 from tapestream.runner.stage import Stage
+from tapestream.runner.stills import Looks, check_looks, looks_of
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -50,6 +52,9 @@ class TensorCall:
     def __init__(self, task: Task, orders: Program | None, steps: int | None, held: Callable[[], None]) -> None:
         self.task, self.orders, self.steps, self._held = task, orders, steps, held
         self.autocast = Autocast.capture(task.body.device)
+        self._modules = Stage(0, task.body.function).modules
+        self._looks: Looks | None = None
+        self._surrounded = Surroundings(on_cpu=task.body.device.type == "cpu")
         self.runner: TensorSteps | None = None
         self.driver: LoopDriver | None = None
         self.states: ParcelStates | None = None
@@ -66,7 +71,9 @@ class TensorCall:
             with self._autocast():
                 self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
                 state = self.runner.keeper.own(self.runner.detached(self.task.state))
-                return self._result(self._forward(self.runner, state))
+                out = self._result(self._forward(self.runner, state))
+                self._looks = self._look()
+                return out
         except BaseException:
             self.release()
             raise
@@ -108,6 +115,10 @@ class TensorCall:
             arrived[place] = cotangent
         if task.sink is not None:
             task.sink.arrived(cotangents[len(self._places) :])
+        if not (self._surrounded.hold() and Autocast.capture(task.body.device) == self.autocast):
+            runner.reversing = self._as_now()
+        if self._looks is not None:
+            check_looks("a step of the loop", self._looks, self._look(), self._modules)
         with self._recomputing():
             runner.begin_backward()
             initial = driver.backward(arrived)
@@ -121,6 +132,7 @@ class TensorCall:
         traits, device = self.task.body.traits, self.task.body.device
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
+            stack.enter_context(self._surrounded.again())
             stack.enter_context(unchanged_generators(device, traits.generators))
             stack.enter_context(self._autocast())
             stack.enter_context(hooks_off(traits.leaves))
@@ -130,6 +142,21 @@ class TensorCall:
             if traits.buffers:
                 stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
             yield
+
+    def _look(self) -> Looks:
+        return looks_of(self.task.body.function, self._modules, self.task.body.traits.buffers)
+
+    def _as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Enters again what holds here: in plain PyTorch, kernels of backward are chosen, and cast, by that."""
+        device = self.task.body.device
+        autocast, surrounded = Autocast.capture(device), Surroundings(on_cpu=device.type == "cpu")
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with surrounded.again(), casting(autocast, device):
+                yield
+
+        return enter
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return casting(self.autocast, self.task.body.device)

@@ -14,7 +14,7 @@ from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.buffers import held
 from tapestream.runner.graph import next_sequence_number
-from tapestream.runner.runner import hooks_off
+from tapestream.runner.guards import hooks_off
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryWatch, watch_memory

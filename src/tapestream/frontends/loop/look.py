@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils import _pytree as pytree
 
-from tapestream.errors import GradientError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.form import Form, Leaf
+from tapestream.executor.loop.sweep import NAME
 from tapestream.executor.loop.traits import StepTraits, Sweep
 from tapestream.frontends.loop.reach import generators_behind, tensors_behind
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
@@ -17,8 +19,9 @@ from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.belongings import Belongings, Change
 from tapestream.runner.buffers import BufferSnapshot
-from tapestream.runner.stage import Stage
-from tapestream.runner.state import replica
+from tapestream.runner.guards import refusing_backward
+from tapestream.runner.stage import Stage, leaves_captured
+from tapestream.runner.state import replica, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,16 @@ def look_at(
             buffers.put_back()
 
         belongings = Belongings(stage.modules, step)
-        found = [watch(step, state, first, form, given[0], split, 0)]
+        given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
+        versions = [t._version for t in tensors_in(given)]
+        with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
+            found = [watch(step, state, first, form, given[0], split, 0)]
+        if versions != [t._version for t in tensors_in(given)]:
+            raise InputError(
+                "Loop: a step writes into its input (inputs=), which is the caller's and is given again when the step "
+                "is recomputed; clone() it in the step first"
+            )
+        first_written = buffers.changed()
 
         def repeats() -> bool:
             again()
@@ -72,7 +84,7 @@ def look_at(
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
         drew = not torch_before.equals(TorchGenerators.capture(device))
         drew_host = not host_before.equals(HostGenerators.capture(own))
-        written = buffers.changed()
+        written = tuple(dict.fromkeys((*first_written, *buffers.changed())))  # two steps may undo each other
         traits = _merged(stage, found, first, mask, device)
         traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host, generators=own)
         traits = replace(traits, leaves_behind=len(left) > len(of_generators))
@@ -108,6 +120,7 @@ def _merged(stage: Stage, found: list[Watched], first: Mask, mask: Mask, device:
         leaves=tuple(leaves.values()),
         stand_ins=tuple(stand_ins),
         aliases=tuple(sorted(frozenset.intersection(*(one.aliases for one in found)))),
+        nodes=max(1, *(one.nodes for one in found)),
     )
 
 

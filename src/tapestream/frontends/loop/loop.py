@@ -1,5 +1,6 @@
 """`Loop`: one step applied again and again, differentiated within a budget whatever the number of steps."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,9 @@ from tapestream.frontends.loop.progress import Progress, progress_of
 from tapestream.frontends.loop.tier_plans import check_room, choose_below
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
+from tapestream.runner.belongings import unchanged
+from tapestream.runner.depth import SHALLOW
+from tapestream.runner.guards import refuse_hooks
 from tapestream.runner.stage import Stage, mode_of
 
 Condition = Callable[[Any], Any]
@@ -144,6 +148,7 @@ class Loop(nn.Module):
         task = Task(bare, state, source, sink, (), None)
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
+        refuse_hooks("Loop")
         task = self._looked(task, count, until)
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)
@@ -168,7 +173,9 @@ class Loop(nn.Module):
         if until is not None:
             return self._openly(task, cost, count, until)
         assert count is not None
-        chosen = self._chosen(cost, count, task.body.device, unit)
+        # What is looked at, as the graph of a stage is, may not be too deep; a compiled unit is one node.
+        most = max(1, SHALLOW // 2 // (task.body.traits.nodes if unit == 1 else 1)) * unit
+        chosen = self._chosen(cost, count, task.body.device, unit, most)
         self.plan = chosen.plan
         task = replace(task, body=replace(task.body, chunk=chosen.chunk), progress=self._progressing(chosen))
         call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
@@ -209,7 +216,7 @@ class Loop(nn.Module):
         body, most = task.body, 2 if count is None else min(count, 2)
         given = [(x,) for x in body.source.read(0, most)] if body.source is not None else [()] * most
         split = _alone if task.sink is None else paired
-        with casting(Autocast.capture(body.device), body.device):
+        with casting(Autocast.capture(body.device), body.device), _uncounted(until):
             look = look_at(
                 self._stage, task.state, body.form, given, split, body.device,
                 ended=ended_by(until), verify=self.verify,
@@ -224,7 +231,7 @@ class Loop(nn.Module):
         """What one step costs, measured once for each combination of shapes and modes."""
         key = self._key(task), count == 1
         if key not in self._costs:
-            with casting(Autocast.capture(task.body.device), task.body.device):
+            with casting(Autocast.capture(task.body.device), task.body.device), _uncounted(until):
                 self._costs[key] = cost_of(self._stage, task.body, task.later, count, ended=ended_by(until))
         return self._costs[key]
 
@@ -238,20 +245,20 @@ class Loop(nn.Module):
             task.sink is not None,
         )  # fmt: skip
 
-    def _chosen(self, cost: StageCost, count: int, device: torch.device, unit: int) -> Chosen:
+    def _chosen(self, cost: StageCost, count: int, device: torch.device, unit: int, most: int) -> Chosen:
         room, chunk = self._room(device), self.chunk and max(1, self.chunk // unit) * unit
         if self._given is not None:
             return given_plan(self._given, cost, count, room)
         # Where the user names no budget, what is free now moves all the time.
-        key = (cost, count, unit, room if self.budget.device_nbytes is not None else None)
+        key = (cost, count, unit, most, room if self.budget.device_nbytes is not None else None)
         found = self._plans.get(key)
         if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
             below = self._below_on(device)
             asked = room, self.planner, chunk, self._knobs
             if below.tiers and self.planner not in NEVER_MOVE:
-                found = choose_below(cost, count, below.machine(), *asked, unit=unit)
+                found = choose_below(cost, count, below.machine(), *asked, unit=unit, most=most)
             else:
-                found = choose(cost, count, *asked, unit=unit)
+                found = choose(cost, count, *asked, unit=unit, most=most)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = found
@@ -315,6 +322,11 @@ class Loop(nn.Module):
     def _progressing(self, chosen: Chosen) -> Progress | None:
         of = chosen.plan.simulation.forwards * chosen.chunk
         return None if self._progress is None else Progress(self._progress, of)
+
+
+def _uncounted(until: Condition | None) -> contextlib.AbstractContextManager[None]:
+    """What a condition keeps (how long it has waited, say) is afterwards as before."""
+    return contextlib.nullcontext() if until is None else unchanged(Stage(0, until).modules, until)
 
 
 def _alone(found: Any, step: int) -> tuple[Any, None]:

@@ -1,5 +1,6 @@
 """The schedule of a loop: how many steps make a stage, how many restart checkpoints are kept, and which planner."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,12 +55,16 @@ def choose(
     outside_nbytes: int = 0,
     *,
     unit: int = 1,
+    most: int | None = None,
 ) -> Chosen:
     """The plan of ``planner``, or for "auto" the fastest of binomial checkpointing on stages of 1, 2, 3, .. units.
 
     A longer stage takes more bytes for its record, leaves fewer slots, and makes the chain shorter; one stage of
-    all steps is plain PyTorch. Closed forms choose, the judge confirms. Raises BudgetError when nothing fits.
+    all steps is plain PyTorch, and so are stages of ``most`` steps, the longest that may be, where all of them can be
+    stored. Closed forms choose, the judge confirms. Raises BudgetError when nothing fits.
     """
+    most = most or steps
+    chunk = chunk and min(chunk, most)
     if planner != "auto":
         profile = profile_of(cost, steps, chunk or unit, outside_nbytes)
         if planner in ("revolve", "binomial") and not knobs:
@@ -68,8 +73,12 @@ def choose(
         return Chosen(Plan.judged(schedule, profile, budget, None), chunk or unit)
     if knobs:
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
+    if chunk is None and most < steps:
+        with contextlib.suppress(BudgetError):
+            profile = profile_of(cost, steps, most, outside_nbytes)
+            return Chosen(Plan.judged(planners["store_all"](profile, budget, None), profile, budget, None), most)
     found = []
-    for length in [chunk] if chunk else lengths(steps, unit):
+    for length in [chunk] if chunk else lengths(min(steps, most), unit):
         profile = profile_of(cost, steps, length, outside_nbytes)
         slots = slots_within(profile, budget)
         if slots * cost.output_nbytes + base_nbytes(profile) > (budget.device_nbytes or 1 << 62):

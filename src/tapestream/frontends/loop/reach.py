@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from tapestream.errors import GradientError
 from tapestream.runner.ambient import GENERATORS
+from tapestream.runner.depth import SHALLOW, deeper
 from tapestream.runner.stage import cell_contents
 
 _NAMED = (torch.Tensor, nn.Module, list, tuple, dict, *GENERATORS)
@@ -79,8 +80,10 @@ def ends_of(
     leaves = {id(t): t for t in outputs if t.requires_grad and t.grad_fn is None and id(t) not in own}
     made: dict[int, torch.Tensor] = {}
     edges: list[tuple[Node, int]] = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
-    seen = set(edges)
+    seen, most = set(edges), SHALLOW
     while edges:
+        if len(seen) > most:
+            most = deeper(most)
         node, number = edges.pop()
         variable = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
         if variable is not None:

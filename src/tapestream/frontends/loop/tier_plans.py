@@ -22,12 +22,13 @@ _NAME = "async_multistage"
 
 def choose_below(
     cost: StageCost, steps: int, machine: Machine, budget: Budget, planner: str, chunk: int | None,
-    knobs: dict[str, object], *, unit: int = 1,
+    knobs: dict[str, object], *, unit: int = 1, most: int | None = None,
 ) -> Chosen:  # fmt: skip
     """As `choose`, with tiers below the device: "auto" takes the faster of recomputing from restart checkpoints here
     and of copying some of them away while computing (Kukreja, Hueckelheim, Gorman 2018)."""
     if planner not in ("auto", _NAME):
-        return choose(cost, steps, budget, planner, chunk, knobs, unit=unit)
+        return choose(cost, steps, budget, planner, chunk, knobs, unit=unit, most=most)
+    chunk = chunk and min(chunk, most or chunk)
     length = chunk or unit * (1 if planner == _NAME else max(1, few_steps(cost, budget.device_nbytes) // unit))
     refused: BudgetError | None = None
     try:
@@ -39,7 +40,7 @@ def choose_below(
             raise
         refused = error
     try:
-        here = choose(cost, steps, budget, "auto", chunk, {}, unit=unit)
+        here = choose(cost, steps, budget, "auto", chunk, {}, unit=unit, most=most)
     except BudgetError:
         if refused is not None:
             raise

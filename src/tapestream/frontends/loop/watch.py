@@ -37,6 +37,7 @@ class Watched:
     leaves: list[torch.Tensor] = field(default_factory=list)
     makes_leaves: bool = False
     escapes: bool = False
+    nodes: int = 1
 
 
 def watch(
@@ -51,6 +52,7 @@ def watch(
         inside, fresh = _copied(form, state, requires, root)
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in form.leaves(inside)]
         found = observer.run(step, inside, given)
+    nodes = next_sequence_number() - since
     result, reached = _found(found, form, split, number, since, seen, frozenset(id(t) for t in (root, *fresh)))
     now = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in form.leaves(inside)]
     mutates = frozenset(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
@@ -59,7 +61,7 @@ def watch(
     alive = [leaf for reference in references if (leaf := reference()) is not None]
     return replace(
         result, mutates=mutates, calls_autograd=observer.called, leaves=alive,
-        makes_leaves=len(alive) < len(references), escapes=observer.something_lives(),
+        makes_leaves=len(alive) < len(references), escapes=observer.something_lives(), nodes=nodes,
     )  # fmt: skip
 
 

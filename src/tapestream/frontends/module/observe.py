@@ -26,9 +26,8 @@ from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.graph import leaves_behind
-from tapestream.runner.guards import Guard
+from tapestream.runner.guards import Guard, hooks_off
 from tapestream.runner.private import tensors_in
-from tapestream.runner.runner import hooks_off
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.trees import tree_leaves

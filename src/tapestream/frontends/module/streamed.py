@@ -38,6 +38,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
+from tapestream.runner.guards import refuse_hooks
 from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
@@ -110,11 +111,12 @@ class Streamed:
         check_no_program(self.model)
         with self._live.working():
             if self.optimizer is not None:
-                self.optimizer.check_stepped("a forward")
+                self.optimizer.check_forward()
             if not torch.is_grad_enabled():
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
+            refuse_hooks("a streamed model")
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,8 +174,7 @@ class Streamed:
                 return self._forward_only.call_block(block, original, args, kwargs)  # nothing will be differentiated
             raise InputError(
                 f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
-                f"itself; call the model that was given to "
-                "stream(), or call the block under torch.no_grad()"
+                "itself; call the model that was given to stream(), or call the block under torch.no_grad()"
                 + ("" if position < self.wide else "; or name blocks=[...], so that all else stays on the device")
             )
         if self.call.plain:
@@ -261,8 +262,7 @@ class Streamed:
             self.replan()
 
     def _beside_live(self, asked: Prepared, prepared: Prepared) -> Prepared:
-        """``prepared``, or plans for the same call in what calls that await their backward leave of the budget.
-        ``asked``: as if no backward had been."""
+        """``prepared``, or plans in what waiting calls leave of the budget. ``asked``: as if no backward had been."""
         live = list(self._live.calls)
         if not live:
             return prepared

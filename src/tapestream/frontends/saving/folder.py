@@ -37,7 +37,7 @@ class Saves:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises InputError for what names no folder."""
         name = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not isinstance(name, str) or "\0" in name:
+        if not isinstance(name, str) or "\0" in name or not name:
             raise InputError(f"{path!r} was given as the folder of saves; give its path as a string or a Path")
         self.path = Path(name)
 
@@ -113,6 +113,11 @@ class Saves:
         time of writing them, and nothing waits for it but the next save and the end of the process. Raises
         StorageError when ``nbytes`` do not fit on the disk.
         """
+        if is_save(self.path):
+            raise StorageError(
+                f"{self.path} is a save itself, and goes when later saves push it out, with all that is in it; save in "
+                f"the folder that holds it, {self.path.parent}"
+            )
         try:
             self.settle()
             for left in self.unfinished():

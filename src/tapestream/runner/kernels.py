@@ -1,0 +1,78 @@
+"""What chooses between kernels, and so decides about last bits: how to ask for it, and how to set it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from tapestream.errors import GradientError
+
+_C: Any = torch._C
+
+
+def _set_deterministic(on: bool) -> None:
+    _C._set_deterministic_algorithms(on, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
+
+
+def _refused(wanted: str) -> None:
+    # PyTorch has two ways to set it, and some questions raise where both are used.
+    raise GradientError(
+        f"an operation had the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
+        "allow_tf32) and is to run again with another; leave it as it is until after backward"
+    )
+
+
+Choice: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _choices(names: Sequence[str]) -> list[Choice]:
+    """Of the switches ``names``, of kernels for attention and of others, those that this PyTorch has."""
+    found: list[Choice] = []
+    for name in names:
+        if hasattr(_C, f"_set_sdp_use_{name}"):
+            found.append((getattr(_C, f"_get_{name}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{name}")))
+        elif hasattr(_C, f"_set_{name}"):
+            found.append((getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")))
+    return found
+
+
+def _precision(backend: str) -> Choice:
+    ask = getattr(_C, "_get_fp32_precision_getter", None)
+    return (torch.get_float32_matmul_precision if ask is None else functools.partial(ask, backend, "matmul")), _refused
+
+
+_DENORMAL = float.fromhex("0x1p-1074")  # not computed: that would be flushed, too
+
+
+def _flushes() -> bool:
+    """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
+    return _DENORMAL * 1.0 == 0.0
+
+
+ON_CPU: list[Choice] = [
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    *_choices(("flash", "math", "sdp_priority_order", "mkldnn_enabled")),
+    _precision("mkldnn"),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_flushes, torch.set_flush_denormal),
+]
+KERNELS: list[Choice] = [
+    *ON_CPU,
+    *_choices(("mem_efficient", "cudnn", "overrideable", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    _precision("cuda"),
+]
+"""What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
+
+
+def choose(kernels: Sequence[Any]) -> None:
+    """Have what chooses kernels be as ``kernels``, in the order of `KERNELS`, says."""
+    for (get, put), wanted in zip(KERNELS, kernels, strict=False):
+        wanted = list(wanted) if isinstance(get(), list) else wanted
+        if get() != wanted:
+            put(wanted)

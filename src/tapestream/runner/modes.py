@@ -1,0 +1,125 @@
+"""Function modes and dispatch modes that are entered, of users and of others."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from tapestream.runner.kernels import KERNELS, ON_CPU, choose
+
+_C: Any = torch._C
+
+
+def modes_entered() -> list[Any]:
+    """The function modes that are entered here, the innermost last."""
+    found: list[Any] = _modes()  # type: ignore[no-untyped-call]
+    return found
+
+
+def others() -> tuple[Any, ...]:
+    """The function modes that are entered here, without those that only watch a program."""
+    return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
+
+
+def exchange(new: Sequence[Any]) -> None:
+    """Have the function modes ``new`` in place of those that are entered."""
+    for _ in range(_C._len_torch_function_stack()):
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for one in new:
+        _push_mode(one)  # type: ignore[no-untyped-call]
+
+
+def dispatching() -> tuple[Any, ...]:
+    """The dispatch modes that are entered here, without PyTorch's own and ours, which count or log."""
+    return tuple(mode for mode in _dispatch_modes() if _is_users(mode))
+
+
+class Dispatching:
+    """Replays run in the user's dispatch modes of the first run, and not in those of backward."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+
+    def enter(self, wanted: Sequence[Any]) -> None:
+        """Have ``wanted`` for the user's."""
+        found: list[Any] = _dispatch_modes()
+        if [id(mode) for mode in found if _is_users(mode)] == [id(mode) for mode in wanted]:
+            return
+        if self._before is None:
+            self._before = found
+        self._exchange(found, [*(mode for mode in found if not _is_users(mode)), *wanted])
+
+    def leave(self) -> None:
+        """As before the first `enter`."""
+        if self._before is not None:
+            self._exchange(_dispatch_modes(), self._before)
+            self._before = None
+
+    @staticmethod
+    def _exchange(old: Sequence[Any], new: Sequence[Any]) -> None:
+        for _ in old:
+            _pop_dispatch_mode()
+        for mode in new:
+            _push_dispatch_mode(mode)
+
+
+def _is_users(mode: Any) -> bool:
+    known = type(mode).__module__.partition(".")[0] in ("torch", "tapestream")
+    return not (known or getattr(mode, "only_watches", False))
+
+
+def _hooks_on_saved() -> bool:
+    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class Surroundings:
+    """What a call is made in, beside autocast and generators: the default dtype, what chooses kernels, and the user's
+    modes. ``on_cpu``: what chooses kernels there alone matters."""
+
+    __slots__ = ("_dispatching", "_dtype", "_kernels", "_modes")
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self._dtype, self._modes, self._dispatching = torch.get_default_dtype(), others(), dispatching()
+        self._kernels = [get() for get, _ in (ON_CPU if on_cpu else KERNELS)]
+
+    def hold(self) -> bool:
+        """Whether they are the same here, and nothing else stands in the way of running something again."""
+        if _C._len_torch_function_stack() or self._modes or self._dispatching or _C._len_torch_dispatch_stack():
+            return False
+        if torch.is_inference_mode_enabled() or _hooks_on_saved():
+            return False
+        kernels = [get() for get, _ in KERNELS[: len(self._kernels)]]
+        return torch.get_default_dtype() == self._dtype and kernels == self._kernels
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The same inside, in no inference mode, and without the hooks on saved tensors of somebody around it."""
+        if self.hold():
+            yield
+            return
+        dtype, modes, dispatched = torch.get_default_dtype(), modes_entered(), Dispatching()
+        kernels = [get() for get, _ in KERNELS[: len(self._kernels)]]
+        plainly = saved_tensors_hooks(torch.Tensor.detach, _same) if _hooks_on_saved() else contextlib.nullcontext()
+        try:
+            torch.set_default_dtype(self._dtype)
+            choose(self._kernels)
+            exchange([*(mode for mode in modes if getattr(mode, "only_watches", False)), *self._modes])
+            dispatched.enter(self._dispatching)
+            with torch.inference_mode(False), plainly:
+                yield
+        finally:
+            dispatched.leave()
+            exchange(modes)
+            torch.set_default_dtype(dtype)
+            choose(kernels)
