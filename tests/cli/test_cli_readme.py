@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from tapestream.cli.app import make_app
 
@@ -99,3 +100,13 @@ def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert result.returncode == 0, result.stderr
+
+
+PLANS = re.findall(r"```\n\$ (tapestream plan gpt(?:[^\n\\]|\\\n)*)\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), PLANS, ids=[plan[0].split()[2] for plan in PLANS])
+def test_the_plans_shown_are_those_that_are_made(command: str, shown: str) -> None:
+    words = command.replace("\\\n", " ").split()[1:]
+    found = CliRunner(env={"COLUMNS": "130"}).invoke(make_app(), words)
+    assert [line.rstrip() for line in found.output.splitlines()] == shown.splitlines()
