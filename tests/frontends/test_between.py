@@ -278,3 +278,51 @@ def _assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> Non
     for mine, theirs in zip(found, wanted, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+COUNT, COUNTS = 0, {"n": 0}
+
+
+class _Counts(Block):
+    """Its output depends on how often it was called, which a class, a closure or the module of the class keeps."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x) * type(self).calls
+
+
+class _CountsInDict(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTS["n"] += 1
+        return super().forward(x) * COUNTS["n"]
+
+
+class _CountsInGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return super().forward(x) * COUNT
+
+
+def _counting_in_closure() -> type[Block]:
+    n = 0
+
+    class Counts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal n
+            n += 1
+            return super().forward(x) * n
+
+    return Counts
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("kind", [_Counts, _CountsInDict, _CountsInGlobal, _counting_in_closure()])
+def test_what_a_forward_counts_outside_its_module_is_refused_and_put_back(front: str, kind: type[Block]) -> None:
+    blocks: list[nn.Module] = [kind() for _ in range(1 if front == "loop" else 6)]
+    before = COUNT, COUNTS["n"], _Counts.calls
+    with pytest.raises(InputError, match="goes further with each run"):
+        _ours(front, blocks, 2**20)(torch.randn(16, WIDTH, requires_grad=True))
+    assert before == (COUNT, COUNTS["n"], _Counts.calls)

@@ -119,3 +119,28 @@ def test_a_gradient_through_what_a_module_inside_was_given_raises(model: Any) ->
     loss = model(x()).sum() + seen[0].square().sum()
     with pytest.raises(GradientError, match="inside of stage 1"):
         loss.backward()
+
+
+def test_a_hook_on_the_gradient_of_an_output_inside_is_refused_and_of_a_blocks_own_works(model: Any) -> None:
+    def halving(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient / 2)
+
+    def retaining(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.retain_grad()
+
+    tighten(model)
+    for hook in (halving, retaining):
+        handle = model.blocks[1].linear.register_forward_hook(hook)
+        with pytest.raises(InputError, match="on the gradient of its output"):
+            model(x())
+        handle.remove()
+    model.blocks[1].register_forward_hook(halving)
+    model(x()).sum().backward()
+    found = model.blocks[0].linear.weight.grad.clone()
+    torch.manual_seed(1)
+    plain = Chained([Dense() for _ in range(4)], nn.Linear(WIDTH, WIDTH))
+    plain.blocks[1].register_forward_hook(halving)
+    plain(x()).sum().backward()
+    assert torch.equal(found, plain.blocks[0].linear.weight.grad)  # type: ignore[arg-type]

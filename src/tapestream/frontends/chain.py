@@ -21,7 +21,7 @@ from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed
 from tapestream.runner.ambient import as_recompute
-from tapestream.runner.guards import check_differentiated_once, refuse_hooks
+from tapestream.runner.guards import PLACING, check_differentiated_once, refuse_hooks
 from tapestream.runner.join import join, views_written, with_dense
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Mode, Stage, Traits, mode_of
@@ -112,7 +112,7 @@ class Chain(nn.Module):
         device = self._check_device(initial)
         if not torch.is_grad_enabled():
             return self._plain(state)
-        refuse_hooks(type(self).__name__)
+        refuse_hooks(type(self).__name__, PLACING)
         prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)

@@ -79,6 +79,8 @@ class Change:
         value = before.value if isinstance(before, _Thing) else before
         if isinstance(self.key, _Buffer):
             holder._buffers.pop(self.key.name, None)
+        elif isinstance(holder, type):
+            setattr(holder, self.key, value)
         elif isinstance(holder, (dict, types.FunctionType)) or hasattr(holder, "__dict__"):
             place = holder if isinstance(holder, dict) else _place_of(holder)
             if value is _Absent:
@@ -119,10 +121,23 @@ class Belongings:
         for name, value in vars(module).items():
             if name not in _EVERY_MODULES:
                 thing.inside[name] = self._look(value, _DEEPEST)
+        forward = type(module).forward
+        if not str(forward.__module__).startswith(_LIBRARIES):
+            thing.inside["forward", ""] = self._look(forward, _DEEPEST)
+            thing.inside["class", ""] = self._class(type(module))
         names = self._buffers[id(module)] = frozenset(module._buffers)
         known = names if self._since is None else self._since._buffers.get(id(module), names)
         for name, buffer in module._buffers.items():
             thing.inside[_Buffer(name)] = True if name in known else self._look(buffer, 1)
+        return thing
+
+    def _class(self, cls: type) -> _Thing:
+        """Numbers, lists, dictionaries and sets that are attributes of a class of modules, its bases' among them."""
+        thing, kinds = _Thing(cls), (*_PLAIN, list, dict, set)
+        for one in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
+            held = {name: value for name, value in vars(one).items() if not name.startswith("__")}
+            own = {name: self._look(v, 1) for name, v in held.items() if isinstance(v, kinds)}
+            thing.inside[one.__qualname__, ""] = _Thing(one, inside=own)
         return thing
 
     def has_number(self, change: Change) -> bool:

@@ -122,11 +122,13 @@ def refusing_transforms(name: str) -> Iterator[None]:
 
 
 _HOOKS_OF = "tapestream", "torch.utils.checkpoint"
+PLACING = "torch.autograd.graph"
+"""Where hooks are from that move saved tensors and change none (`save_on_cpu`)."""
 
 
-def refuse_hooks(name: str) -> None:
+def refuse_hooks(name: str, *harmless: str) -> None:
     """Raise InputError where somebody's hooks on saved tensors are entered around a call that drops what is saved:
-    they would not be called."""
+    they would not be called, or not for all. ``harmless``: modules whose hooks may as well be left out."""
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if disabled is not None:
         raise InputError(
@@ -134,7 +136,7 @@ def refuse_hooks(name: str) -> None:
             "outside of disable_saved_tensors_hooks and of torch.func's transforms"
         )
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if top is not None and not str(getattr(top[0], "__module__", "")).startswith(_HOOKS_OF):
+    if top is not None and not str(getattr(top[0], "__module__", "")).startswith((*_HOOKS_OF, *harmless)):
         raise InputError(
             f"{name} is called inside saved_tensors_hooks (save_on_cpu, say), which would see nothing of what it "
             "saves; leave them out (folder= and home= say where that may go), or enter them inside the function"

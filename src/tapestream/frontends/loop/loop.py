@@ -43,7 +43,7 @@ from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.depth import SHALLOW
-from tapestream.runner.guards import refuse_hooks
+from tapestream.runner.guards import PLACING, refuse_hooks
 from tapestream.runner.stage import Stage, mode_of
 
 Condition = Callable[[Any], Any]
@@ -148,7 +148,7 @@ class Loop(nn.Module):
         task = Task(bare, state, source, sink, (), None)
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
-        refuse_hooks("Loop")
+        refuse_hooks("Loop", PLACING)
         task = self._looked(task, count, until)
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)

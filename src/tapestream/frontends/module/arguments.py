@@ -142,7 +142,7 @@ class BlockRun:
             now = state.slots[own + shown + number]
             names.update({key: (now, t, version) for key, (was, t, version) in names_before.items() if was == entry})
         sides = tuple(state.slots[own + shown :])
-        captured.show(flat[own : own + shown], outer, self.name)
+        captured.show(flat[own : own + shown], outer, self.name, flat[:own])
         del inner  # until here, or an id in ``outer`` might be another tensor's
         return template.tree(flat[:own]), Link(tuple(outputs), tuple(state.slots), sides, names)
 

@@ -40,12 +40,16 @@ class Captured:
     shown: list[Shown] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
-    def show(self, tensors: Sequence[torch.Tensor], outer: dict[int, torch.Tensor], name: str) -> None:
+    def show(
+        self, tensors: Sequence[torch.Tensor], outer: dict[int, torch.Tensor], name: str, own: Sequence[torch.Tensor]
+    ) -> None:
         """Call the hooks, with ``tensors`` in place of those captured, and among a module's arguments the caller's
-        tensors (``outer``, by the ``id`` of the block's own) in place of the block's.
+        tensors (``outer``, by the ``id`` of the block's own) in place of the block's. ``own``: what the block returns.
 
-        Raises ReplacedOutput when a hook wants to replace an output: the rest of the block has run without it.
+        Raises ReplacedOutput when a hook wants to replace an output: the rest of the block has run without it, and
+        InputError where it asks for the gradient of one from inside the block.
         """
+        whole = set(map(id, own))
         start = 0
         for one in self.shown:
             n = len(one.output.requires)
@@ -57,6 +61,13 @@ class Captured:
                     replaced = hook(one.module, args, kwargs, output)
                 else:
                     replaced = hook(one.module, args, output)
+                inside = [t for t in tensors[start - n : start] if id(t) not in whole]
+                if any(t._backward_hooks or t.retains_grad for t in inside):
+                    raise InputError(
+                        f"a forward hook on a {type(one.module).__name__} inside {name} registers a hook on the "
+                        "gradient of its output, or calls retain_grad() on it, which would see nothing of what comes "
+                        "from inside the block: do it in the module's forward, or use register_full_backward_hook"
+                    )
                 if replaced is not None:
                     raise ReplacedOutput(
                         f"a forward hook on a {type(one.module).__name__} inside {name} returns another output; hooks "

@@ -38,7 +38,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
-from tapestream.runner.guards import refuse_hooks
+from tapestream.runner.guards import PLACING, refuse_hooks
 from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
@@ -116,7 +116,7 @@ class Streamed:
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
-            refuse_hooks("a streamed model")
+            refuse_hooks("a streamed model", PLACING)
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
