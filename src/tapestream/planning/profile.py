@@ -175,10 +175,9 @@ def _discover(
     a recompute of it is a run like any other: it drew nothing and wrote no buffers. What it changes besides is added
     to ``changes``; raises InputError where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
-    host, observed = HostGenerators.capture(), Observer()
+    host, observed, since = HostGenerators.capture(), Observer(), next_sequence_number()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
-    since = next_sequence_number()
     watching = saved_tensors_hooks(observed.pack, observed.unpack)
     casting = probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])

@@ -115,8 +115,8 @@ class BufferSnapshot:
                 if not isinstance(copy, torch.Tensor):
                     if type(now) in NUMBERS and now is not copy:
                         put(slot, copy)
-                elif isinstance(now, torch.Tensor) and now.shape == copy.shape:
-                    now.copy_(copy)
+                elif isinstance(now, torch.Tensor) and now.shape == copy.shape and _differs(now, copy):
+                    now.copy_(copy)  # not otherwise: its version would tell that somebody has written into it
 
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:

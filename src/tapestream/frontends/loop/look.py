@@ -61,11 +61,7 @@ def look_at(
         versions = [t._version for t in tensors_in(given)]
         with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
             found = [watch(step, state, first, form, given[0], split, 0)]
-        if versions != [t._version for t in tensors_in(given)]:
-            raise InputError(
-                "Loop: a step writes into its input (inputs=), which is the caller's and is given again when the step "
-                "is recomputed; clone() it in the step first"
-            )
+        _check_unwritten(versions, given)
         first_written = buffers.changed()
 
         def repeats() -> bool:
@@ -98,6 +94,14 @@ def look_at(
             check_repeats(found[0].state, watch(step, state, first, form, given[0], split, 0).state, form)
     outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
     return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
+
+
+def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> None:
+    if versions != [t._version for t in tensors_in(given)]:
+        raise InputError(
+            "Loop: a step writes into its input (inputs=), which is the caller's and is given again when the step is "
+            "recomputed; clone() it in the step first"
+        )
 
 
 def _merged(stage: Stage, found: list[Watched], first: Mask, mask: Mask, device: torch.device) -> StepTraits:
