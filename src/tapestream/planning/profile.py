@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
-from tapestream.planning.repeating import check_runs_alike
+from tapestream.planning.repeating import check_repeats, check_runs_alike
 from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
@@ -23,6 +23,7 @@ from tapestream.runner.belongings import Belongings, Change, same_bits, unchange
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
+from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits, leaves_captured
 from tapestream.runner.state import State, storages, take_apart
@@ -109,6 +110,7 @@ def profile_stage(
     depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
     `recomputing` is true in these runs: none of them is the user's.
     """
+    check_modules(stage.name, stage.modules)
     snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
     try:
         traits, escapes, looks, out, steady = _discover(stage, state, device, snapshot, profiled.changes)
@@ -129,7 +131,9 @@ def profile_stage(
         skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        cost, out = measure(runner, state, out, watch, first=not alike and skew is None)
+        cost, again = measure(runner, state, out, watch, first=not alike and skew is None)
+        check_repeats(stage.name, out, again)
+        out = again
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
         short = cost.forward_seconds < SHORT_SECONDS
         if short:
@@ -188,9 +192,9 @@ def _discover(
         observed.inside = False
     mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
+    check_passable(stage.name, out, live)
     mutated = frozenset(mutates)
     _check_aliases(stage.name, state, mutated)
-    requires = out.requires
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
     looks = (node_names(live), tuple(observed.shapes))
@@ -205,7 +209,7 @@ def _discover(
         buffers=snapshot.changed(),
         draws_host=not host.equals(HostGenerators.capture()),
         calls_autograd=observed.called,
-        requires=requires,
+        requires=out.requires,
         leaves=tuple(known.values()),
         casts=casts if probe.autocast.enabled else frozenset(),
         uncast=uncast if probe.autocast.enabled else frozenset(),

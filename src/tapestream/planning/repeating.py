@@ -3,10 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tapestream.errors import InputError
 from tapestream.runner.ambient import GENERATORS
-from tapestream.runner.belongings import Belongings, Change, undo
+from tapestream.runner.belongings import Belongings, Change, same_bits, undo
 from tapestream.runner.stage import Stage
+from tapestream.runner.state import State
+
+_ROUNDING = 100  # times the relative accuracy of a dtype
 
 
 def check_runs_alike(
@@ -33,6 +38,33 @@ def check_runs_alike(
             raise InputError(_refusal(stage.name, (further or found)[0].name, further=bool(further)))
     changes += found
     return tuple(change.holder for change in drawn)
+
+
+def check_repeats(name: str, first: State, again: State) -> None:
+    """Raise InputError where two runs of a stage on one state, with the same generators and buffers, return something
+    else. Sums may be made in another order (on GPUs, and where threads add into one tensor): rounding is let pass."""
+    if not all(map(_alike, first.tensors, again.tensors)):
+        raise InputError(
+            f"{name} returns something else when it runs again on the same input, so recomputing it would give wrong "
+            "gradients: it counts, draws from a generator of its own, or reads what changes, where this cannot be seen "
+            "(in a function's attributes, in a class, in slots, in a custom operation). Put that into the state, a "
+            "buffer or a number that is an attribute of a module, or draw from the global generators"
+        )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided or one.device.type == "meta" or same_bits(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    finite = torch.isfinite(one) & torch.isfinite(other)
+    apart = torch.where(finite, one - other, 0).abs().max()
+    most = torch.where(finite, one, 0).abs().max()
+    return bool(
+        (torch.isfinite(one) == torch.isfinite(other)).all() and apart <= _ROUNDING * torch.finfo(one.dtype).eps * most
+    )
 
 
 def _refusal(stage: str, name: str, *, further: bool) -> str:

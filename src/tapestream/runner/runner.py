@@ -202,20 +202,21 @@ class Runner:
         if not entering:
             return begun, []
         entering += _both(tape.inputs, begun)
-        weights = zip(tape.leaves, tape.owners, strict=True)
-        entering += [(leaf, sums[id(weight)][1]) for leaf, weight in weights if id(weight) in sums]
+        # One that was frozen since gets none, as in plain PyTorch.
+        thawed = [pair for pair in zip(tape.leaves, tape.owners, strict=True) if pair[0].requires_grad]
+        entering += [(leaf, sums[id(weight)][1]) for leaf, weight in thawed if id(weight) in sums]
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
-        if not wanted and not tape.leaves:
+        if not wanted and not thawed:
             return [None] * len(tape.inputs), []
         with hooks_off(tape.leaves), (self.watch if tape.watch is None else tape.watch).opened():
             roots, seeds = zip(*entering, strict=True)
-            found = torch.autograd.grad(roots, (*wanted, *tape.leaves), seeds, allow_unused=True)
+            found = torch.autograd.grad(roots, (*wanted, *(leaf for leaf, _ in thawed)), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
         for i in self.traits[tape.first].dense:
             cotangent = cotangents_in[i]
             cotangents_in[i] = None if cotangent is None else cotangent.contiguous()
-        pairs = zip(tape.owners, found[len(wanted) :], strict=True)
+        pairs = zip((owner for _, owner in thawed), found[len(wanted) :], strict=True)
         return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
     def ran(self, k: int) -> None:

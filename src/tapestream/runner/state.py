@@ -90,7 +90,21 @@ def tensors_in(tree: Any) -> Sequence[torch.Tensor]:
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Distinct storages behind ``tensors``: address to bytes."""
-    return {s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes() > 0}
+    held = (part.untyped_storage() for t in tensors for part in _parts(t))
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes() > 0}
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with memory that one is made of; none where that is hidden (those of oneDNN)."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def replica(tensor: torch.Tensor) -> torch.Tensor:

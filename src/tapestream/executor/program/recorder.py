@@ -30,10 +30,11 @@ from tapestream.executor.program.record import Record
 from tapestream.executor.program.seams import FROM_DLPACK, heard_by
 from tapestream.executor.program.tape import Handle, Tape
 from tapestream.executor.program.trials import Spare, Trials, expected
-from tapestream.executor.program.users import is_custom, kernel_of, taking_over
+from tapestream.executor.program.users import is_custom, kernel_of
 from tapestream.executor.program.writes import QUESTIONS, SWITCHES, check_changed
 from tapestream.runner.ambient import cuda_in_use
 from tapestream.runner.modes import exchange, modes_entered
+from tapestream.runner.passable import taking_over
 
 Operation = Callable[[int, int], None]
 _NONE = frozenset[int]()

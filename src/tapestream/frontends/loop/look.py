@@ -89,7 +89,7 @@ def look_at(
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
         if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, given, split, len(runs)), runs):
             traits = replace(traits, sweep=Sweep.PLAIN)
-        if verify:
+        if verify or traits.sweep is not Sweep.PLAIN:  # else the bare runs have shown it
             again()
             check_repeats(found[0].state, watch(step, state, first, form, given[0], split, 0).state, form)
     outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))

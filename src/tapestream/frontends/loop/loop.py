@@ -14,7 +14,7 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
-from tapestream.executor.loop.sweep import paired
+from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
@@ -44,6 +44,7 @@ from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.depth import SHALLOW
 from tapestream.runner.guards import PLACING, refuse_hooks
+from tapestream.runner.passable import check_modules
 from tapestream.runner.stage import Stage, mode_of
 
 Condition = Callable[[Any], Any]
@@ -213,6 +214,7 @@ class Loop(nn.Module):
 
     def _looked(self, task: Task, count: int | None, until: Condition | None) -> Task:
         """The task with what watching two steps shows."""
+        check_modules(NAME, self._stage.modules)
         body, most = task.body, 2 if count is None else min(count, 2)
         given = [(x,) for x in body.source.read(0, most)] if body.source is not None else [()] * most
         split = _alone if task.sink is None else paired

@@ -20,6 +20,7 @@ from tapestream.frontends.module.weights import Source
 from tapestream.frontends.module.wide import wide_modules
 from tapestream.ir.actions import Kind, Tier
 from tapestream.planning.plan import Plan
+from tapestream.runner.passable import check_modules
 
 _HANDLE = "_tapestream_handle"
 _SITE = "_tapestream_site"
@@ -71,7 +72,7 @@ def stream(
         raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     _check_device(where)
-    found = find_blocks(model, blocks)
+    found = _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine)
     moves = blocks is None and tiers[Kind.PARAMETERS] is not Tier.DEVICE
@@ -146,6 +147,11 @@ def _head(model: nn.Module, name: str | None, chunks: Chunks | None, blocks: Seq
         return None
     check_chunks("loss_chunks", chunks)
     return find_head(model, name, blocks)
+
+
+def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Module]:
+    check_modules(f"this {type(model).__name__}", list(model.modules()))
+    return find_blocks(model, blocks)
 
 
 def _check_device(device: torch.device) -> None:
