@@ -36,6 +36,7 @@ class BlockCopies:
         self._lived: set[Value] = set()  # on the device when users last looked
         self.regions: dict[tuple[Value, Tier], Region] = {}
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
+        self._begun: tuple[Value, Tier] | None = None  # not among them yet
         self.dirty: set[Value] = set()  # on the device, newer than at home
         self._left: list[Region] = []  # not ours any more, but to be given back to the pool when users have done
         self._shown: dict[Value, dict[int, int]] = {}  # addresses of what a block's parameters show, by their numbers
@@ -117,7 +118,14 @@ class BlockCopies:
         """Start copying."""
         self._look(value, source)
         here, there = self.region(value, source), self.region(value, target)
-        self.tickets[value, target] = self.engine.copy(here, there)
+        self._start(here, there, value, target)
+
+    def _start(self, here: Region, there: Region, value: Value, target: Tier) -> Ticket:
+        """Start a copy that `settle` drops, should Ctrl-C come before it has arrived."""
+        self._begun = value, target
+        ticket = self.tickets[value, target] = self.engine.copy(here, there)
+        self._begun = None
+        return ticket
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Until a copy that was started has ended; nothing where another live call has settled meanwhile."""
@@ -138,7 +146,13 @@ class BlockCopies:
         self._look(value, source)
         for here, there in ((source, through or target), (through, target)):
             if here is not None:
-                self.engine.wait(self.engine.copy(self.region(value, here), self.region(value, there)))
+                ticket = self._start(self.region(value, here), self.region(value, there), value, there)
+                try:
+                    self.engine.wait(ticket)
+                except StorageError:
+                    del self.tickets[value, there]
+                    raise
+                del self.tickets[value, there]
         if through is not None:
             self.release(value, through)
         if target is self.home_of(value):
@@ -217,10 +231,12 @@ class BlockCopies:
     def settle(self) -> None:
         """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be
         saved is."""
-        arriving = {value for value, tier in self.tickets if tier is Tier.DEVICE}
-        if self.tickets:
+        under_way = [*self.tickets, *([] if self._begun is None else [self._begun])]
+        arriving = {value for value, tier in under_way if tier is Tier.DEVICE}
+        if under_way:
             self.engine.abandon()
             self.tickets.clear()
+            self._begun = None
         failed: StorageError | None = None
         came = {value for value, tier in self.regions if tier is Tier.DEVICE and value.kind is not Kind.GRADIENT}
         self.resident |= (came & self.staying) - arriving

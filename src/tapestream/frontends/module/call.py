@@ -42,6 +42,8 @@ class StreamCall:
     concern.
     """
 
+    closed: bool | None = None
+
     def __init__(
         self, store: BlockStore, asked: Prepared, prepared: Prepared, device: torch.device, live: Live
     ) -> None:
@@ -276,6 +278,8 @@ class StreamCall:
         self.store.settle(publish=publish)
 
     def __del__(self) -> None:
+        if self.closed is None:  # never made: Ctrl-C came
+            return
         self.live.calls.discard(self)
         # What was returned has been dropped. While others use the store it is settled by them.
         if not self.closed and not self.live.calls and not self.live.busy:
