@@ -120,7 +120,6 @@ def _indexing() -> Stage:
     "stage",
     [
         _counting_in_itself(),
-        _drawing(Slotted(), lambda one: one.generator),
         _drawing(Holder(Holder(Holder(Holder(Slotted())))), lambda one: one.inside.inside.inside.inside.generator),
         _indexing(),
     ],

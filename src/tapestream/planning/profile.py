@@ -127,7 +127,7 @@ def profile_stage(
         if steady:
             runner.ran(0)
         elif 0 not in runner.seen:
-            runner.forward(0, state)  # the first run leaves behind what recomputes need
+            out = runner.forward(0, state)  # the first run leaves behind what recomputes need
         skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
