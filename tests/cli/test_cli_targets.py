@@ -61,6 +61,21 @@ def fickle():
     return nn.Sequential(*(Fickle(16, 16) for _ in range(3))), torch.randn(4, 16)
 
 
+class FickleEnd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * (1 + int.from_bytes(os.urandom(2), "big"))
+
+
+def fickle_end():
+    return FickleEnd(), torch.randn(4, 16)
+
+
 def bare():
     return Net()
 
@@ -317,6 +332,9 @@ def test_a_hugging_face_model_is_verified_under_a_tight_budget(tmp_path: Path) -
 
 def test_a_model_whose_bits_differ_from_run_to_run_is_found() -> None:
     result = ask("verify", "factories:fickle", "--device", "cpu", "--steps", "2")
+    assert result.exit_code == 2  # a block is refused
+    assert "returns something else when it runs again" in result.stderr
+    result = ask("verify", "factories:fickle_end", "--device", "cpu", "--steps", "2")
     assert result.exit_code == 1
     assert "differs" in result.stdout
     assert "not deterministic" in result.stderr

@@ -89,6 +89,7 @@ def test_a_second_live_forward_is_refused_where_backward_updates(eager: nn.Modul
         model(batch())
     loss.backward()
     handle_of(model).optimizer.step()
+    handle_of(model).optimizer.zero_grad()
     loss_at(model, CASE).backward()
 
 

@@ -10,6 +10,7 @@ from tapestream.errors import InputError
 from tapestream.executor.copies import SHOWN, BlockCopies
 from tapestream.executor.engines.protocol import CopyEngine
 from tapestream.executor.gradients import GradientBook, Sums
+from tapestream.executor.interruptions import interruptions_after
 from tapestream.executor.loans import Loans
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.updates import Updater, Updates
@@ -107,6 +108,10 @@ class BlockStore:
     def settle(self, *, publish: bool = True) -> None:
         """After a phase, or an exception in it: nothing in flight, everything at its home, gradients visible (if
         ``publish``)."""
+        with interruptions_after():
+            self._settle(publish)
+
+    def _settle(self, publish: bool) -> None:
         try:
             self.updates.finish()
             for block in list(self.gradients.fresh) if publish or not self.gradients.together else ():
