@@ -71,10 +71,14 @@ def test_ctrl_c_while_a_step_ends_waits_until_it_has(tmp_path: Path, monkeypatch
         publish(gradients)
 
     loss = model(x).square().sum()
-    with monkeypatch.context() as patched:
-        patched.setattr(GradientBook, "publish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(GradientBook, "publish", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+    finally:
+        signal.signal(signal.SIGINT, before)
     model.zero_grad()
     model(x).square().sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
