@@ -326,3 +326,14 @@ def test_what_a_forward_counts_outside_its_module_is_refused_and_put_back(front:
     with pytest.raises(InputError, match="goes further with each run"):
         _ours(front, blocks, 2**20)(torch.randn(16, WIDTH, requires_grad=True))
     assert before == (COUNT, COUNTS["n"], _Counts.calls)
+
+
+def test_what_a_forward_adds_to_its_class_goes_with_the_profile() -> None:
+    class Adds(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).seen = getattr(type(self), "seen", 0) + 1  # type: ignore[attr-defined]
+            return super().forward(x) * type(self).seen  # type: ignore[attr-defined]
+
+    with pytest.raises(InputError, match="goes further with each run"):
+        ts.Chain([Adds() for _ in range(3)], budget=2**20)(torch.randn(16, WIDTH, requires_grad=True))
+    assert not hasattr(Adds, "seen")

@@ -58,7 +58,7 @@ class Saver:
         if not resume:
             self._refuse_earlier()
             return self._job, 0
-        if self._folder is None or self._from is None:
+        if self._from is None:
             raise InputError("--resume was asked for without --saves; name the folder of the saves")
         found = ts.load(self._from)
         saved, done = {"seed": 0, "dtype": "fp32", **found["job"]}, int(found["step"])
@@ -93,16 +93,12 @@ class Saver:
         Raises StorageError where no save can be made: now, and after the first step, not at the end of the training.
         """
         self._parts, self._progress = parts, progress
-        if self._folder is None or self._from is None:
+        if self._from is None:
             return
         self._check_room()
         if load:
             ts.load(self._from, progress=progress, **parts)
         self._ready = True
-
-    def stepped(self, step: int) -> None:
-        """So many steps have been taken, of the last of which nothing is told."""
-        self._step, self._told = step, ""
 
     def after(self, step: int, *, last: bool, told: str = "") -> bool:
         """Save if it is time to; whether the run is to go on. ``step``: how many have been taken, ``told``: the line
@@ -134,10 +130,12 @@ class Saver:
                 ) from error
             yield batch
 
-    def lost(self, what: str) -> str:
-        """The same as `guarding` where a step cannot be told of: save, and say so behind ``what``."""
+    def lost(self, what: str, step: int) -> str:
+        """The same as `guarding` where nothing can be told of the last of ``step`` steps: save, and say so behind
+        ``what``."""
         if self._folder is None:
             return what
+        self._step, self._told = step, ""
         self._save()
         return f"{what} (the run is saved after step {self._step}: when this is mended, go on with --resume)"
 

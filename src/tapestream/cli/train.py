@@ -117,9 +117,8 @@ def _told(lines: TextIO, record: Record, first: int, metrics: Path, saver: Saver
     except OSError as error:
         with contextlib.suppress(OSError):
             lines.close()
-        saver.stepped(record.step + 1)
-        what = saver.lost(f"cannot write {metrics}: {error.strerror or error}; make room, or give another place")
-        raise StorageError(what) from error
+        what = f"cannot write {metrics}: {error.strerror or error}; make room, or give another place"
+        raise StorageError(saver.lost(what, record.step + 1)) from error
 
 
 def _ended(job: Job, records: Sequence[Record], metrics: Path, json_: bool) -> int:

@@ -79,8 +79,8 @@ class Change:
         value = before.value if isinstance(before, _Thing) else before
         if isinstance(self.key, _Buffer):
             holder._buffers.pop(self.key.name, None)
-        elif isinstance(holder, type):
-            setattr(holder, self.key, value)
+        elif isinstance(holder, type):  # whose attributes cannot be put into its dictionary
+            delattr(holder, self.key) if value is _Absent else setattr(holder, self.key, value)
         elif isinstance(holder, (dict, types.FunctionType)) or hasattr(holder, "__dict__"):
             place = holder if isinstance(holder, dict) else _place_of(holder)
             if value is _Absent:
@@ -97,6 +97,7 @@ class Belongings:
     def __init__(self, modules: Sequence[nn.Module], function: Any = None, since: "Belongings | None" = None) -> None:
         """``since``: earlier ones to be compared with; tensors that were not there then are copied."""
         self._seen, self._since = {id(module) for module in modules}, since
+        self._looked = set[type]()  # classes of modules
         self._buffers: dict[int, frozenset[str]] = {}  # of each module, by its id
         self.versions: dict[int, int] = {}
         self.generators: list[Any] = []
@@ -124,21 +125,24 @@ class Belongings:
         forward = type(module).forward
         if not str(forward.__module__).startswith(_LIBRARIES):
             thing.inside["forward", ""] = self._look(forward, _DEEPEST)
-            thing.inside["class", ""] = self._class(type(module))
+            thing.inside |= self._classes(type(module))
         names = self._buffers[id(module)] = frozenset(module._buffers)
         known = names if self._since is None else self._since._buffers.get(id(module), names)
         for name, buffer in module._buffers.items():
             thing.inside[_Buffer(name)] = True if name in known else self._look(buffer, 1)
         return thing
 
-    def _class(self, cls: type) -> _Thing:
-        """Numbers, lists, dictionaries and sets that are attributes of a class of modules, its bases' among them."""
-        thing, kinds = _Thing(cls), (*_PLAIN, list, dict, set)
-        for one in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
-            held = {name: value for name, value in vars(one).items() if not name.startswith("__")}
-            own = {name: self._look(v, 1) for name, v in held.items() if isinstance(v, kinds)}
-            thing.inside[one.__qualname__, ""] = _Thing(one, inside=own)
-        return thing
+    def _classes(self, cls: type) -> dict[Any, _Thing]:
+        """Numbers, lists, dictionaries and sets that are attributes of a class of modules and of its bases, each class
+        once for all modules."""
+        found, kinds = dict[Any, _Thing](), (*_PLAIN, list, dict, set)
+        for one in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+            if one not in self._looked:
+                self._looked.add(one)
+                held = {name: value for name, value in vars(one).items() if not name.startswith("__")}
+                own = {name: self._look(value, 1) for name, value in held.items() if isinstance(value, kinds)}
+                found[one.__qualname__, id(one)] = _Thing(one, inside=own)  # a streamed class has the name of its base
+        return found
 
     def has_number(self, change: Change) -> bool:
         """Whether what has changed is a number that a module has had from the beginning: a `BufferSnapshot` has it."""

@@ -39,13 +39,12 @@ def _allowed() -> bool:
     import resource  # not everywhere
 
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    if soft != resource.RLIM_INFINITY and soft < _STACK_NBYTES:
-        if hard != resource.RLIM_INFINITY and hard < _STACK_NBYTES:
-            return False
-        if not _nothing_below():
-            return False
+    enough, possible = (n == resource.RLIM_INFINITY or n >= _STACK_NBYTES for n in (soft, hard))
+    if not possible or not _nothing_below():
+        return False
+    if not enough:
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_NBYTES, hard))
-    return _nothing_below()
+    return True
 
 
 def _nothing_below() -> bool:

@@ -1,7 +1,9 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
+import dis
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,6 +155,12 @@ def cell_contents(function: Any) -> Iterator[Any]:
         except ValueError:  # a closure cell that is not filled yet
             continue
     yield from function.__defaults__ or ()
+
+
+@functools.lru_cache(1024)
+def globals_named(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function's code reads, each once."""
+    return tuple({one.argval: None for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def leaves_captured(function: Any) -> list[torch.Tensor]:

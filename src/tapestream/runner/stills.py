@@ -13,7 +13,7 @@ from torch.nn.modules import module as every
 
 from tapestream.errors import GradientError
 from tapestream.runner.buffers import NUMBERS, Slot
-from tapestream.runner.stage import cell_contents
+from tapestream.runner.stage import cell_contents, globals_named
 
 _EVERY_HOOKS = (every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks,
                 every._global_backward_pre_hooks)  # fmt: skip
@@ -90,8 +90,8 @@ def _captured(function: Any) -> Iterator[Any]:
             function = function.__func__
     if not isinstance(function, types.FunctionType):
         return
-    names, writes = _globals_of(function.__code__)
-    named = [function.__globals__.get(name) for name in names]
+    writes = _may_write(function.__code__)
+    named = [function.__globals__.get(name) for name in globals_named(function.__code__)]
     for value in (*given, *cell_contents(function), *named):
         if type(value) in _CONTAINERS and not writes and len(value) <= _MOST:
             for one in value.values() if type(value) is dict else value:
@@ -108,11 +108,10 @@ def _mark(value: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(1024)
-def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], bool]:
-    """The globals that a function names, and whether it may write into containers: it says itself when to do so."""
-    all_of = list(dis.get_instructions(code))
-    writes = any(one.opname == "STORE_SUBSCR" for one in all_of) or not _WRITING.isdisjoint(code.co_names)
-    return tuple({one.argval: None for one in all_of if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}), writes
+def _may_write(code: types.CodeType) -> bool:
+    """Whether a function may write into containers: where it counts, it says itself when to (`recomputing`)."""
+    stores = any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
+    return stores or not _WRITING.isdisjoint(code.co_names)
 
 
 def _changed(old: Look, new: Look) -> str:

@@ -1,7 +1,6 @@
 """Objects that calls are given: held without keeping a program alive, and compared with what they were."""
 
 import contextlib
-import dis
 import functools
 import types
 import weakref
@@ -15,6 +14,7 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.arrays import BUFFERS
+from tapestream.runner.stage import globals_named
 
 PLAIN = (int, bool, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
          torch.memory_format, Enum)  # fmt: skip
@@ -98,14 +98,9 @@ def _inside(value: Any) -> Any:
         return value.func, value.args, value.keywords
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell is not None]
-        named = [_said_by(value.__globals__, name) for name in _globals_of(value.__code__)]
+        named = [_said_by(value.__globals__, name) for name in globals_named(value.__code__)]
         return [_content(cell) for cell in cells], named, value.__defaults__, value.__kwdefaults__, value.__dict__
     return getattr(value, "__dict__", None)
-
-
-@functools.lru_cache(1024)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    return tuple({one.argval: None for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def _said_by(names: dict[str, Any], name: str) -> Any:

@@ -137,8 +137,7 @@ class TensorCall:
             stack.enter_context(self._autocast())
             stack.enter_context(hooks_off(traits.leaves))
             if traits.leaves_behind:
-                stage = Stage(0, self.task.body.function)
-                stack.enter_context(unchanged(stage.modules, stage.function))
+                stack.enter_context(unchanged(self._modules, self.task.body.function))
             if traits.buffers:
                 stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
             yield
