@@ -136,12 +136,14 @@ class Belongings:
         """Numbers, lists, dictionaries and sets that are attributes of a class of modules and of its bases, each class
         once for all modules."""
         found, kinds = dict[Any, _Thing](), (*_PLAIN, list, dict, set)
-        for one in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        # The class of a streamed module goes by the name of its base, and stands for it: whether what a block returns
+        # depends on what the base counts, running it twice tells (see `check_repeats`).
+        for one in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
             if one not in self._looked:
                 self._looked.add(one)
                 held = {name: value for name, value in vars(one).items() if not name.startswith("__")}
                 own = {name: self._look(value, 1) for name, value in held.items() if isinstance(value, kinds)}
-                found[one.__qualname__, id(one)] = _Thing(one, inside=own)  # a streamed class has the name of its base
+                found[one.__qualname__, ""] = _Thing(one, inside=own)
         return found
 
     def has_number(self, change: Change) -> bool:
