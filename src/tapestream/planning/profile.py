@@ -21,11 +21,12 @@ from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 from tapestream.runner.belongings import Belongings, Change, same_bits, unchanged, undo
 from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.captured import leaves_captured
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
-from tapestream.runner.stage import Stage, Traits, leaves_captured
+from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.storage.meter import MemoryWatch, watch_memory
 

@@ -20,7 +20,7 @@ class _Absent:
     """In a snapshot: the module itself has no such attribute (its class has)."""
 
 
-_ABSENT = _Absent()
+ABSENT = _Absent()
 
 
 def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
@@ -46,7 +46,7 @@ def _of_class(cls: type[nn.Module]) -> tuple[str, ...]:
 def held(slot: Slot) -> Any:
     """What is there now."""
     module, name = slot
-    return module._buffers[name] if name in module._buffers else vars(module).get(name, _ABSENT)
+    return module._buffers[name] if name in module._buffers else vars(module).get(name, ABSENT)
 
 
 def put(slot: Slot, value: Any) -> None:
@@ -91,6 +91,10 @@ class BufferSnapshot:
         """Copies of those that matter alone: of a million layers with BatchNorm, the others are not little."""
         unread = tuple(s for s in slots if isinstance(s[0], WritesBuffers) and not s[0].reads_buffers())
         return replace(cls.take([slot for slot in slots if slot not in unread]), unread=unread)
+
+    def also(self, other: "BufferSnapshot") -> "BufferSnapshot":
+        """This one and another, of other slots."""
+        return replace(self, slots=(*self.slots, *other.slots), copies=(*self.copies, *other.copies))
 
     def changed(self) -> tuple[Slot, ...]:
         """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN), and those of

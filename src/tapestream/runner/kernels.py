@@ -1,6 +1,7 @@
 """What chooses between kernels, and so decides about last bits: how to ask for it, and how to set it."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -49,9 +50,8 @@ def _precision(backend: str) -> Choice:
 _DENORMAL = float.fromhex("0x1p-1074")  # not computed: that would be flushed, too
 
 
-def _flushes() -> bool:
-    """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
-    return _DENORMAL * 1.0 == 0.0
+_flushes = functools.partial(operator.eq, 0.0, _DENORMAL)
+"""Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
 
 
 ON_CPU: list[Choice] = [

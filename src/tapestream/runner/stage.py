@@ -1,9 +1,7 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
-import dis
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,8 @@ from torch import nn
 
 from tapestream.errors import InputError
 from tapestream.runner.buffers import Slot, buffer_slots
+from tapestream.runner.captured import cell_contents
+from tapestream.runner.stills import Stills
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Traits:
 class Stage:
     """Stage ``index`` of a chain: a module or any callable from state to state."""
 
-    __slots__ = ("function", "index", "modules", "name")
+    __slots__ = ("function", "index", "modules", "name", "stills")
 
     def __init__(self, index: int, function: Callable[[Any], Any]) -> None:
         if not callable(function):
@@ -57,6 +57,7 @@ class Stage:
         self.index = index
         self.function = function
         self.modules = tuple(_modules_of(function))
+        self.stills = Stills(self.modules)
         label = type(function).__name__
         if not isinstance(function, nn.Module):
             label = getattr(function, "__name__", label)
@@ -66,6 +67,7 @@ class Stage:
         """The same stage with another callable, for one call with arguments of its own."""
         other = object.__new__(Stage)
         other.index, other.modules, other.name, other.function = self.index, self.modules, self.name, function
+        other.stills = self.stills
         return other
 
     def parameters(self) -> list[nn.Parameter]:
@@ -145,25 +147,3 @@ def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
 
 def _is_plain_callable(item: Any) -> bool:
     return callable(item) and hasattr(item, "__dict__") and not inspect.isbuiltin(item)
-
-
-def cell_contents(function: Any) -> Iterator[Any]:
-    """What a function closes over, and its default arguments."""
-    for cell in (*(function.__closure__ or ()),):
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a closure cell that is not filled yet
-            continue
-    yield from function.__defaults__ or ()
-
-
-@functools.lru_cache(1024)
-def globals_named(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function's code reads, each once."""
-    return tuple({one.argval: None for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
-
-
-def leaves_captured(function: Any) -> list[torch.Tensor]:
-    """Tensors that a function closes over and that may get a ``.grad``, parameters of modules aside."""
-    found = cell_contents(function) if inspect.isfunction(function) else ()
-    return [one for one in found if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]

@@ -4,7 +4,10 @@ see the new one."""
 import dis
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,92 +15,258 @@ from torch import nn
 from torch.nn.modules import module as every
 
 from tapestream.errors import GradientError
-from tapestream.runner.buffers import NUMBERS, Slot
-from tapestream.runner.stage import cell_contents, globals_named
+from tapestream.runner.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
+from tapestream.runner.captured import cell_contents, globals_named
 
-_EVERY_HOOKS = (every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks,
-                every._global_backward_pre_hooks)  # fmt: skip
+_EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
+    every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks,
+    every._global_backward_pre_hooks,
+)  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS, _MOST = (dict, list, tuple), 64
 _WRITING = frozenset(("append", "appendleft", "add", "update", "extend", "insert", "setdefault", "pop", "clear"))
+_ATTRIBUTES, _MODULES, _PARAMETERS, _BUFFERS = range(4)
+_PLACES = 8  # dictionaries of a module that are looked at: these, and four of hooks
 
 
-class Look(NamedTuple):
-    """Of one module: its numbers and flags (``training`` is one), the modules below and parameters, hooks, the versions
-    of what it has that gets no gradient (buffers, frozen parameters), and what its ``forward`` has captured."""
+@dataclass(slots=True)
+class Look:
+    """``held``: what the dictionaries of modules hold, with its ``keys``, dictionary by dictionary (``ends``);
+    ``still``: buffers and frozen parameters, and their ``versions``; ``captured``: what functions have captured, and of
+    what may be written into ``marks`` of its content."""
 
-    numbers: dict[str, Any]
-    inside: list[int]
-    hooks: list[int]
+    held: list[Any]
+    keys: list[Any]
+    ends: list[int]
+    still: list[torch.Tensor]
     versions: list[int]
     captured: list[Any]
+    marks: list[Any]
+
+    def same(self, now: "Look") -> bool:
+        """Whether all that is held is the very same. If not, it may still be equal."""
+        return (
+            self.versions == now.versions and self.marks == now.marks
+            and _identical(self.held, now.held) and _identical(self.captured, now.captured)
+        )  # fmt: skip
+
+    def of(self, place: int) -> dict[Any, Any]:
+        """One of the dictionaries."""
+        first, end = (self.ends[place - 1] if place else 0), self.ends[place]
+        return dict(zip(self.keys[first:end], self.held[first:end], strict=True))
 
 
-Looks = tuple[list[Look], list[Any]]
+class Stills:
+    """Where ``modules`` hold what they read. It is looked at after the first run of a stage and before each recompute,
+    so that most is done by comparing what is held by identity; where to look is found anew when that has changed."""
+
+    __slots__ = ("_dicts", "_functions", "_held", "_plain", "draws_host", "late", "modules")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self.late = tuple[Slot, ...]()  # buffers that it writes at times, though not when it was profiled
+        self.draws_host = False  # the same of Python's and NumPy's generators
+        self._held: list[Any] | None = None
+        self._dicts = list[dict[Any, Any]]()
+        self._functions = list[_Reads]()
+        self._plain = list[nn.Parameter]()
+
+    def look(self, function: Any, written: Sequence[Slot]) -> Look:
+        """At what the stage ``function`` with these modules sees now. ``written``: what it writes into itself, which
+        recomputes get back in another way (see `BufferSnapshot`)."""
+        held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        if self._held is None or not _identical(held, self._held):
+            self._find()
+            self._held = held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        keys, ends, end = [*chain.from_iterable(self._dicts)], list[int](), 0
+        for one in self._dicts:
+            end += len(one)
+            ends.append(end)
+        buffers = chain.from_iterable(map(dict.values, self._dicts[_BUFFERS : _PLACES * len(self.modules) : _PLACES]))
+        own = {id(module._buffers.get(name)) for module, name in written}
+        still = [b for b in buffers if b is not None and id(b) not in own]
+        still += [p for p in self._plain if not p.requires_grad]
+        captured, marks = list[Any](), list[Any]()
+        for reads in (*self._functions, *_reads_of(function)):
+            reads.into(captured, marks)
+        return Look(held, keys, ends, still, [_version(t) for t in still], captured, marks)
+
+    def _find(self) -> None:
+        self._dicts = [
+            place
+            for m in self.modules
+            for place in (vars(m), m._modules, m._parameters, m._buffers, m._forward_hooks, m._forward_pre_hooks,
+                          m._backward_hooks, m._backward_pre_hooks)
+        ]  # fmt: skip
+        self._dicts += _EVERY_HOOKS
+        parameters = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        self._plain = list(parameters.values())
+        forwards = {id(type(m)): type(m).forward for m in self.modules}
+        functions = [f for f in forwards.values() if not str(f.__module__).startswith("torch.")]
+        functions += [value for m in self.modules for value in vars(m).values() if type(value) in _FUNCTIONS]
+        self._functions = [reads for function in functions for reads in _reads_of(function)]
+
+    def check(self, name: str, then: Look, now: Look, written: Sequence[Slot]) -> None:
+        """Raise GradientError with the name of what a recompute would see other than it was."""
+        if then.same(now):
+            return
+        found = self._differing(then, now, written)
+        if found:
+            raise GradientError(
+                f"{name}: {self._what(found[0])} was changed between the call and its backward, so that recomputing "
+                "would give other values; run backward first, or set back what was changed"
+            )
+
+    def changed_by_itself(self, name: str, before: Look, after: Look, written: Sequence[Slot]) -> BufferSnapshot | None:
+        """What the stage's own run has changed, unlike the profiled one, as it was before: numbers, and buffers in
+        whose place it has put others. Raises GradientError for the rest, buffers that it has written into among it,
+        which are looked after from the next call on."""
+        if before.same(after):
+            return None
+        found = self._differing(before, after, written)
+        lost = [one for one in found if one.slot is None or one.before is _LOST]
+        if lost:
+            self.expect([one.slot for one in found if one.slot is not None])
+            all_known = all(one.slot is not None for one in lost)
+            raise GradientError(
+                f"{name}: {self._what(lost[0])} was changed by the stage itself, which it did not do when it was "
+                "profiled, so that a recompute would see the new one; "
+                + ("from the next call on the old one is kept: run the step again" if all_known else
+                   "give it to the stage as an argument, or keep it as a buffer or number of a module")
+            )  # fmt: skip
+        slots = tuple(one.slot for one in found if one.slot is not None)
+        return BufferSnapshot(slots, tuple(one.before for one in found)) if slots else None
+
+    def expect(self, slots: Sequence[Slot]) -> None:
+        """From the next call on, keep what is in these slots, and in those of the same name of modules of the same
+        class."""
+        names = {(type(module), name) for module, name in slots}
+        like = [(m, name) for m in self.modules for kind, name in names if type(m) is kind]
+        there = ((m, name) for m, name in like if name in m._buffers or name in vars(m))
+        self.late = tuple(dict.fromkeys((*self.late, *there)))
+
+    def _what(self, one: "_Difference") -> str:
+        return one.what if one.module is None else f"{one.what} of a {type(one.module).__name__}"
+
+    def _differing(self, then: Look, now: Look, written: Sequence[Slot]) -> list["_Difference"]:
+        """All that is not what it was, compared by value."""
+        own, found = {(id(module), name) for module, name in written}, list[_Difference]()
+        changed = {id(t) for t, version in zip(then.still, then.versions, strict=True) if _version(t) != version}
+        for k, module in enumerate(self.modules):
+            places = [(then.of(place), now.of(place)) for place in range(_PLACES * k, _PLACES * (k + 1))]
+            found += _of_attributes(module, *places[_ATTRIBUTES], own)
+            if any([*map(id, a.values())] != [*map(id, b.values())] for a, b in places[_MODULES : _PARAMETERS + 1]):
+                found.append(_Difference("a module or parameter", module))
+            if any([*a] != [*b] for a, b in places[_BUFFERS + 1 :]):
+                found.append(_Difference("a hook", module))
+            found += _of_buffers(module, *places[_BUFFERS], own, changed)
+            if any(id(p) in changed for p in places[_PARAMETERS][0].values()):
+                found.append(_Difference("a buffer or frozen parameter", module))
+        around = range(_PLACES * len(self.modules), len(now.ends))
+        hooked = any([*then.of(place)] != [*now.of(place)] for place in around)
+        if hooked or _numbers(then.captured) != _numbers(now.captured) or then.marks != now.marks:
+            found.append(_Difference("a value or tensor that it has captured, or a hook on all modules,", None))
+        return found
 
 
-def looks_of(function: Any, modules: Sequence[nn.Module], written: Sequence[Slot]) -> Looks:
-    """What the stage ``function`` with these modules sees now. ``written``: what it writes into itself, which
-    recomputes get back in another way (see `BufferSnapshot`)."""
-    own = {(id(module), name) for module, name in written}
-    found = [_look(module, own) for module in modules]
-    around = [hook for hooks in _EVERY_HOOKS for hook in hooks]
-    return found, [around, *_captured(function)]
+class _Lost:
+    """It was written into: what it held before is gone."""
 
 
-def check_looks(name: str, then: Looks, now: Looks, modules: Sequence[nn.Module]) -> None:
-    """Raise GradientError with the name of what is another now."""
-    if then == now:
-        return
-    for module, old, new in zip(modules, then[0], now[0], strict=False):
-        if old != new:
-            what = f"{_changed(old, new)} of a {type(module).__name__}"
-            break
-    else:
-        what = "a value or tensor that it has captured, or a hook on all modules"
-    raise GradientError(
-        f"{name}: {what} was changed between the call and its backward, so that recomputing would give other values; "
-        "run backward first, or set back what was changed"
-    )
+_LOST = _Lost()
 
 
-def _look(module: nn.Module, own: set[tuple[int, str]]) -> Look:
-    key = id(module)
-    numbers = {name: value for name, value in vars(module).items() if type(value) in NUMBERS and (key, name) not in own}
-    hooks = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks]
-    still = [b for name, b in module._buffers.items() if b is not None and (key, name) not in own]
-    still += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
-    inside = [id(one) for one in (*module._modules.values(), *module._parameters.values())]
-    forward = type(module).forward
-    captured = [] if str(forward.__module__).startswith("torch.") else [*_captured(forward)]
-    for value in vars(module).values():
-        if type(value) in _FUNCTIONS:
-            captured += _captured(value)
-    return Look(numbers, inside, hooks, [_version(t) for t in still], captured)
+class _Difference(NamedTuple):
+    """``slot``: where, if it is a buffer or number; ``before``: what was there."""
+
+    what: str
+    module: nn.Module | None
+    slot: Slot | None = None
+    before: Any = None
+
+
+def _of_attributes(
+    module: nn.Module, old: dict[str, Any], new: dict[str, Any], own: Container[tuple[int, str]]
+) -> Iterator[_Difference]:
+    for name in dict.fromkeys((*old, *new)):
+        a, b = old.get(name, ABSENT), new.get(name, ABSENT)
+        counts = type(a) in NUMBERS or type(b) in NUMBERS
+        if counts and (type(a) is not type(b) or a != b) and (id(module), name) not in own:
+            known = type(a) in NUMBERS or a is ABSENT
+            yield _Difference(repr(name), module, (module, name) if known else None, a)
+
+
+def _of_buffers(
+    module: nn.Module,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    own: Container[tuple[int, str]],
+    changed: Container[int],
+) -> Iterator[_Difference]:
+    for name, buffer in old.items():
+        if buffer is None or (id(module), name) in own:
+            continue
+        if id(buffer) in changed:
+            yield _Difference("a buffer or frozen parameter", module, (module, name), _LOST)
+        elif name not in new or not _equal(buffer, new[name]):
+            yield _Difference("a buffer or frozen parameter", module, (module, name), buffer)
+
+
+def _identical(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _captured(function: Any) -> Iterator[Any]:
-    """Numbers, and the versions of tensors that get no gradient, which a function closes over or names as globals."""
+def _equal(a: Any, b: Any) -> bool:
+    """Another tensor in its place may hold the same."""
+    if a is b or a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool(torch.equal(a, b))
+
+
+def _numbers(captured: Sequence[Any]) -> list[Any]:
+    return [value for value in captured if type(value) in NUMBERS]
+
+
+# -- what functions have captured ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """A function, where its globals are, those that it names, and whether it may write into containers."""
+
+    function: types.FunctionType
+    given: tuple[Any, ...]
+    names: tuple[str, ...]
+    writes: bool
+
+    def into(self, captured: list[Any], marks: list[Any]) -> None:
+        """Add what it reads now, and of tensors that get no gradient and small containers what is in them."""
+        first = len(captured)
+        captured += self.given
+        captured += cell_contents(self.function)
+        captured += map(self.function.__globals__.get, self.names)
+        for value in captured[first:]:
+            kind = type(value)
+            if kind in _CONTAINERS and not self.writes and len(value) <= _MOST:
+                for one in value.values() if kind is dict else value:
+                    marks += _mark(one)
+            elif isinstance(value, torch.Tensor):
+                marks += _mark(value)
+
+
+def _reads_of(function: Any) -> Iterator[_Reads]:
     given: tuple[Any, ...] = ()
     while isinstance(function, (functools.partial, types.MethodType)):
         if isinstance(function, functools.partial):
             given, function = (*given, *function.args, *function.keywords.values()), function.func
         else:
             function = function.__func__
-    if not isinstance(function, types.FunctionType):
-        return
-    writes = _may_write(function.__code__)
-    named = [function.__globals__.get(name) for name in globals_named(function.__code__)]
-    for value in (*given, *cell_contents(function), *named):
-        if type(value) in _CONTAINERS and not writes and len(value) <= _MOST:
-            for one in value.values() if type(value) is dict else value:
-                yield from _mark(one)
-        else:
-            yield from _mark(value)
+    if isinstance(function, types.FunctionType):
+        yield _Reads(function, given, globals_named(function.__code__), _may_write(function.__code__))
 
 
 def _mark(value: Any) -> Iterator[Any]:
@@ -112,14 +281,3 @@ def _may_write(code: types.CodeType) -> bool:
     """Whether a function may write into containers: where it counts, it says itself when to (`recomputing`)."""
     stores = any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
     return stores or not _WRITING.isdisjoint(code.co_names)
-
-
-def _changed(old: Look, new: Look) -> str:
-    for name, value in old.numbers.items():
-        if new.numbers.get(name, _changed) != value:
-            return f"{name!r}"
-    if old.inside != new.inside:
-        return "a module or parameter"
-    if old.captured != new.captured:
-        return "a value that the forward function of a class has captured,"
-    return "a hook" if old.hooks != new.hooks else "a buffer or frozen parameter"

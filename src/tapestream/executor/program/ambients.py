@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class Ambients:
                 "work, whose tangents a replay would not have; take that part out of the program"
             )
         modes = others() if _C._len_torch_function_stack() else ()
-        seen = [ask() for ask in self._questions], epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
+        answers = [*map(operator.call, self._questions)]
+        seen = answers, epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
         if seen != self._last:  # comparing is cheaper than a hash
             self._last, self._number = seen, self._number_of(*seen)
         return self._number

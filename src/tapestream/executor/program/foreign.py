@@ -14,7 +14,7 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.program.arrays import BUFFERS
-from tapestream.runner.stage import globals_named
+from tapestream.runner.captured import globals_named
 
 PLAIN = (int, bool, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
          torch.memory_format, Enum)  # fmt: skip

@@ -1,38 +1,42 @@
 """torch's random generators while a program runs: which operations draw, and whether anything unseen has."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.executor.program.patterns import Call
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.users import by_user
 from tapestream.executor.program.whole import Whole
 from tapestream.runner.ambient import TorchGenerators
 
 _SETTING = frozenset(("manual_seed", "manual_seed_all", "set_rng_state"))
+_BY_DATA = frozenset(
+    ("rrelu", "rrelu_", "rrelu_with_noise", "poisson", "binomial", "multinomial", "_standard_gamma",
+     "_sample_dirichlet")
+)  # fmt: skip
+"""Functions that draw as often as what their tensors hold says, maybe never: they are looked at in every call."""
 
 
 class Draws:
     """Which operations of a program draw random numbers. Where something else changes what they draw (another thread,
     an extension, a generator set by its own method), nothing may be run again.
 
-    A call is looked at when its pattern is new, or has drawn before; what users have written, always.
+    A call is looked at until one like it, with the same constants and shapes, has drawn nothing; what users have
+    written, always.
     """
 
     def __init__(self, record: Record) -> None:
         self._record, self._state, self._seed = record, TorchGenerators.capture(), torch.initial_seed()
-        self._quiet = set[int]()  # ids of patterns of the record, and of functions that give no tensors
-        self._held: list[Any] = []
 
-    def before(self, pattern: Any, function: Any) -> TorchGenerators | None:
+    def before(self, call: Call) -> TorchGenerators | None:
         """The states before a call; None where it does not draw."""
-        return None if id(pattern) in self._quiet or id(function) in self._quiet else TorchGenerators.capture()
+        return None if call.quiet else TorchGenerators.capture()
 
-    def after(self, before: TorchGenerators, function: Callable[..., Any], like: Any) -> bool:
-        """Whether the call has drawn, or has set a generator. ``like``: what tells calls that will not either."""
-        now, sets = TorchGenerators.capture(), getattr(function, "__name__", "") in _SETTING
+    def after(self, before: TorchGenerators, call: Call) -> bool:
+        """Whether the call has drawn, or has set a generator."""
+        function = call.pattern.function
+        name = getattr(function, "__name__", "")
+        now, sets = TorchGenerators.capture(), name in _SETTING
         if sets:
             self._seed = torch.initial_seed()
         elif isinstance(function, Whole) and torch.initial_seed() != self._seed:
@@ -41,9 +45,8 @@ class Draws:
                 "or leave its class out of opaque"
             )
         if now.equals(before):
-            if like is not None and not sets and not by_user(function):
-                self._quiet.add(id(like))
-                self._held.append(like)  # so that its id stays its own
+            if not (sets or name in _BY_DATA or by_user(function)):
+                self._record.patterns.draws_nothing(call)
             return False
         if not (sets or before.equals(self._state)) or len(now.cuda) != len(before.cuda):
             self._record.spoilt = self._record.spoilt or (

@@ -80,10 +80,12 @@ class Measured:
 
 @dataclass(slots=True)
 class Kinds:
-    """Numbers of kinds, and what is known of them, the same for all calls of a program."""
+    """Numbers of kinds, and what is known of them, the same for all calls of a program. ``quiet``: calls of torch's
+    functions that draw no random numbers."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
     measured: dict[Any, Measured] = field(default_factory=dict)
+    quiet: set[Any] = field(default_factory=set)
     first: int = 0
 
     def number(self, key: Any) -> int:
@@ -92,14 +94,16 @@ class Kinds:
 
     def copy(self) -> "Kinds":
         """The same, to go on by itself."""
-        return Kinds(dict(self.numbers), {key: replace(one) for key, one in self.measured.items()}, self.first)
+        measured = {key: replace(one) for key, one in self.measured.items()}
+        return Kinds(dict(self.numbers), measured, set(self.quiet), self.first)
 
     def trim(self) -> None:
         """Begin anew where there are too many (of shapes that never come again, say); no number comes twice."""
-        if len(self.numbers) + len(self.measured) > _MOST:
+        if len(self.numbers) + len(self.measured) + len(self.quiet) > _MOST:
             self.first += len(self.numbers)
             self.numbers.clear()
             self.measured.clear()
+            self.quiet.clear()
 
 
 @dataclass(slots=True)
@@ -109,7 +113,8 @@ class Call:
     ``needs``: which of their tensors require a gradient; ``into``: which they say that they write into; ``attribute``:
     the name of the attribute of a tensor that they ask for, if any; ``number``: that of the pattern in its record, None
     for one that is not recorded; ``buffers``: the arrays that the call is given, which is one of a kind then;
-    ``shown``: what objects show that it is given (see `foreign.shown`), as they are before it.
+    ``shown``: what objects show that it is given (see `foreign.shown`), as they are before it; ``quiet``: they draw no
+    random numbers; ``like``: the same for equal calls of all records, None where that cannot be told.
     """
 
     pattern: Pattern
@@ -120,6 +125,8 @@ class Call:
     number: int | None = None
     buffers: Sequence[Any] = ()
     shown: Any = ()
+    quiet: bool = False
+    like: Any = None
 
 
 class Patterns:
@@ -169,7 +176,11 @@ class Patterns:
         needs = [flag for _, _, flag in shapes]
         into, attribute = _into(pattern, tensors), _attribute(function)
         buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
-        found = Call(pattern, measured, needs, into, attribute, self._numbers.get(key), buffers, showing)
+        lasting = not (pattern.foreign or buffers) and _is_lasting(function)
+        like = (key, shapes) if lasting else None
+        quiet = like in self.kinds.quiet
+        number = self._numbers.get(key)
+        found = Call(pattern, measured, needs, into, attribute, number, buffers, showing, quiet, like)
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         if not (pattern.foreign or buffers):
@@ -183,6 +194,12 @@ class Patterns:
         kind, foreign = self.kinds.number(_without_constants((_kind_of(function), *key[1:]))), list[Foreign]()
         kept = {name: _template(value, foreign) for name, value in kwargs.items()} if kwargs else None
         return Pattern(function, tuple(_template(a, foreign) for a in args), kept, kind, key, tuple(foreign))
+
+    def draws_nothing(self, call: Call) -> None:
+        """Such a call has drawn no random numbers, and none will."""
+        call.quiet = True
+        if call.like is not None:
+            self.kinds.quiet.add(call.like)
 
     def number(self, call: Call, results: Sequence[torch.Tensor]) -> int:
         """That of the pattern of a call that is recorded, whose objects live as long as the graph of its results."""
@@ -232,6 +249,11 @@ def _into(pattern: Pattern, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     args, kwargs = pattern.arguments(iter(apart))
     into = written(pattern.function, args, kwargs)
     return tuple(place for place, tensor in enumerate(apart) if any(tensor is one for one in into))
+
+
+def _is_lasting(function: Any) -> bool:
+    """Whether it is PyTorch's own, and so may be held beyond the call of a program."""
+    return is_torchs_own(function) or str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def _attribute(function: Any) -> str | None:

@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
         self.packs.begin(k)  # a call before it may have failed
         if self._hidden is not None:
             self._hidden.shown = call.shown
-        drawing = self._draws.before(pattern, func)
+        drawing = self._draws.before(call)
         start = time.perf_counter()
         call_it = func if self._hidden is None else functools.partial(self._heard, func)
         if measured.transient_nbytes is None:
@@ -244,8 +244,7 @@ class Recorder(TorchFunctionMode):
         # A gradient is not made here: external where it is used.
         fresh = [] if call.attribute == "grad" else [t for t in made if self.numbers.of(t) is None]
         noted = bool(fresh or touched or changed or always)
-        like = pattern if noted else None if made else func
-        drawn = drawing is not None and self._draws.after(drawing, func, like)
+        drawn = drawing is not None and self._draws.after(drawing, call)
         if not (drawn or noted):
             self.packs.begin(k)
             return result

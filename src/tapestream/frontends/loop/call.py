@@ -21,7 +21,7 @@ from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.guards import hooks_off
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.stage import Stage
-from tapestream.runner.stills import Looks, check_looks, looks_of
+from tapestream.runner.stills import Look
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -52,8 +52,9 @@ class TensorCall:
     def __init__(self, task: Task, orders: Program | None, steps: int | None, held: Callable[[], None]) -> None:
         self.task, self.orders, self.steps, self._held = task, orders, steps, held
         self.autocast = Autocast.capture(task.body.device)
-        self._modules = Stage(0, task.body.function).modules
-        self._looks: Looks | None = None
+        self._stage = Stage(0, task.body.function)
+        self._modules = self._stage.modules
+        self._seen: Look | None = None
         self._surrounded = Surroundings(on_cpu=task.body.device.type == "cpu")
         self.runner: TensorSteps | None = None
         self.driver: LoopDriver | None = None
@@ -72,7 +73,7 @@ class TensorCall:
                 self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
                 state = self.runner.keeper.own(self.runner.detached(self.task.state))
                 out = self._result(self._forward(self.runner, state))
-                self._looks = self._look()
+                self._seen = self._look()
                 return out
         except BaseException:
             self.release()
@@ -117,8 +118,9 @@ class TensorCall:
             task.sink.arrived(cotangents[len(self._places) :])
         if not (self._surrounded.hold() and Autocast.capture(task.body.device) == self.autocast):
             runner.reversing = self._as_now()
-        if self._looks is not None:
-            check_looks("a step of the loop", self._looks, self._look(), self._modules)
+        if self._seen is not None:
+            written = task.body.traits.buffers
+            self._stage.stills.check("a step of the loop", self._seen, self._look(), written)
         with self._recomputing():
             runner.begin_backward()
             initial = driver.backward(arrived)
@@ -142,8 +144,8 @@ class TensorCall:
                 stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
             yield
 
-    def _look(self) -> Looks:
-        return looks_of(self.task.body.function, self._modules, self.task.body.traits.buffers)
+    def _look(self) -> Look:
+        return self._stage.stills.look(self.task.body.function, self.task.body.traits.buffers)
 
     def _as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Enters again what holds here: in plain PyTorch, kernels of backward are chosen, and cast, by that."""

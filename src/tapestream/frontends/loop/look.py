@@ -19,8 +19,9 @@ from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.belongings import Belongings, Change
 from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.captured import leaves_captured
 from tapestream.runner.guards import refusing_backward
-from tapestream.runner.stage import Stage, leaves_captured
+from tapestream.runner.stage import Stage
 from tapestream.runner.state import replica, tensors_in
 
 

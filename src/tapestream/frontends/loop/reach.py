@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 
 from tapestream.errors import GradientError
 from tapestream.runner.ambient import GENERATORS
+from tapestream.runner.captured import cell_contents
 from tapestream.runner.depth import SHALLOW, deeper
-from tapestream.runner.stage import cell_contents
 
 _NAMED = (torch.Tensor, nn.Module, list, tuple, dict, *GENERATORS)
 """What a global name may stand for to be looked at."""
