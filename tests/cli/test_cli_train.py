@@ -96,6 +96,30 @@ def test_ctrl_c_ends_a_command_with_130() -> None:
     assert result.stderr.strip() == "stopped"
 
 
+def test_a_loss_that_becomes_no_number_is_told_at_the_end(tmp_path: Path) -> None:
+    options = ["--rate", "1e30", "--steps", "3", "--metrics", str(tmp_path / "m.jsonl")]
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, *options])
+    assert result.exit_code == 0, result.output
+    assert "the loss is no finite number since step 1; is --rate 1e+30 too high?" in result.stderr
+    result = CliRunner().invoke(make_app(), ["train", *SMALL, "--steps", "3", *options[4:]])
+    assert "no finite number" not in result.stderr
+
+
+def test_a_network_or_optimizer_that_is_not_known_is_told_at_once(tmp_path: Path) -> None:
+    metrics = ["--metrics", str(tmp_path / "m.jsonl")]
+    for arguments, told in ((["resnext"], "gpt, resnet or dranet"), (["gpt", *SMALL, "--optimizer", "lion"], "adamw")):
+        result = CliRunner().invoke(make_app(), ["train", *arguments, *metrics])
+        assert result.exit_code == 2
+        assert told in result.stderr
+        assert "blocks home" not in result.stderr
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("tapestream ")
+
+
 def test_jobs_survive_json() -> None:
     job = Job(
         GPTConfig(2, 64, 1, vocabulary=256),

@@ -1,5 +1,9 @@
 """The ``tapestream`` command."""
 
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import torch
 import typer
 
 from tapestream.cli.clean import clean
@@ -17,9 +21,29 @@ def make_app() -> typer.Typer:
         name="tapestream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         help="Gradients of any size in the memory you have.",
     )  # fmt: skip
+    app.callback()(_of_all)
     for command in (plan, explain, train, verify, machine, clean, demo):
         app.command()(command)
     return app
+
+
+def _show_version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        own = version("tapestream")
+    except PackageNotFoundError:  # run from its source, with PYTHONPATH
+        own = "of no version"
+    typer.echo(f"tapestream {own}, PyTorch {torch.__version__}")
+    raise typer.Exit
+
+
+def _of_all(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and end.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 def main() -> None:

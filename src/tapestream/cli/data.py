@@ -59,6 +59,11 @@ class Task:
 def task_of(wanted: Wanted) -> Task:
     """Raises InputError where the options are not enough, contradict each other, or name data that cannot be used."""
     kind = wanted.model.rstrip("0123456789-").lower()
+    if kind not in ("resnet", "dranet") and not kind.startswith("gpt"):
+        raise InputError(
+            f"{wanted.model} was asked for, which `train` does not know; it is gpt, resnet or dranet with --layers, or "
+            "a published size, such as gpt2-124m, resnet50 or dranet101"
+        )
     if kind not in ("resnet", "dranet"):
         _refuse(wanted, size=wanted.size, classes=wanted.classes, workers=wanted.workers)
         length = wanted.seq or 256

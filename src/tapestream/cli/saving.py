@@ -176,6 +176,8 @@ class Saver:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPPING:
+            if self.stopped_by is not None:
+                os.write(2, b"\nstopping at once: steps since the last save are lost; --resume takes them again\n")
             if self.stopped_by is not None or not self._ready:
                 raise KeyboardInterrupt
             self.stopped_by = signal.Signals(number)

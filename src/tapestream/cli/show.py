@@ -22,9 +22,17 @@ Advance = Callable[[str, int, int, str], None]
 
 def failure(message: str) -> None:
     """One red line on standard error."""
-    Console(stderr=True, emoji=False).print(
-        f"[red]{escape(' '.join(message.split()))}[/red]", soft_wrap=True, highlight=False
-    )
+    _to_people(message, "red")
+
+
+def warning(message: str) -> None:
+    """One yellow line on standard error."""
+    _to_people(message, "yellow")
+
+
+def _to_people(message: str, style: str) -> None:
+    told = escape(" ".join(message.split()))
+    Console(stderr=True, emoji=False).print(told, style=style, soft_wrap=True, highlight=False)
 
 
 def line(text: str, style: str | None = None) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.data import Wanted, batches_of, check_fits, task_of
-from tapestream.cli.loop import Job, Measured, Record, run, streamed
+from tapestream.cli.loop import Job, Measured, Record, optimizer_class, run, streamed
 from tapestream.cli.options import (
     Batch,
     Budget,
@@ -81,6 +82,7 @@ def train(
     With --saves, Ctrl-C, SIGTERM and data that cannot be used end the run after a save; SIGUSR1 saves and goes on.
     """
     chosen_dtype(dtype)
+    optimizer_class(optimizer)
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
         task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
@@ -128,6 +130,9 @@ def _ended(job: Job, records: Sequence[Record], metrics: Path, json_: bool) -> i
         show.as_json({"job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics)})
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
+    if not math.isfinite(last.loss):
+        since = max((record.step + 1 for record in records if math.isfinite(record.loss)), default=first.step)
+        show.warning(f"the loss is no finite number since step {since}; is --rate {job.rate:g} too high?")
     return last.step + 1
 
 
