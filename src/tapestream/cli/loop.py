@@ -58,6 +58,10 @@ class Job:
         """The inverse of `to_json`."""
         return cls(**{**found, "config": config_from_json(found["config"])})
 
+    def __post_init__(self) -> None:
+        """Raises InputError for an optimizer that is not known: before anything is made."""
+        optimizer_class(self.optimizer)
+
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, numbered from 0."""
         return self.rate * min(1.0, (step + 1) / max(1, self.warmup))

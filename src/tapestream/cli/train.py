@@ -15,7 +15,7 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.data import Wanted, batches_of, check_fits, task_of
-from tapestream.cli.loop import Job, Measured, Record, optimizer_class, run, streamed
+from tapestream.cli.loop import Job, Measured, Record, run, streamed
 from tapestream.cli.options import (
     Batch,
     Budget,
@@ -82,7 +82,6 @@ def train(
     With --saves, Ctrl-C, SIGTERM and data that cannot be used end the run after a save; SIGUSR1 saves and goes on.
     """
     chosen_dtype(dtype)
-    optimizer_class(optimizer)
     task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
     job = Job(
         task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,

@@ -11,12 +11,12 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tapestream.errors import GradientError, InputError, ScheduleError
-from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute, host_mark
-from tapestream.runner.buffers import BufferSnapshot, Slot
+from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.graph import next_sequence_number, reached_leaves, user_of
 from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, hooks_off, mark
 from tapestream.runner.modes import Surroundings
+from tapestream.runner.seen import Seen, first_run, written
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.stills import Look
@@ -45,17 +45,6 @@ class Tape:
     watch: Watch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the first run of a stage saw, for its recomputes."""
-
-    torch_generators: TorchGenerators | None
-    host_generators: HostGenerators | None
-    buffers: BufferSnapshot | None
-    versions: tuple[int | Mark, ...]
-    look: Look | None
-
-
 class Runner:
     """Runs the stages of one live call; a recompute sees what the first run saw.
 
@@ -77,7 +66,7 @@ class Runner:
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, Seen] = {}
         self.runs = 0
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
@@ -221,7 +210,7 @@ class Runner:
 
     def ran(self, k: int) -> None:
         """Stage ``k`` has been run elsewhere, drew no random numbers and wrote no buffers: what follows recomputes."""
-        self.seen[k] = _Seen(None, None, None, self._versions(k), self._look(k))
+        self.seen[k] = Seen(None, None, None, self._versions(k), self._look(k))
 
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
@@ -265,7 +254,7 @@ class Runner:
         """Note the only run of a stage in ``once``."""
         if k in self.seen:
             raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
-        self.seen[k] = _Seen(None, None, None, (), None)
+        self.seen[k] = Seen(None, None, None, (), None)
 
     @contextlib.contextmanager
     def _surroundings(self, k: int) -> Iterator[None]:
@@ -278,75 +267,24 @@ class Runner:
                 self._run_once(k)
                 yield
             elif seen is None:
-                with self._noting(k):
+                with first_run(self.stages, k, traits, self.device, lambda: self._versions(k)) as found:
                     yield
+                self.seen[k] = found[0]
             else:
                 check_versions(self.stages[k].name, seen.versions, self._versions(k), "a parameter of")
                 if seen.look is not None:
                     stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
-                    stage.stills.check(stage.name, seen.look, self._look(k), (*self._written(k), *own))
+                    stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, traits), *own))
                 stack.enter_context(as_recompute())
                 stack.enter_context(self._surrounded.again())
-                self._restore(seen, stack)
+                seen.restore(stack, self.device)
                 yield
-
-    @contextlib.contextmanager
-    def _noting(self, k: int) -> Iterator[None]:
-        """The first run of a stage that will be run again: note what it sees, and what it changes itself."""
-        traits, stage = self.traits[k], self.stages[k]
-        draws_host, written = traits.draws_host or stage.stills.draws_host, self._written(k)
-        generators = TorchGenerators.capture(self.device)
-        host = HostGenerators.capture(traits.generators) if draws_host else None
-        marked = None if draws_host else host_mark()
-        buffers = BufferSnapshot.for_recomputes(written) if written else None
-        before, versions = self._look(k), self._versions(k)
-        yield
-        drew = not generators.equals(TorchGenerators.capture(self.device))
-        if host is not None and host.equals(HostGenerators.capture(traits.generators)):
-            host = None
-        if marked is not None and marked != host_mark():
-            for other in self.stages:
-                other.stills.draws_host = True
-            raise GradientError(
-                f"{stage.name} drew from Python's or NumPy's generator, which it did not do when it was profiled, so "
-                "that a recompute would draw other numbers; from the next call on their states are kept: run the step "
-                "again"
-            )
-        if self._versions(k) != versions:
-            raise GradientError(
-                f"{stage.name} has changed one of its own parameters, which it did not do when it was profiled, so "
-                "that a recompute would use the new one; change parameters outside of the stage"
-            )
-        after = self._look(k)
-        try:
-            late = stage.stills.changed_by_itself(stage.name, before, after, written)
-        except GradientError:
-            for other in self.stages:  # alike, they will do the same
-                other.stills.expect(stage.stills.late)
-            raise
-        if late is not None:
-            buffers = late if buffers is None else buffers.also(late)
-        self.seen[k] = _Seen(generators if drew else None, host, buffers, versions, after)
-
-    def _restore(self, seen: _Seen, stack: contextlib.ExitStack) -> None:
-        if seen.buffers is not None:
-            stack.enter_context(seen.buffers.substituted())
-        if seen.torch_generators is not None:
-            stack.callback(TorchGenerators.capture(self.device).restore)
-            seen.torch_generators.restore()
-        if seen.host_generators is not None:
-            stack.callback(HostGenerators.capture(one for one, _ in seen.host_generators.own).restore)
-            seen.host_generators.restore()
 
     def _versions(self, k: int) -> tuple[int | Mark, ...]:
         return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)
 
     def _look(self, k: int) -> Look:
-        return self.stages[k].stills.look(self.stages[k].function, self._written(k))
-
-    def _written(self, k: int) -> tuple[Slot, ...]:
-        late = self.stages[k].stills.late
-        return (*self.traits[k].buffers, *late) if late else self.traits[k].buffers
+        return self.stages[k].stills.look(self.stages[k].function, written(self.stages[k], self.traits[k]))
 
     def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
         name = self.stages[k].name

@@ -48,6 +48,7 @@ class Look:
         return (
             self.versions == now.versions and self.marks == now.marks
             and _identical(self.held, now.held) and _identical(self.captured, now.captured)
+            and _identical(self.still, now.still)
         )  # fmt: skip
 
     def of(self, place: int) -> dict[Any, Any]:
@@ -152,6 +153,7 @@ class Stills:
         """All that is not what it was, compared by value."""
         own, found = {(id(module), name) for module, name in written}, list[_Difference]()
         changed = {id(t) for t, version in zip(then.still, then.versions, strict=True) if _version(t) != version}
+        frozen, frozen_now = set(map(id, then.still)), set(map(id, now.still))
         for k, module in enumerate(self.modules):
             places = [(then.of(place), now.of(place)) for place in range(_PLACES * k, _PLACES * (k + 1))]
             found += _of_attributes(module, *places[_ATTRIBUTES], own)
@@ -160,7 +162,8 @@ class Stills:
             if any([*a] != [*b] for a, b in places[_BUFFERS + 1 :]):
                 found.append(_Difference("a hook", module))
             found += _of_buffers(module, *places[_BUFFERS], own, changed)
-            if any(id(p) in changed for p in places[_PARAMETERS][0].values()):
+            parameters = [p for p in places[_PARAMETERS][0].values() if p is not None]
+            if any(id(p) in changed or (id(p) in frozen) != (id(p) in frozen_now) for p in parameters):
                 found.append(_Difference("a buffer or frozen parameter", module))
         around = range(_PLACES * len(self.modules), len(now.ends))
         hooked = any([*then.of(place)] != [*now.of(place)] for place in around)

@@ -123,7 +123,7 @@ def check(steps: list[int], seed: int) -> None:
         budget = error.least_nbytes or 1
     for limit in (budget, 4 * budget):
         runs, done = Program(program, budget=limit, planner="revolve"), 0
-        while done < 2:
+        while done < 4:
             try:
                 found = outcome(runs, leaves, make, seed)
             except GradientError as error:

@@ -174,7 +174,7 @@ class Keeper:
             kept.entries = {
                 n: e for n, e in kept.entries.items() if last_use(record, n) >= operation and e.storage not in unread
             }
-        for storage in {storage for _, storage in self._written.values()}:
+        for storage in self._held.keys() & {storage for _, storage in self._written.values()}:
             self.before_write(storage, [])  # another call may, and of running statistics no version would tell
 
     def nbytes(self, record: Record) -> int:

@@ -1,15 +1,19 @@
 """`Numbering`: which tensor of a running program is which value, external tensor and storage of its record."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from tapestream.errors import InputError
 from tapestream.executor.program.ambients import unshown
 from tapestream.executor.program.keeper import Keeper, foreign
-from tapestream.executor.program.record import ALIVE, External, Record
+from tapestream.executor.program.record import ALIVE, External, Record, looks_of
 from tapestream.executor.program.values import Ref, address_of, nbytes_of
 from tapestream.runner.graph import next_sequence_number
+
+if TYPE_CHECKING:
+    from tapestream.executor.program.following import Following
 
 
 class Numbering:
@@ -29,6 +33,7 @@ class Numbering:
         self._showing: list[int] = []  # by storage, how many tensors that are watched or held show it
         self._keeper, self._addresses = keeper, keeper.addresses
         self._since = next_sequence_number()
+        self.following: Following | None = None  # which may be ahead of the record
 
     def alive(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Values that somebody holds, by number, with their storage's number."""
@@ -76,7 +81,7 @@ class Numbering:
     def _given_by_others(self, tensor: torch.Tensor) -> int:
         external = self._external.get(id(tensor))
         if external is None:
-            return self._from_outside(tensor)
+            return self._from_outside(tensor, looks_of((tensor,)), self.storage_of(tensor), len(self.record.calls))
         one = self.record.externals[external]
         if tensor._version != one.version:
             self.record.see(one, tensor)
@@ -93,20 +98,33 @@ class Numbering:
     def new(self, tensor: torch.Tensor, k: int) -> int:
         """The number of a tensor made by operation ``k``."""
         record = self.record
-        value, storage, key = len(record.birth), self.storage_of(tensor), id(tensor)
-        ref = self._values[key] = Ref(tensor, self._died)
-        ref.id, ref.value, ref.storage, ref.version, ref.at = key, value, storage, tensor._version, k
-        if not self._showing[storage]:
-            nbytes = record.storage_nbytes[storage]
-            self.alive_nbytes += nbytes
-            self.made_nbytes += nbytes
-        self._showing[storage] += 1
+        value, storage = len(record.birth), self.storage_of(tensor)
+        self._watch(tensor, value, storage, k)
         record.birth.append(k)
         record.last_use.append(k)
         record.death.append(ALIVE)
         record.cotangent_nbytes.append(nbytes_of(tensor) if tensor.requires_grad else 0)
         record.storage.append(storage)
         return value
+
+    def _watch(self, tensor: torch.Tensor, value: int, storage: int, k: int) -> None:
+        key = id(tensor)
+        ref = self._values[key] = Ref(tensor, self._died)
+        ref.id, ref.value, ref.storage, ref.version, ref.at = key, value, storage, tensor._version, k
+        if not self._showing[storage]:
+            nbytes = self.record.storage_nbytes[storage]
+            self.alive_nbytes += nbytes
+            self.made_nbytes += nbytes
+        self._showing[storage] += 1
+
+    def watch(self, tensor: torch.Tensor, value: int, storage: int, k: int) -> None:
+        """``tensor`` is a value that the record knows, as of operation ``k``. Raises GradientError where it shows the
+        memory of another storage."""
+        address = address_of(tensor)
+        if self._storages.setdefault(address, storage) != storage:
+            raise unshown(tensor, None)
+        self._addresses[storage] = address
+        self._watch(tensor, value, storage, k)
 
     def used(self, numbers: Iterable[int], k: int) -> None:
         """Operation ``k`` uses values and external tensors."""
@@ -129,11 +147,34 @@ class Numbering:
             self.record.storage_external.append(0)
         return number
 
+    def know_storages(self, count: int, nbytes: Sequence[int]) -> None:
+        """There are ``count`` storages, of which these are the ``nbytes``."""
+        more = count - len(self._showing)
+        if more > 0:
+            self.record.storage_nbytes.extend(nbytes[len(self._showing) : count])
+            self.record.storage_external.extend(bytes(more))
+            self._showing += [0] * more
+
     def storage_at(self, address: int) -> int | None:
         """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
         return self._storages.get(address)
 
-    def _from_outside(self, tensor: torch.Tensor) -> int:
+    def from_outside(self, tensor: torch.Tensor, looks: int, k: int, storage: int, nbytes: Sequence[int]) -> bool:
+        """``tensor`` is external from operation ``k`` on, if it shows ``storage``, of which all have ``nbytes``."""
+        address = address_of(tensor)
+        known = self._storages.get(address)
+        if storage < len(self._showing):
+            if known != storage:
+                return False
+        elif known is not None or address < 0 or tensor.untyped_storage().nbytes() != nbytes[storage]:
+            return False
+        else:
+            self.know_storages(storage + 1, nbytes)
+            self._storages[address], self._addresses[storage] = storage, address
+        self._from_outside(tensor, looks, storage, k)
+        return True
+
+    def _from_outside(self, tensor: torch.Tensor, looks: int, storage: int, k: int) -> int:
         if tensor.is_inference():
             raise InputError(
                 f"Program: a tensor of shape {tuple(tensor.shape)} was made in inference mode, so nothing tells of "
@@ -142,27 +183,30 @@ class Numbering:
         node = tensor.grad_fn
         if node is not None and node._sequence_nr() >= self._since:
             raise unshown(tensor, node.name())
-        record, storage = self.record, self.storage_of(tensor)
+        record = self.record
         if self._showing[storage] and not record.storage_external[storage]:
             raise unshown(tensor, None)
         record.storage_external[storage] = 1
         self._showing[storage] += 1
-        self._external[id(tensor)] = k = len(record.externals)
-        self.shown.setdefault(storage, []).append((~k, tensor))
-        at, requires = len(record.calls), tensor.requires_grad
+        self._external[id(tensor)] = number = len(record.externals)
+        self.shown.setdefault(storage, []).append((~number, tensor))
+        requires = tensor.requires_grad
         record.externals.append(
-            External(tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, at, requires, requires, -1, at)
+            External(
+                tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, k, requires, requires, -1, k, looks
+            )
         )
         if not requires and foreign(tensor):
             record.arrays.outside(tensor)
         if storage in record.writes:
-            self._keeper.also_shown(storage, ~k, tensor, record)
-        return ~k
+            self._keeper.also_shown(storage, ~number, tensor, record)
+        return ~number
 
     def _died(self, ref: Ref) -> None:
         if self._values.get(ref.id) is ref:
             del self._values[ref.id]
-        self.record.death[ref.value] = len(self.record.calls)
+        following = self.following
+        self.record.death[ref.value] = len(self.record.calls) if following is None else following.k
         address = self._addresses.get(ref.storage)
         if address is not None:
             self._showing[ref.storage] -= 1

@@ -1,6 +1,6 @@
 """`Packs`: what the operations of the first sweep save for backward: kept or dropped, and its bytes noted."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,9 @@ class Packs:
         self._given: int | None = None  # how many were saved before the first that the operation has made
         # Made by the operation, and held until it ends, so that addresses tell its results from what it does inside.
         self._own: Saved = []
+        # Where what an operation saves is put and not looked at yet, and the handle of the first.
+        self.listed: list[torch.Tensor] | None = None
+        self.first = 0
 
     def add(self, tensor: torch.Tensor) -> Handle:
         """The next one: keep it or drop it, and count its bytes: a storage's at the operation that saves it first."""
@@ -68,6 +71,22 @@ class Packs:
             self.nbytes += inner
             self._clear()
 
+    def take(self, k: int, saved: Sequence[torch.Tensor], given: int) -> None:
+        """Operation ``k`` has saved these, of which it has made those from ``given`` on itself: keep them or not."""
+        operation = self.holding.get(k) if self.holding else None
+        if self.taking or operation is not None:
+            found = [(tensor.detach(), tensor._version) for tensor in saved]
+            if self.taking:
+                self._tape.saved[k] = found
+            if operation is not None and found[given:]:
+                self._hold(operation, k, found[given:])
+
+    def noted(self, saves: Iterable[int], nbytes: int) -> None:
+        """The record has more of what operations save, ``saves``, and knows the bytes that all have saved."""
+        for storage in saves:
+            self._count(storage)
+        self.nbytes = nbytes
+
     def _inner_nbytes(self) -> int:
         """Bytes that no value shows."""
         inner: dict[int, int] = {}
@@ -89,9 +108,14 @@ class Packs:
         if self._record.storage_external[storage]:
             return
         self._record.saves.append(storage)
+        if self._count(storage):
+            self.nbytes += self._record.storage_nbytes[storage]
+
+    def _count(self, storage: int) -> bool:
+        """Whether it is saved for the first time."""
         counted = self._counted
         if storage >= len(counted):
             counted.extend(bytes(storage + 1 - len(counted)))
-        if not counted[storage]:
-            counted[storage] = 1
-            self.nbytes += self._record.storage_nbytes[storage]
+        first = not counted[storage]
+        counted[storage] = 1
+        return first

@@ -6,30 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 from torch.nn.parameter import is_lazy
 
 from tapestream.errors import InputError
-from tapestream.executor.program.arrays import BUFFERS, buffers_in, copied
+from tapestream.executor.program.arrays import BUFFERS, buffers_in
 from tapestream.executor.program.foreign import Foreign, has_objects, indexed, shown_of
 from tapestream.executor.program.seams import Apply
+from tapestream.executor.program.templates import ATOMS, NUMBERS, PLACE, Place, alike, filled, taken_apart
 from tapestream.executor.program.users import is_torchs_own
 from tapestream.executor.program.whole import Whole
 from tapestream.executor.program.writes import check_allowed, written
 
-
-class _Place:
-    """Where a tensor goes."""
-
-
-PLACE = _Place()
-_ATOMS = frozenset(
-    (int, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
-     torch.memory_format)
-)  # fmt: skip
-
-_NUMBERS = (numpy.number, numpy.bool_)
 _MOST = 1 << 16  # kinds that are remembered
 _MOST_CALLS = 1 << 12
 
@@ -51,19 +39,19 @@ class Pattern:
         args, kwargs = self.arguments(tensors)
         return self.function(*args, **kwargs) if kwargs else self.function(*args)
 
+    def is_of(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
+        """Whether a call of its function is such a call, on plain tensors; these are added to ``tensors`` in order."""
+        wanted = self.kwargs
+        if len(args) != len(self.args) or not alike(self.args, args, tensors):
+            return False
+        if not (kwargs and wanted):
+            return not (kwargs or wanted)
+        return [*kwargs] == [*wanted] and alike(wanted.values(), kwargs.values(), tensors)
+
     def arguments(self, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """What such a call is given, on ``tensors``."""
-        args = [next(tensors) if a is PLACE else _filled(a, tensors) for a in self.args]
-        return args, {name: _filled(value, tensors) for name, value in self.kwargs.items()} if self.kwargs else {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """An argument that is a container, taken apart; or one to be copied whenever it is used (an array)."""
-
-    kind: Any
-    items: tuple[Any, ...]
-    keys: tuple[Any, ...] = ()
+        args = [next(tensors) if a is PLACE else filled(a, tensors) for a in self.args]
+        return args, {name: filled(value, tensors) for name, value in self.kwargs.items()} if self.kwargs else {}
 
 
 @dataclass(slots=True)
@@ -176,7 +164,7 @@ class Patterns:
         needs = [flag for _, _, flag in shapes]
         into, attribute = _into(pattern, tensors), _attribute(function)
         buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
-        lasting = not (pattern.foreign or buffers) and _is_lasting(function)
+        lasting = not (pattern.foreign or buffers) and is_lasting(function)
         like = (key, shapes) if lasting else None
         quiet = like in self.kinds.quiet
         number = self._numbers.get(key)
@@ -192,14 +180,21 @@ class Patterns:
         if number is not None:
             return self.all[number]
         kind, foreign = self.kinds.number(_without_constants((_kind_of(function), *key[1:]))), list[Foreign]()
-        kept = {name: _template(value, foreign) for name, value in kwargs.items()} if kwargs else None
-        return Pattern(function, tuple(_template(a, foreign) for a in args), kept, kind, key, tuple(foreign))
+        kept = {name: taken_apart(value, foreign) for name, value in kwargs.items()} if kwargs else None
+        return Pattern(function, tuple(taken_apart(a, foreign) for a in args), kept, kind, key, tuple(foreign))
 
     def draws_nothing(self, call: Call) -> None:
         """Such a call has drawn no random numbers, and none will."""
         call.quiet = True
         if call.like is not None:
             self.kinds.quiet.add(call.like)
+
+    def adopted(self, pattern: Pattern) -> int:
+        """The number of a pattern of another record, in this one."""
+        number = self._numbers.setdefault(pattern.key, len(self.all))
+        if number == len(self.all):
+            self.all.append(pattern)
+        return number
 
     def number(self, call: Call, results: Sequence[torch.Tensor]) -> int:
         """That of the pattern of a call that is recorded, whose objects live as long as the graph of its results."""
@@ -251,7 +246,7 @@ def _into(pattern: Pattern, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(place for place, tensor in enumerate(apart) if any(tensor is one for one in into))
 
 
-def _is_lasting(function: Any) -> bool:
+def is_lasting(function: Any) -> bool:
     """Whether it is PyTorch's own, and so may be held beyond the call of a program."""
     return is_torchs_own(function) or str(getattr(function, "__module__", "")).startswith("torch.")
 
@@ -263,7 +258,7 @@ def _attribute(function: Any) -> str | None:
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return kind, value  # with its type, since 1 == 1.0 == True
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -283,55 +278,15 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
             "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
             "global generator (leave generator= out)"
         )
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         return kind, value.tobytes()
     if isinstance(value, BUFFERS):
-        return _Place, kind, object()  # may be written into later: a copy of its own each time
-    return _Place, kind, Foreign(value)
+        return Place, kind, object()  # may be written into later: a copy of its own each time
+    return Place, kind, Foreign(value)
 
 
 def _is_default(generator: torch.Generator) -> bool:
     return generator is torch.default_generator or any(generator is one for one in torch.cuda.default_generators)
-
-
-def _template(value: Any, foreign: list[Foreign]) -> Any:
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return PLACE
-    if isinstance(value, (tuple, list)):
-        return _Held(kind, tuple(_template(item, foreign) for item in value))
-    if kind is dict:
-        return _Held(kind, tuple(_template(item, foreign) for item in value.values()), tuple(value))
-    if kind is slice:
-        return _Held(kind, tuple(_template(item, foreign) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, BUFFERS):
-        return _Held(BUFFERS, (copied(value),))
-    if kind in _ATOMS or kind is float or isinstance(value, (torch.Generator, *_NUMBERS)):
-        return value
-    foreign.append(Foreign(value))
-    return foreign[-1]
-
-
-def _filled(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if template is PLACE:
-        return next(tensors)
-    if type(template) is Foreign:
-        return template()
-    if type(template) is not _Held:
-        return template
-    kind = template.kind
-    if kind is BUFFERS:
-        return copied(template.items[0])
-    items = [_filled(item, tensors) for item in template.items]
-    if kind is list:
-        return items
-    if kind is dict:
-        return dict(zip(template.keys, items, strict=True))
-    if kind is slice:
-        return slice(*items)
-    if issubclass(kind, tuple) and getattr(kind, "_fields", None) is not None:
-        return kind(*items)
-    return kind(items)
 
 
 def _without_constants(key: Any) -> Any:
@@ -340,7 +295,7 @@ def _without_constants(key: Any) -> Any:
         return key
     if len(key) >= 2 and key[0] in (int, float, complex):
         return key[0]
-    if len(key) == 3 and key[0] is _Place:
+    if len(key) == 3 and key[0] is Place:
         return key[1].__module__, key[1].__qualname__
     return tuple([_without_constants(item) for item in key])
 

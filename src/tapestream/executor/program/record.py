@@ -1,6 +1,7 @@
 """`Record`: what a program did, in numbers: a few dozen bytes an operation."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -47,12 +48,24 @@ def look(before: int, tensor: torch.Tensor) -> int:
     return hash((before, tensor.shape, tensor.dtype))
 
 
+def looks_of(tensors: Iterable[torch.Tensor]) -> int:
+    """A number for shapes, dtypes, strides and all else that functions go by that are given such tensors."""
+    try:
+        return hash(tuple([
+            (t.shape, t.dtype, t.requires_grad, t.device, t.stride() if t.layout is torch.strided else t.layout,
+             t.is_conj(), t.is_neg())
+            for t in tensors
+        ]))  # fmt: skip
+    except RuntimeError:  # a nested tensor, which has no shape and which nothing is done with
+        return 0
+
+
 @dataclass(slots=True)
 class External:
     """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at``, and when the
     program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a gradient
     then; ``takes``: whether it ever did. ``held``: the same without its graph, over
-    the memory that it had at first."""
+    the memory that it had at first; ``looks``: how it looks to functions."""
 
     tensor: torch.Tensor
     storage: int
@@ -64,6 +77,7 @@ class External:
     takes: bool = False
     last_use: int = -1
     first_use: int = -1
+    looks: int = 0
 
     def again(self) -> torch.Tensor:
         """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be
@@ -89,7 +103,8 @@ class Record:
     """Operations by number: pattern, ambient, arguments, results, seconds; of what autograd saved, the storages, how
     often it saved (``packs``), how many of these it is given, before those that it has made (``given``, or `MIXED`),
     the shapes and dtypes (``looks``, see `look`), and the bytes that no value shows (``inner_nbytes``: made inside);
-    ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it.
+    ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it, ``taken_nbytes``
+    with what it makes; ``outcomes``: how what it gives looks (see `looks_of`).
 
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
     before which the program let go of it (`ALIVE`: it has not), its storage, the bytes of its cotangent. An argument
@@ -98,6 +113,7 @@ class Record:
     0 where the program draws nothing.
     ``switched``: it has said of tensors of others that they need a gradient or not; ``needs``: by operation, which of
     them had another need then than at first.
+    ``untried``: the operations of which it is not known for good what they take.
     ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
     run again.
     """
@@ -116,6 +132,8 @@ class Record:
     inner_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     transient_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
     reverse_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
+    taken_nbytes: "array[int]" = field(default_factory=lambda: array("q"))
+    outcomes: "array[int]" = field(default_factory=lambda: array("q"))
     arguments: "array[int]" = field(default_factory=lambda: array("i"))
     argument_ends: "array[int]" = field(default_factory=lambda: array("I"))
     results: "array[int]" = field(default_factory=lambda: array("i"))
@@ -130,6 +148,7 @@ class Record:
     writes: "dict[int, array[int]]" = field(default_factory=dict)
     externals: list[External] = field(default_factory=list)
     drawn: "array[int]" = field(default_factory=lambda: array("I"))
+    untried: "array[int]" = field(default_factory=lambda: array("I"))
     draws_nbytes: int = 0
     switched: bool = False
     needs: dict[int, dict[int, bool]] = field(default_factory=dict)
@@ -202,6 +221,10 @@ class Record:
             )
         one.version, one.at = tensor._version, len(self)
 
+    def write(self, storage: int, k: int) -> None:
+        """Operation ``k`` writes into ``storage``."""
+        self.writes.setdefault(storage, array("i")).append(k)
+
     def written_since(self, storage: int, operation: int) -> bool:
         """Whether ``operation`` or a later one writes into ``storage``."""
         found = self.writes.get(storage)
@@ -217,14 +240,16 @@ class Record:
                        self.drawn):  # fmt: skip
             found.update(len(values).to_bytes(8, "little"))
             found.update(values)
-        written = tuple((s, tuple(ops)) for s, ops in self.writes.items())
+        written = tuple((s, tuple(ops)) for s, ops in sorted(self.writes.items()))
         outside = tuple((e.takes, e.leaf, e.storage) for e in self.externals)
         return found.digest(), tuple(a.alike() for a in self.ambients), written, outside
 
     def host_nbytes(self) -> int:
         """Bytes of the arrays: what grows with the program."""
-        arrays = (self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.given,
-                  self.looks, self.inner_nbytes, self.transient_nbytes, self.reverse_nbytes, self.arguments,
-                  self.argument_ends, self.results, self.result_ends, self.birth, self.last_use, self.death,
-                  self.cotangent_nbytes, self.storage, self.storage_nbytes, self.storage_external)  # fmt: skip
+        arrays = (
+            self.calls, self.ambient, self.seconds, self.saves, self.save_ends, self.packs, self.given, self.looks,
+            self.inner_nbytes, self.transient_nbytes, self.reverse_nbytes, self.taken_nbytes, self.outcomes,
+            self.arguments, self.argument_ends, self.results, self.result_ends, self.birth, self.last_use, self.death,
+            self.cotangent_nbytes, self.storage, self.storage_nbytes, self.storage_external,
+        )  # fmt: skip
         return sum(a.itemsize * len(a) for a in arrays)

@@ -85,14 +85,19 @@ class Trials:
             into = {id(t) for t in tensors if announced and numbers.storage_of(t) in announced}
             room = spare if any(t.requires_grad for t in (*fresh, *tensors)) else None
             reverse = self._tried(record, measured, tensors, wanted, into, numbers.made_nbytes, room)
+            if measured.reverse_nbytes is None and room is not None:
+                record.untried.append(len(record) - 1)
         for place, nbytes in measured.behind_nbytes.items():
             number = record.arguments_of(len(record) - 1)[place]
             if number >= 0:
                 record.cotangent_nbytes[number] = max(nbytes, record.cotangent_nbytes[number])
+        if measured.transient_nbytes is None:
+            record.untried.append(len(record) - 1)
         transient = measured.transient_nbytes or 0
         record.reverse_nbytes.append(reverse)
         record.transient_nbytes.append(transient)
         measured.taken_nbytes = taken = numbers.made_nbytes + record.inner_nbytes[-1] + transient
+        record.taken_nbytes.append(taken)
         return taken
 
     def _tried(

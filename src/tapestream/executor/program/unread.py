@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from tapestream.executor.program.patterns import PLACE, Pattern
+from tapestream.executor.program.patterns import Pattern
+from tapestream.executor.program.templates import PLACE
 from tapestream.executor.program.users import by_user
 from tapestream.executor.program.writes import places_of_statistics, trains
 

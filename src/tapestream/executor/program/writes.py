@@ -30,6 +30,18 @@ QUESTIONS = frozenset(
      torch.is_floating_point, torch.is_complex, torch.numel)
 )  # fmt: skip
 """Calls that make no tensor, write into none and draw nothing: they need not be noted."""
+_DROPOUT = functional.dropout
+_NOTHING = torch.empty(1)
+_GIVES_BACK = _DROPOUT(_NOTHING, 0.0, True) is _NOTHING and _DROPOUT(_NOTHING, 0.5, False) is _NOTHING
+
+
+def gives_back(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is one of dropout that drops nothing: it gives what it is given, and draws nothing."""
+    if function is not _DROPOUT or not _GIVES_BACK or len(args) != 1 or not kwargs:
+        return False
+    return (kwargs.get("p") == 0 or kwargs.get("training") is False) and kwargs.get("inplace") is False
+
+
 SWITCHES = frozenset((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 """Calls that say whether a tensor needs a gradient from here on."""
 _INSIDE = frozenset(("backward", "grad"))

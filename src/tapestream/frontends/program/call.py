@@ -57,6 +57,7 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
     with refusing_transforms("Program"), recorder.listening():
         result = function()
+    recorder.flush()
     found = found_in(result)
     numbers = [n for t in found if (n := recorder.numbers.of(t)) is not None and n >= 0]
     recorder.forget()

@@ -16,6 +16,7 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.keeper import Keeper, held_nbytes
+from tapestream.executor.program.last import Last
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.patterns import Kinds
 from tapestream.executor.program.record import Record
@@ -110,6 +111,7 @@ class Program:
         self._kinds = Kinds()
         self._prepared: dict[Any, Prepared] = {}
         self._last: Prepared | None = None
+        self._noted: dict[Any, Last | None] = {}
         self._replays: weakref.ref[Replays] | None = None
         self._live = dict.fromkeys(Tier, 0)
         self.report: Report | None = None
@@ -145,15 +147,19 @@ class Program:
         if isinstance(watch, Planned) and prepared is not None:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding
+            if not self._measures(prepared):
+                recorder.follow(self._noted.get(key))
         try:
             found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
             if any(record.packs):
                 self._finish(found, tape, watch, room, key)
+                self._note(key, recorder)
         except BaseException:
             if isinstance(watch, Planned):
                 watch.give_up()
             raise
         finally:
+            recorder.stop_following()
             online.recorder = None  # the tape is to go when the graph does, and not when cycles are collected
         return found.result
 
@@ -169,11 +175,7 @@ class Program:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, begins anew: without plans and without calls that wait for backward."""
-        options: dict[str, Any] = {
-            "budget": self.budget,
-            "gradients_within": self.gradients_within,
-            "planner": self.planner,
-        }
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("budget", "gradients_within", "planner")}
         return vars(type(self)(self.function, device=self._device, **options, **self._tiers)) | {"_whole": self._whole}
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -212,7 +214,7 @@ class Program:
             cuts, reversal, slots = before.cuts, before.reversal, before.slots
             if moves is not None:
                 waiting.update(before.plan.simulation.peak_nbytes)
-            if before.looks < LOOKS and self.planner == "auto":
+            if self._measures(before):
                 self._remember(key, prepare(self._borders(found), shape, room, "auto", before, below))
         else:
             if isinstance(watch, Planned):
@@ -239,11 +241,18 @@ class Program:
     def _borders(self, found: Sweep) -> Borders:
         return Borders(found.record, found.numbers, gradients_within=self.gradients_within)
 
+    def _measures(self, prepared: Prepared) -> bool:
+        """Whether calls are still timed, for a better plan."""
+        return prepared.looks < LOOKS and self.planner == "auto"
+
+    def _note(self, key: Any, recorder: Recorder) -> None:
+        """What the next call, if it makes the same operations by the same plan, need not look at again."""
+        planned = self.report is not None and self.report.planned
+        _put(self._noted, key, recorder.as_last() if planned and not self._measures(self._prepared[key]) else None)
+
     def _remember(self, key: Any, prepared: Prepared) -> None:
-        self._prepared.pop(key, None)
-        self._prepared[key] = self._last = prepared
-        if len(self._prepared) > _REMEMBERED:
-            del self._prepared[next(iter(self._prepared))]
+        self._last = prepared
+        _put(self._prepared, key, prepared)
 
     def _device_of(self, given: Any) -> torch.device:
         """As tensors on it say: with the number of a GPU."""
@@ -284,6 +293,13 @@ class Program:
     def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
         for tier, n in nbytes.items():
             self._live[tier] += calls * n
+
+
+def _put(remembered: dict[Any, Any], key: Any, value: Any) -> None:
+    remembered.pop(key, None)
+    remembered[key] = value
+    if len(remembered) > _REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) -> bool:

@@ -1,0 +1,88 @@
+"""`Seen`: what the first run of a stage saw beside its input, for its recomputes."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.runner.ambient import HostGenerators, TorchGenerators, host_mark
+from tapestream.runner.buffers import BufferSnapshot, Slot
+from tapestream.runner.guards import Mark
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.stills import Look
+
+Versions = tuple[int | Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """States of generators and buffers, where the run has changed them; versions of parameters; the rest: `Look`."""
+
+    torch_generators: TorchGenerators | None
+    host_generators: HostGenerators | None
+    buffers: BufferSnapshot | None
+    versions: Versions
+    look: Look | None
+
+    def restore(self, stack: contextlib.ExitStack, device: torch.device) -> None:
+        """Have generators and buffers as they were."""
+        if self.buffers is not None:
+            stack.enter_context(self.buffers.substituted())
+        if self.torch_generators is not None:
+            stack.callback(TorchGenerators.capture(device).restore)
+            self.torch_generators.restore()
+        if self.host_generators is not None:
+            stack.callback(HostGenerators.capture(one for one, _ in self.host_generators.own).restore)
+            self.host_generators.restore()
+
+
+def written(stage: Stage, traits: Traits) -> tuple[Slot, ...]:
+    """What the stage writes into itself: as it was profiled, and what it was seen to since."""
+    late = stage.stills.late
+    return (*traits.buffers, *late) if late else traits.buffers
+
+
+@contextlib.contextmanager
+def first_run(
+    stages: Sequence[Stage], k: int, traits: Traits, device: torch.device, versions: Callable[[], Versions]
+) -> Iterator[list[Seen]]:
+    """The first run of stage ``k``, inside, which will be run again; gives what it saw, when it has ended.
+
+    Raises GradientError where it changes itself what a recompute would see, unlike the profiled run.
+    """
+    stage, found = stages[k], list[Seen]()
+    draws_host, own = traits.draws_host or stage.stills.draws_host, written(stage, traits)
+    generators = TorchGenerators.capture(device)
+    host = HostGenerators.capture(traits.generators) if draws_host else None
+    marked = None if draws_host else host_mark()
+    buffers = BufferSnapshot.for_recomputes(own) if own else None
+    before, then = stage.stills.look(stage.function, own), versions()
+    yield found
+    drew = not generators.equals(TorchGenerators.capture(device))
+    if host is not None and host.equals(HostGenerators.capture(traits.generators)):
+        host = None
+    if marked is not None and marked != host_mark():
+        for other in stages:
+            other.stills.draws_host = True
+        raise GradientError(
+            f"{stage.name} drew from Python's or NumPy's generator, which it did not do when it was profiled, so "
+            "that a recompute would draw other numbers; from the next call on their states are kept: run the step "
+            "again"
+        )
+    if versions() != then:
+        raise GradientError(
+            f"{stage.name} has changed one of its own parameters, which it did not do when it was profiled, so "
+            "that a recompute would use the new one; change parameters outside of the stage"
+        )
+    after = stage.stills.look(stage.function, own)
+    try:
+        late = stage.stills.changed_by_itself(stage.name, before, after, own)
+    except GradientError:
+        for other in stages:  # alike, they will do the same
+            other.stills.expect(stage.stills.late)
+        raise
+    if late is not None:
+        buffers = late if buffers is None else buffers.also(late)
+    found.append(Seen(generators if drew else None, host, buffers, then, after))
