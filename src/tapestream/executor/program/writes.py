@@ -37,7 +37,7 @@ _GIVES_BACK = _DROPOUT(_NOTHING, 0.0, True) is _NOTHING and _DROPOUT(_NOTHING, 0
 
 def gives_back(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is one of dropout that drops nothing: it gives what it is given, and draws nothing."""
-    if function is not _DROPOUT or not _GIVES_BACK or len(args) != 1 or not kwargs:
+    if function is not _DROPOUT or not (_GIVES_BACK and kwargs and len(args) == 1 and type(args[0]) is torch.Tensor):
         return False
     return (kwargs.get("p") == 0 or kwargs.get("training") is False) and kwargs.get("inplace") is False
 
