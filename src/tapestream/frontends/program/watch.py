@@ -122,6 +122,21 @@ class Turn(NamedTuple):
     moves: Sequence[Action] = ()
 
 
+_AT_MOST = 32
+"""Operations between two looks at whether a program is still the one planned for."""
+
+
+def _acting(turns: Mapping[int, Turn], operations: int) -> list[int]:
+    """The operations before which something is to be done, or at least looked at."""
+    found, take = list[int](), None
+    for k, turn in sorted(turns.items()):
+        does = turn.keep is not None or turn.take is not take or turn.state is not None or turn.moves
+        if k < operations and (does or k - found[-1] >= _AT_MOST):
+            found.append(k)
+            take = turn.take
+    return found
+
+
 class Planned:
     """Does what ``turns`` say, by operation; goes on by ``otherwise`` once the program differs from the one planned for
     (``saved``: bytes saved before each of these; ``operations``: how many there are; ``moves``: below the device)."""
@@ -139,7 +154,7 @@ class Planned:
         self._off = self._void = False
         self._taped: int | None = None
         self._turned = -1  # the last operation before which something was to be done
-        self._following = dict(pairwise(sorted({*turns, operations})))
+        self._following = dict(pairwise([*_acting(turns, operations), operations]))
 
     def spare(self, nbytes: int, *, anyway: bool) -> bool:
         """See `Spare`. Nothing beside what is planned for; what is tried for the first time was not planned for (or
@@ -166,7 +181,7 @@ class Planned:
             self.otherwise(k, saved_nbytes)
             return
         # Calls that make nothing come with the number of the next operation, after the last one too.
-        turn = self._turns.get(k) if self._turned < k < self._operations else None
+        turn = self._turns[k] if self._turned < k < self._operations and k in self._following else None
         if k > self._operations or (turn is not None and self._saved[k] != saved_nbytes):
             self._differs(k, saved_nbytes)
         elif turn is not None:
