@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -414,6 +415,48 @@ def test_memory_that_numpy_writes_into_in_a_later_call_is_seen() -> None:
             assert late[0]
         else:
             assert all(map(same, got[2], expected[2]))
+
+
+def test_a_write_that_no_call_shows_is_seen_in_a_followed_call_too(followed: list[str]) -> None:
+    """Into a value that was noted with others, later."""
+    late = [False]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = C * 2.0
+        if late[0]:
+            thread = threading.Thread(target=lambda: h.mul_(3.0))
+            thread.start()
+            thread.join()
+        for _ in range(6):
+            x = torch.tanh((x @ W) * h)
+        return x
+
+    x = torch.randn(SIDE, SIDE)
+    runs = Program(function, budget=least_of(function, (x,)), planner="revolve")
+    for _ in range(4):
+        runs(x).sum().backward()
+    assert followed
+    late[0] = True
+    with pytest.raises(GradientError, match="no torch call showed"):
+        runs(x).sum().backward()
+
+
+def test_another_value_that_is_written_into_ends_following() -> None:
+    """It makes others require a gradient, a buffer too, which is refused."""
+    late = [False]
+
+    def function(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        y, a, b = torch.tanh(x @ W), C * 2.0, C * 3.0
+        (a if late[0] else b)[0] = y[0]
+        total.add_(a)
+        return torch.tanh(y * total).sum() + b.sum()
+
+    runs, x = Program(function, budget=1 << 20, planner="revolve"), torch.randn(SIDE, SIDE)
+    for _ in range(4):
+        runs(x, torch.zeros(SIDE, SIDE)).backward()
+    late[0] = True
+    with pytest.raises(GradientError, match="was switched inside"):
+        runs(x, torch.zeros(SIDE, SIDE))
 
 
 def test_a_last_call_holds_no_tensors_and_goes_with_the_program(followed: list[str]) -> None:

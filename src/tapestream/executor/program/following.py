@@ -185,7 +185,9 @@ class Following:
                 record.death.append(min(last.record.death[value], k))
             else:
                 record.death.append(ALIVE)
-                numbers.watch(tensor, value, last.record.storage[value], k - 1)
+                # Of then, not of now: something that no call showed may have written into it since.
+                at, version = last.record.birth[value], self._versions[value]
+                numbers.watch(tensor, value, last.record.storage[value], at, version)
         for operation in range(first, k):
             numbers.used(record.arguments_of(operation), operation)
         self.noting.noted(last.record.taken_nbytes[first:k])
@@ -243,7 +245,9 @@ class Following:
         ends = ("argument_ends", "result_ends", "save_ends")
         if any(getattr(record, name)[k] != getattr(theirs, name)[k] for name in ends):
             return False
-        if record.results_of(k) != theirs.results_of(k) or len(record.storage_nbytes) != last.storages_before(k + 1):
+        if record.results_of(k) != theirs.results_of(k) or record.arguments_of(k) != theirs.arguments_of(k):
+            return False
+        if len(record.storage_nbytes) != last.storages_before(k + 1):
             return False
         for value in range(len(self._values), len(record.birth)):
             storage = record.storage[value]

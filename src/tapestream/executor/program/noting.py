@@ -185,7 +185,7 @@ class Noting:
         self.hold(results, made, record.storage)
         record.results.extend(results)
         record.result_ends.append(len(record.results))
-        record.outcomes.append(looks_of(made))
+        record.outcomes.append(looks_of([*made, *tensors] if touched else made))
         self._end(k, func, call, tensors, fresh)
         taken = self._trials.note(
             record, self.numbers, call.measured, tensors, call.needs, announced, fresh, self.spare

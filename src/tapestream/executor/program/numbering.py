@@ -99,7 +99,7 @@ class Numbering:
         """The number of a tensor made by operation ``k``."""
         record = self.record
         value, storage = len(record.birth), self.storage_of(tensor)
-        self._watch(tensor, value, storage, k)
+        self._watch(tensor, value, storage, k, tensor._version)
         record.birth.append(k)
         record.last_use.append(k)
         record.death.append(ALIVE)
@@ -107,24 +107,24 @@ class Numbering:
         record.storage.append(storage)
         return value
 
-    def _watch(self, tensor: torch.Tensor, value: int, storage: int, k: int) -> None:
+    def _watch(self, tensor: torch.Tensor, value: int, storage: int, k: int, version: int) -> None:
         key = id(tensor)
         ref = self._values[key] = Ref(tensor, self._died)
-        ref.id, ref.value, ref.storage, ref.version, ref.at = key, value, storage, tensor._version, k
+        ref.id, ref.value, ref.storage, ref.version, ref.at = key, value, storage, version, k
         if not self._showing[storage]:
             nbytes = self.record.storage_nbytes[storage]
             self.alive_nbytes += nbytes
             self.made_nbytes += nbytes
         self._showing[storage] += 1
 
-    def watch(self, tensor: torch.Tensor, value: int, storage: int, k: int) -> None:
-        """``tensor`` is a value that the record knows, as of operation ``k``. Raises GradientError where it shows the
-        memory of another storage."""
+    def watch(self, tensor: torch.Tensor, value: int, storage: int, k: int, version: int) -> None:
+        """``tensor`` is a value that the record knows, and had this version at operation ``k``. Raises GradientError
+        where it shows the memory of another storage."""
         address = address_of(tensor)
         if self._storages.setdefault(address, storage) != storage:
             raise unshown(tensor, None)
         self._addresses[storage] = address
-        self._watch(tensor, value, storage, k)
+        self._watch(tensor, value, storage, k, version)
 
     def used(self, numbers: Iterable[int], k: int) -> None:
         """Operation ``k`` uses values and external tensors."""

@@ -104,7 +104,8 @@ class Record:
     often it saved (``packs``), how many of these it is given, before those that it has made (``given``, or `MIXED`),
     the shapes and dtypes (``looks``, see `look`), and the bytes that no value shows (``inner_nbytes``: made inside);
     ``transient_nbytes`` that it takes while it runs, ``reverse_nbytes`` while backward reverses it, ``taken_nbytes``
-    with what it makes; ``outcomes``: how what it gives looks (see `looks_of`).
+    with what it makes; ``outcomes``: how what it gives looks then, and what it has changed (see
+    `looks_of`).
 
     Values (tensors made by operations) by number: the operation that made it, the last one that uses it, the one
     before which the program let go of it (`ALIVE`: it has not), its storage, the bytes of its cotangent. An argument
