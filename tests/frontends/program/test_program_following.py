@@ -1,6 +1,7 @@
 """Calls that follow the last one: noted as closely looked at, and right where a call does something else."""
 
 import contextlib
+import copy
 import random
 import threading
 import weakref
@@ -379,6 +380,24 @@ def test_buffers_are_written_once_also_where_modes_and_momentum_change(followed:
         assert all(map(same, got[2], expected[2]))
         assert all(map(same, model.buffers(), plain.buffers()))
     assert {"batch_norm", "add_", "linear"} <= set(followed)
+
+
+def test_statistics_over_memory_of_numpy_are_written_once(followed: list[str]) -> None:
+    """Into which torch writes without a version: it is the program itself that does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    means = [numpy.zeros(4, numpy.float32) for _ in range(2)]
+    for one, mean in zip((model, plain), means, strict=True):
+        one[1].running_mean = torch.from_numpy(mean)
+    x = torch.randn(3, 4)
+    runs = Program(model, budget=2 * least_of(copy.deepcopy(model), (x,)), planner="revolve")
+    for _ in range(6):
+        expected = outcome(plain, [*plain.parameters()], lambda: (x,))
+        got = outcome(runs, [*model.parameters()], lambda: (x,))
+        assert all(map(same, got[2], expected[2]))
+        assert (means[0] == means[1]).all()
+    assert "batch_norm" in followed
 
 
 def test_arguments_that_share_memory_in_a_later_call_alone(followed: list[str]) -> None:

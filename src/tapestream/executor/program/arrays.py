@@ -5,7 +5,7 @@ import copy
 import ctypes
 import mmap
 import zlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -44,7 +44,7 @@ class Arrays:
     def __init__(self) -> None:
         self._given: list[tuple[Any, int]] = []
         self._shown: dict[int, tuple[torch.Tensor, int]] = {}
-        self._outside: list[tuple[torch.Tensor, int, int]] = []
+        self._outside: dict[int, list[tuple[torch.Tensor, int, int]]] = {}
 
     def given(self, buffers: Sequence[Any]) -> None:
         """An operation was given ``buffers``, and has saved something."""
@@ -54,17 +54,21 @@ class Arrays:
         """An operation has made ``tensor``, over the memory of one."""
         self._shown[storage] = tensor.detach(), checksum(tensor)
 
-    def outside(self, tensor: torch.Tensor) -> None:
+    def outside(self, storage: int, tensor: torch.Tensor) -> None:
         """A tensor that no call showed is over memory of others: an argument, or made by a function that was taken out
         of torch under a name of its own before (``from torch import from_numpy``). Large ones would take too long."""
         if tensor.untyped_storage().nbytes() <= _WATCHED_NBYTES:
-            self._outside.append((tensor.detach(), tensor._version, checksum(tensor)))
+            self._outside.setdefault(storage, []).append((tensor.detach(), tensor._version, checksum(tensor)))
 
-    def written(self, storages: Set[int]) -> None:
-        """Torch itself has written into ``storages``, of which versions tell."""
-        for storage in storages & self._shown.keys():
-            tensor, _ = self._shown[storage]
-            self._shown[storage] = tensor, checksum(tensor)
+    def written(self, storages: Iterable[int]) -> None:
+        """Torch itself has written into ``storages``, of which versions tell, though not of running statistics."""
+        for storage in storages:
+            if storage in self._shown:
+                tensor, _ = self._shown[storage]
+                self._shown[storage] = tensor, checksum(tensor)
+            if storage in self._outside:
+                tensors = [tensor for tensor, _, _ in self._outside[storage]]
+                self._outside[storage] = [(tensor, tensor._version, checksum(tensor)) for tensor in tensors]
 
     def settle(self, saved: Iterable[int]) -> None:
         """The program has ended: let go of what shows none of the storages ``saved``."""
@@ -75,7 +79,9 @@ class Arrays:
         """Why nothing may be run again, where one has changed since."""
         same = all(_checksum(one) == then for one, then in self._given)
         # What torch has written into since has another version, of which others tell.
-        same = same and all(t._version != at or checksum(t) == then for t, at, then in self._outside)
+        same = same and all(
+            t._version != at or checksum(t) == then for found in self._outside.values() for t, at, then in found
+        )
         if same and all(checksum(tensor) == then for tensor, then in self._shown.values()):
             return None
         return (

@@ -139,6 +139,7 @@ class Following:
     def _has_written(self, step: Step) -> None:
         for storage in step.writes:
             self.noting.record.write(storage, self.k)
+        self.noting.record.arrays.written(step.writes)
         for number in step.numbers:
             if number < 0:
                 self._outside_versions[~number] = self._outside[~number]._version

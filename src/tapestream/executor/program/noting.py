@@ -249,9 +249,9 @@ class Noting:
     def _heed_writes(self, k: int, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
         for storage in changed:
             self.record.write(storage, k)
+        self.record.arrays.written(changed)
         if self._exposed.sums:
             self._exposed.note_written(tensors, changed)
-            self.record.arrays.written(changed)
         if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "

@@ -197,7 +197,7 @@ class Numbering:
             )
         )
         if not requires and foreign(tensor):
-            record.arrays.outside(tensor)
+            record.arrays.outside(storage, tensor)
         if storage in record.writes:
             self._keeper.also_shown(storage, ~number, tensor, record)
         return ~number
