@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from side_by_side import compare, same
+from side_by_side import compare, least, same
 from torch import nn
 
 from tapestream.frontends.program.program import Program
@@ -56,7 +56,9 @@ def test_parameters_made_inside(body: object, planner: str) -> None:
             x = body(x)  # type: ignore[operator]
         return x
 
-    found = compare(program, [W, X], given, calls=4, planner=planner)
+    # With twice the least, how stretches are cut, which is measured, decides whether anything runs again at all.
+    budget = 3 * max(least(program, [W, X], given, seed) for seed in range(4)) // 2
+    found = compare(program, [W, X], given, budget, calls=4, planner=planner)
     assert found.report is not None
     assert found.report.reruns > 0
     assert "__new__" not in vars(torch.nn.Linear)
