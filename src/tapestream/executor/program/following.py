@@ -1,4 +1,4 @@
-"""`Following`: operations that are those of the last call are noted by what was noted then, at a third of the time.
+"""`Following`: operations that are those of the last call are noted by what was noted then, in half the time.
 
 What PyTorch's own functions give and save depends on nothing but the shapes, strides and needs of what they are given,
 and on what surrounds them. So a call that is given the same, of the values and external tensors with the same numbers,
