@@ -1,4 +1,4 @@
-"""`Following`: operations that are those of the last call are noted by what was noted then, in half the time.
+"""`Following`: operations that are those of the last call are noted by what was noted then, in less time.
 
 What PyTorch's own functions give and save depends on nothing but the shapes, strides and needs of what they are given,
 and on what surrounds them. So a call that is given the same, of the values and external tensors with the same numbers,
@@ -16,13 +16,13 @@ import torch
 
 from tapestream.executor.program.last import BY_OPERATION, Last, Step
 from tapestream.executor.program.record import ALIVE, looks_of
+from tapestream.executor.program.tape import handle
 
 if TYPE_CHECKING:
     from tapestream.executor.program.noting import Noting
 
 UNKNOWN: Final = object()
 """In place of a result: the call was not made, and is to be noted closely."""
-_Reference = weakref.ref
 
 
 class Following:
@@ -56,7 +56,7 @@ class Following:
             return self._unknown()
         if step.writes and not self._may_write(step):
             return self._unknown()
-        noting.packs.first = k << 20
+        noting.packs.first = handle(k, 0)
         noting.packs.listed = saved = list[torch.Tensor]()
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
@@ -149,7 +149,10 @@ class Following:
         noting, value = self.noting, len(self._values)
         if noting.holding and value in noting.holding:
             noting.hold([value], [tensor], self.last.record.storage)
-        self._values.append(_Reference(tensor))
+        self._know(tensor)
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        self._values.append(weakref.ref(tensor))
         self._versions.append(tensor._version)
         self._made.add(id(tensor))
 
@@ -220,7 +223,7 @@ class Following:
         return number
 
     def heed(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """Operation ``k`` was noted closely, on ``tensors`` : go on where what it has left is as it was last time."""
+        """Operation ``k`` was noted closely, on ``tensors``: go on where what it has left is as it was last time."""
         k, record = self.k, self.noting.record
         self.k = self.noted = k + 1
         if not self._is_in_step(k):
@@ -232,9 +235,7 @@ class Following:
             elif number < len(self._values):
                 self._versions[number] = tensor._version
             else:
-                self._values.append(_Reference(tensor))
-                self._versions.append(tensor._version)
-                self._made.add(id(tensor))
+                self._know(tensor)
 
     def _is_in_step(self, k: int) -> bool:
         last, record, noting = self.last, self.noting.record, self.noting
