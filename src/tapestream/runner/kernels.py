@@ -70,6 +70,12 @@ KERNELS: list[Choice] = [
 """What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
 
 
+def are_chosen(kernels: Sequence[Any]) -> bool:
+    """Whether what chooses kernels is as ``kernels``, in the order of `KERNELS`, says."""
+    found = ((tuple(one) if isinstance(one := get(), list) else one) for get, _ in KERNELS)
+    return all(map(operator.eq, found, kernels))
+
+
 def choose(kernels: Sequence[Any]) -> None:
     """Have what chooses kernels be as ``kernels``, in the order of `KERNELS`, says."""
     for (get, put), wanted in zip(KERNELS, kernels, strict=False):

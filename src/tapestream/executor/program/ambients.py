@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record import Ambient
-from tapestream.runner.kernels import KERNELS, ON_CPU, choose
+from tapestream.runner.kernels import KERNELS, ON_CPU, are_chosen, choose
 from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
@@ -65,6 +65,11 @@ class Ambients:
 @contextlib.contextmanager
 def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], None]]:
     """Gives what sets the surroundings of an operation, one of ``ambients``; afterwards all is as before."""
+    ambients = [*ambients]
+    if len(ambients) == 1 and _is_here(ambients[0]):
+        with torch.set_grad_enabled(ambients[0].grad):
+            yield _nothing
+        return
     kinds = sorted({kind for ambient in ambients for kind, _ in ambient.casts})
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
@@ -99,6 +104,21 @@ def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], No
         torch.set_autocast_cache_enabled(cache)
         torch.set_default_dtype(dtype)
         choose(kernels)
+
+
+def _is_here(ambient: Ambient) -> bool:
+    """Whether all but the grad mode is as it is now, and nothing is cast, so that no cast is remembered either."""
+    if any(precision is not None or torch.is_autocast_enabled(kind) for kind, precision in ambient.casts):
+        return False
+    if (torch.is_autocast_cache_enabled(), torch.get_default_dtype()) != (ambient.cache, ambient.dtype):
+        return False
+    if not are_chosen(ambient.kernels) or tuple(modes_entered()) != ambient.modes:
+        return False
+    return dispatching() == ambient.dispatching if _C._len_torch_dispatch_stack() else not ambient.dispatching
+
+
+def _nothing(ambient: Ambient) -> None:
+    """All is as it should be."""
 
 
 def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:

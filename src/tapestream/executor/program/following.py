@@ -9,14 +9,17 @@ nothing after it is followed.
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tapestream.executor.program.last import BY_OPERATION, Last, Step
-from tapestream.executor.program.record import ALIVE, looks_of
+from tapestream.executor.program.last import BY_OPERATION, Last
+from tapestream.executor.program.outsiders import Outsiders
+from tapestream.executor.program.record import ALIVE
+from tapestream.executor.program.step import Number, Numbers, Step
 from tapestream.executor.program.tape import handle
+from tapestream.executor.program.templates import PLAIN
 
 if TYPE_CHECKING:
     from tapestream.executor.program.noting import Noting
@@ -27,47 +30,42 @@ UNKNOWN: Final = object()
 
 class Following:
     """One sweep that follows ``last``, as long as it can: operation ``k`` is the next, and those from ``noted`` on are
-    not in the record yet.
-
-    By value, a weak reference and the version it had last; by external tensor, itself and its version.
-    """
+    not in the record yet. By value, a weak reference and the version it had last."""
 
     def __init__(self, noting: "Noting", last: Last) -> None:
         self.last, self.noting = last, noting
         self.k = self.noted = 0
+        self._steps = last.steps
         self._values = list[weakref.ref[torch.Tensor]]()
         self._versions = list[int]()
-        self._outside = list[torch.Tensor]()
-        self._outside_versions = list[int]()
-        self._made = set[int]()  # ids of values, of dead ones among them
+        self._outsiders = Outsiders(last, noting.record, noting.numbers)
+        self._living, self._deaths = list[int](), dict[int, int]()  # of values that are not in the record yet
+        self._looked = self._buried = 0  # at so many values; before an earlier operation than this one
         self._ambients = 0  # how many of the record's are known to be those of last time
         self._calls: dict[int, int] = {}  # numbers of patterns in this record, by those of last time
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Make a call that is the next one of last time, and note it; `UNKNOWN` where it is not."""
-        k, noting, steps = self.k, self.noting, self.last.steps
-        step = steps[k] if k < len(steps) else None
-        if step is None or function is not step.pattern.function:
-            return self._unknown()
-        if k >= noting.quiet and not self._goes_on():
+        k, noting = self.k, self.noting
+        step = self._steps[k]
+        if step is None or function is not step.function or (k >= noting.quiet and not self._goes_on()):
             return UNKNOWN
-        tensors = self._tensors(step, args, kwargs)
-        if tensors is None or noting.ambient() != step.ambient or not self._is_around():
-            return self._unknown()
+        if not (self._is_given(step, args, kwargs) and self._is_around(step)):
+            return UNKNOWN
         if step.writes and not self._may_write(step):
-            return self._unknown()
-        noting.packs.first = handle(k, 0)
-        noting.packs.listed = saved = list[torch.Tensor]()
+            return UNKNOWN
+        packs, saved = noting.packs, list[torch.Tensor]()
+        packs.first, packs.listed = handle(k, 0), saved
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
         finally:
-            noting.packs.listed = None
+            packs.listed = None
         made = (result,) if isinstance(result, torch.Tensor) else result
-        if len(saved) != step.packs or not _is_as_then(step, made, tensors):
+        if len(saved) != step.packs or not self._is_as_then(step, made):
             self._closely((function, args, kwargs), step, result, saved)
             return result
-        if saved:
-            noting.packs.take(k, saved, self.last.record.given[k])
+        if saved and (packs.taking or packs.holding):
+            packs.take(k, saved, self.last.record.given[k])
         if step.writes:
             self._has_written(step)
         if step.made:
@@ -76,56 +74,75 @@ class Following:
         self.k = k + 1
         return result
 
-    def _tensors(self, step: Step, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
-        """What a call is given, where it is the call of ``step`` on the very values and external tensors."""
-        tensors = list[torch.Tensor]()
-        if not step.pattern.is_of(args, kwargs, tensors) or len(tensors) != len(step.numbers):
-            return None
-        values, versions = self._values, self._versions
-        outside, outside_versions = self._outside, self._outside_versions
-        for number, tensor in zip(step.numbers, tensors, strict=True):
-            if number >= 0:
-                if values[number]() is not tensor or tensor._version != versions[number]:
-                    return None
-            elif ~number < len(outside):
-                if outside[~number] is not tensor or tensor._version != outside_versions[~number]:
-                    return None
-            elif not self._is_outside(~number, tensor):
-                return None
-        return tensors
+    def _is_given(self, step: Step, args: Any, kwargs: Any) -> bool:
+        """Whether a call is that of ``step``, on the very values and external tensors."""
+        if kwargs or step.names:
+            if tuple(kwargs or ()) != step.names:
+                return False
+            args = (*args, *kwargs.values())
+        if len(args) != len(step.expected):
+            return False
+        values, versions, same = self._values, self._versions, True
+        for expected, given in zip(step.expected, args, strict=True):
+            if type(expected) is Number:
+                if expected >= 0:
+                    tensor = values[expected]()
+                    if tensor is None or tensor is not given or tensor._version != versions[expected]:
+                        return False
+                elif not self._is_outside(~expected, given):
+                    return False
+            elif type(expected) is Numbers:
+                tensors = expected.tensors_of(given)
+                if tensors is None or not all(self._is(number, tensor) for number, tensor in tensors):
+                    return False
+            elif given is not expected:
+                same = False
+        return same or step.agrees(args)
+
+    def _is(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is that with this number, as it was used last."""
+        if number < 0:
+            return self._is_outside(~number, tensor)
+        return self._values[number]() is tensor and tensor._version == self._versions[number]
 
     def _is_outside(self, number: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` looks as external tensor ``number`` did, and nobody has seen it; it is one then."""
-        last, numbers, record = self.last, self.noting.numbers, self.noting.record
-        if number != len(self._outside) or len(record.externals) != number or id(tensor) in self._made:
-            return False
-        looks = looks_of((tensor,))
-        if looks != last.looks[number] or numbers.of(tensor) is not None:
-            return False
-        if not numbers.from_outside(tensor, looks, self.k, last.outside[number], last.record.storage_nbytes):
-            return False
-        self._outside.append(tensor)
-        self._outside_versions.append(tensor._version)
-        return True
+        outsiders = self._outsiders
+        if number < len(outsiders.tensors):
+            return outsiders.tensors[number] is tensor and tensor._version == outsiders.versions[number]
+        return outsiders.takes(number, tensor)
 
-    def _is_around(self) -> bool:
-        """Whether the ambients that are new are those of last time."""
-        mine, theirs = self.noting.record.ambients, self.last.record.ambients
-        while self._ambients < len(mine):
-            if self._ambients >= len(theirs) or mine[self._ambients] != theirs[self._ambients]:
+    def _is_around(self, step: Step) -> bool:
+        """Whether what surrounds a call is what did last time."""
+        if self.noting.ambient() != step.ambient:
+            return False
+        mine = self.noting.record.ambients
+        if self._ambients < len(mine):
+            theirs, since = self.last.record.ambients, self._ambients
+            if mine[since:] != theirs[since : len(mine)]:
                 return False
-            self._ambients += 1
+            self._ambients = len(mine)
         return True
 
     def _goes_on(self) -> bool:
         """Something is to be done before operation ``k``; whether the plan goes on after that."""
         noting, k = self.noting, self.k
-        self.flush()
+        if noting.moves is None:
+            self._bury()
+        else:
+            self.flush()
         noting.next_nbytes = self.last.record.taken_nbytes[k]
+        noting.packs.nbytes = self.last.saved_nbytes[k]
         noting.between(k, noting.packs.nbytes)
         if k >= noting.quiet:
+            self.flush()
             noting.stop_following()
         return noting.following is not None
+
+    def alive(self, wanted: Iterable[int]) -> dict[int, tuple[torch.Tensor, int]]:
+        """See `Numbering.alive`: of the values ``wanted``."""
+        values, storage = self._values, self.last.record.storage
+        known = ((number, values[number]()) for number in wanted if 0 <= number < len(values))
+        return {number: (tensor, storage[number]) for number, tensor in known if tensor is not None}
 
     def _may_write(self, step: Step) -> bool:
         """Before a call writes into tensors of others: what holds them gets copies."""
@@ -133,32 +150,32 @@ class Following:
         if noting.moves is not None:
             return False
         for storage in step.writes:
-            noting.keeper.before_write(storage, noting.numbers.shown.get(storage, []))
+            noting.keeper.before_write(storage, self._outsiders.shown[storage])
         return True
 
     def _has_written(self, step: Step) -> None:
         for storage in step.writes:
             self.noting.record.write(storage, self.k)
         self.noting.record.arrays.written(step.writes)
+        outsiders = self._outsiders
         for number in step.numbers:
             if number < 0:
-                self._outside_versions[~number] = self._outside[~number]._version
+                outsiders.versions[~number] = outsiders.tensors[~number]._version
+
+    def _is_as_then(self, step: Step, made: Any) -> bool:
+        """Whether the results of a call are as many plain tensors as last time, all new, or its first argument."""
+        if step.made:
+            return len(made) == step.made and all(type(tensor) is torch.Tensor for tensor in made)
+        first = step.numbers[0]
+        return made[0] is (self._values[first]() if first >= 0 else self._outsiders.tensors[~first])
 
     def _add(self, tensor: torch.Tensor) -> None:
         """The next value."""
         noting, value = self.noting, len(self._values)
         if noting.holding and value in noting.holding:
             noting.hold([value], [tensor], self.last.record.storage)
-        self._know(tensor)
-
-    def _know(self, tensor: torch.Tensor) -> None:
         self._values.append(weakref.ref(tensor))
         self._versions.append(tensor._version)
-        self._made.add(id(tensor))
-
-    def _unknown(self) -> Any:
-        self.flush()
-        return UNKNOWN
 
     def _closely(self, call: tuple[Any, Any, Any], step: Step, result: Any, saved: list[torch.Tensor]) -> None:
         """A call was made that saves or gives something else than last time."""
@@ -166,7 +183,7 @@ class Following:
         self.flush()
         for tensor in saved:
             noting.packs.add(tensor)
-        versions = [self._versions[n] if n >= 0 else self._outside_versions[~n] for n in step.numbers]
+        versions = [self._versions[n] if n >= 0 else self._outsiders.versions[~n] for n in step.numbers]
         seconds = self.last.record.seconds[self.k]
         noting.note_closely(call, list(step.numbers), versions, frozenset(step.writes), result, step.ambient, seconds)
 
@@ -175,6 +192,7 @@ class Following:
     def flush(self) -> None:
         """Bring the record, and all that numbers tensors, up to where the program is."""
         first, k = self.noted, self.k
+        self._outsiders.note()
         if first == k:
             return
         self.noted = k
@@ -183,18 +201,39 @@ class Following:
         numbers.know_storages(last.storages_before(k), last.record.storage_nbytes)
         saves = self._copy(first, k, *values)
         self.noting.packs.noted(saves, last.saved_nbytes[k])
+        self._bury()
         for value in range(*values):
+            record.death.append(self._deaths.pop(value, ALIVE))
             tensor = self._values[value]()
-            if tensor is None:
-                record.death.append(min(last.record.death[value], k))
-            else:
-                record.death.append(ALIVE)
+            if tensor is not None:
                 # Of then, not of now: something that no call showed may have written into it since.
                 at, version = last.record.birth[value], self._versions[value]
                 numbers.watch(tensor, value, last.record.storage[value], at, version)
-        for operation in range(first, k):
-            numbers.used(record.arguments_of(operation), operation)
+        self._living.clear()
+        self._use(first, k)
         self.noting.noted(last.record.taken_nbytes[first:k])
+
+    def _bury(self) -> None:
+        """Which values that are not in the record yet the program has let go of, and when: as last time, as far as that
+        can be."""
+        k, theirs, living = self.k, self.last.record.death, list[int]()
+        for value in (*self._living, *range(self._looked, len(self._values))):
+            if self._values[value]() is None:
+                self._deaths[value] = min(k, max(self._buried, theirs[value]))
+            else:
+                living.append(value)
+        self._living, self._looked, self._buried = living, len(self._values), k + 1
+
+    def _use(self, first: int, k: int) -> None:
+        """The operations ``first`` .. ``k`` - 1 have used what they were given."""
+        record, numbers = self.noting.record, self.noting.numbers
+        if k + 1 < len(self._steps):
+            for operation in range(first, k):
+                numbers.used(record.arguments_of(operation), operation)
+            return
+        record.last_use = self.last.record.last_use[:]
+        for external, then in zip(record.externals, self.last.outside, strict=True):
+            external.last_use = then.last_use
 
     def _copy(self, first: int, k: int, value: int, end: int) -> "array[int]":
         """The notes on operations ``first`` .. ``k`` - 1, and on the values that they make; gives what they save."""
@@ -226,21 +265,23 @@ class Following:
         """Operation ``k`` was noted closely, on ``tensors``: go on where what it has left is as it was last time."""
         k, record = self.k, self.noting.record
         self.k = self.noted = k + 1
-        if not self._is_in_step(k):
+        if not (self._is_in_step(k) and all(type(tensor) in PLAIN for tensor in made)):
             self.noting.stop_following()
             return
         for number, tensor in zip((*record.arguments_of(k), *record.results_of(k)), (*tensors, *made), strict=True):
             if number < 0:
-                self._outside_versions[~number] = tensor._version
+                self._outsiders.versions[~number] = tensor._version
             elif number < len(self._values):
                 self._versions[number] = tensor._version
             else:
-                self._know(tensor)
+                self._values.append(weakref.ref(tensor))
+                self._versions.append(tensor._version)
+        self._looked = len(self._values)
 
     def _is_in_step(self, k: int) -> bool:
         last, record, noting = self.last, self.noting.record, self.noting
         theirs = last.record
-        if k >= len(last.steps) or record.switched or noting.exposed:
+        if k + 1 >= len(last.steps) or record.switched or noting.exposed:
             return False
         if noting.packs.nbytes != last.saved_nbytes[k + 1] or record.outcomes[k] != theirs.outcomes[k]:
             return False
@@ -255,19 +296,5 @@ class Following:
             storage = record.storage[value]
             if storage != theirs.storage[value] or record.storage_nbytes[storage] != theirs.storage_nbytes[storage]:
                 return False
-        for external in record.externals[len(self._outside) :]:
-            number = len(self._outside)
-            if (external.looks, external.storage) != (last.looks[number], last.outside[number]):
-                return False
-            self._outside.append(external.tensor)
-            self._outside_versions.append(external.tensor._version)
-        return True
-
-
-def _is_as_then(step: Step, made: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the results of a call are as many plain tensors as last time, all new, or its first argument."""
-    if not step.made:
-        return made[0] is tensors[0]
-    if step.made == 1 == len(made):
-        return type(made[0]) is torch.Tensor
-    return len(made) == step.made and all(type(tensor) is torch.Tensor for tensor in made)
+        outsiders = self._outsiders
+        return all(map(outsiders.noted, range(len(outsiders.tensors), len(record.externals))))

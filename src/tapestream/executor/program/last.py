@@ -1,15 +1,18 @@
 """`Last`: what a complete record tells of a next call that makes the same operations (see `Following`)."""
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy
+import torch
 
+from tapestream.executor.program.lessons import Lessons
 from tapestream.executor.program.patterns import Pattern, is_lasting
 from tapestream.executor.program.record import MIXED, Record
+from tapestream.executor.program.step import Step
 
 _MOST = 1 << 14  # operations of a record that is held for the next call
 _TELLING = frozenset(
@@ -34,31 +37,30 @@ _TELLING = frozenset(
 are given tell, and the constants; not those (of ``nonzero``, of masks as indices) that the numbers in it tell."""
 
 
-class Step(NamedTuple):
-    """An operation that can be followed. ``numbers`` of its tensors; ``packs``: how often it saves; ``made``: how many
-    tensors, all new, or 0: its first argument is what it gives; ``writes``: storages of others, of which it says that
-    it writes into them."""
+@dataclass(slots=True)
+class Outside:
+    """An external tensor, as it was last time: see `External`."""
 
-    pattern: Pattern
-    numbers: tuple[int, ...]
-    packs: int
-    made: int
-    ambient: int
-    writes: tuple[int, ...]
+    tensor: weakref.ref[torch.Tensor]
+    looks: int
+    storage: int
+    first_use: int
+    last_use: int
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """``record``: without its tensors and what it knows of them, of which ``looks`` and ``outside`` (storages) are left
-    by external tensor. ``steps``: by operation, None for one that must be looked at. ``storages``: by storage, the
-    operation at which it was first seen; ``saved_nbytes``: before each operation, what those before it have saved."""
+    """``record``: without its tensors and what it knows of them, of which what is ``outside`` is known weakly.
+    ``steps``: by operation, None for one that must be looked at, and at the end. ``storages``: by storage, the
+    operation at which it was first seen; ``saved_nbytes``: before each operation, what those before it have saved;
+    ``lessons`` of replays."""
 
     record: Record
     steps: list[Step | None]
-    looks: list[int]
-    outside: list[int]
+    outside: list[Outside]
     storages: list[int]
     saved_nbytes: list[int]
+    lessons: Lessons = field(default_factory=Lessons)
 
     def values_before(self, k: int) -> int:
         """How many values the operations before ``k`` have made."""
@@ -78,9 +80,11 @@ def last_of(record: Record) -> Last | None:
     storages = _storages(record)
     if any(after < before for before, after in pairwise(storages)):
         return None
-    looks = [external.looks for external in record.externals]
-    outside = [external.storage for external in record.externals]
-    return Last(_bare(record), _steps(record), looks, outside, storages, _saved_nbytes(record))
+    outside = [
+        Outside(weakref.ref(one.tensor), one.looks, one.storage, one.first_use, one.last_use)
+        for one in record.externals
+    ]
+    return Last(_bare(record), [*_steps(record), None], outside, storages, _saved_nbytes(record))
 
 
 def _bare(record: Record) -> Record:
@@ -98,8 +102,8 @@ BY_OPERATION = (
 )  # fmt: skip
 """What a record knows by operation, in arrays."""
 _OTHERS = (
-    "calls", "arguments", "results", "saves", "birth", "death", "cotangent_nbytes", "storage", "storage_nbytes",
-    "storage_external",
+    "calls", "arguments", "results", "saves", "birth", "last_use", "death", "cotangent_nbytes", "storage",
+    "storage_nbytes", "storage_external",
 )  # fmt: skip
 
 

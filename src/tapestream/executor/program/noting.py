@@ -97,16 +97,24 @@ class Noting:
         if self.following is not None:
             self.following.flush()
 
+    def alive(self, wanted: Set[int]) -> Mapping[int, tuple[torch.Tensor, int]]:
+        """See `Numbering.alive`: the values ``wanted``, and others perhaps."""
+        return self.numbers.alive() if self.following is None else self.following.alive(wanted)
+
     def noted(self, taken_nbytes: Sequence[int]) -> None:
         """Operations have taken so much."""
         self._largest_nbytes = max(self._largest_nbytes, *taken_nbytes)
 
+    def followed(self) -> Last | None:
+        """What the sweep, which has ended, has followed all along."""
+        following = self.following
+        if following is not None and following.k == len(self.record) == len(following.last.record):
+            return following.last
+        return None
+
     def as_last(self) -> Last | None:
         """What the next sweep can follow."""
-        following = self.following
-        if following is not None and following.k == len(self.record) == len(following.last.steps):
-            return following.last
-        return None if self.exposed else last_of(self.record)
+        return self.followed() or (None if self.exposed else last_of(self.record))
 
     def _heard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of which the inside is to be seen, where anybody listens."""

@@ -159,21 +159,6 @@ class Numbering:
         """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
         return self._storages.get(address)
 
-    def from_outside(self, tensor: torch.Tensor, looks: int, k: int, storage: int, nbytes: Sequence[int]) -> bool:
-        """``tensor`` is external from operation ``k`` on, if it shows ``storage``, of which all have ``nbytes``."""
-        address = address_of(tensor)
-        known = self._storages.get(address)
-        if storage < len(self._showing):
-            if known != storage:
-                return False
-        elif known is not None or address < 0 or tensor.untyped_storage().nbytes() != nbytes[storage]:
-            return False
-        else:
-            self.know_storages(storage + 1, nbytes)
-            self._storages[address], self._addresses[storage] = storage, address
-        self._from_outside(tensor, looks, storage, k)
-        return True
-
     def _from_outside(self, tensor: torch.Tensor, looks: int, storage: int, k: int) -> int:
         if tensor.is_inference():
             raise InputError(
@@ -183,23 +168,33 @@ class Numbering:
         node = tensor.grad_fn
         if node is not None and node._sequence_nr() >= self._since:
             raise unshown(tensor, node.name())
-        record = self.record
+        number, record = self._external_in(tensor, storage, looks, tensor._version, k), self.record
+        if not tensor.requires_grad and foreign(tensor):
+            record.arrays.outside(storage, tensor)
+        if storage in record.writes:
+            self._keeper.also_shown(storage, number, tensor, record)
+        return number
+
+    def outside(self, tensor: torch.Tensor, storage: int, address: int, looks: int, version: int, k: int) -> None:
+        """``tensor``, a leaf, has been external since operation ``k``, and nothing had written into the memory that it
+        shows. Raises GradientError where that is the program's own."""
+        if self._storages.setdefault(address, storage) != storage:
+            raise unshown(tensor, None)
+        self._addresses[storage] = address
+        self._external_in(tensor, storage, looks, version, k)
+
+    def _external_in(self, tensor: torch.Tensor, storage: int, looks: int, version: int, k: int) -> int:
+        """The number, ``~k``, of a new external tensor."""
+        record, requires = self.record, tensor.requires_grad
         if self._showing[storage] and not record.storage_external[storage]:
             raise unshown(tensor, None)
         record.storage_external[storage] = 1
         self._showing[storage] += 1
         self._external[id(tensor)] = number = len(record.externals)
         self.shown.setdefault(storage, []).append((~number, tensor))
-        requires = tensor.requires_grad
         record.externals.append(
-            External(
-                tensor, storage, tensor.is_leaf, tensor.detach(), tensor._version, k, requires, requires, -1, k, looks
-            )
+            External(tensor, storage, tensor.is_leaf, tensor.detach(), version, k, requires, requires, -1, k, looks)
         )
-        if not requires and foreign(tensor):
-            record.arrays.outside(storage, tensor)
-        if storage in record.writes:
-            self._keeper.also_shown(storage, ~number, tensor, record)
         return ~number
 
     def _died(self, ref: Ref) -> None:

@@ -13,7 +13,7 @@ from tapestream.errors import InputError
 from tapestream.executor.program.arrays import BUFFERS, buffers_in
 from tapestream.executor.program.foreign import Foreign, has_objects, indexed, shown_of
 from tapestream.executor.program.seams import Apply
-from tapestream.executor.program.templates import ATOMS, NUMBERS, PLACE, Place, alike, filled, taken_apart
+from tapestream.executor.program.templates import ATOMS, NUMBERS, PLACE, Place, filled, taken_apart
 from tapestream.executor.program.users import is_torchs_own
 from tapestream.executor.program.whole import Whole
 from tapestream.executor.program.writes import check_allowed, written
@@ -38,15 +38,6 @@ class Pattern:
         """The very same call, on ``tensors``."""
         args, kwargs = self.arguments(tensors)
         return self.function(*args, **kwargs) if kwargs else self.function(*args)
-
-    def is_of(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
-        """Whether a call of its function is such a call, on plain tensors; these are added to ``tensors`` in order."""
-        wanted = self.kwargs
-        if len(args) != len(self.args) or not alike(self.args, args, tensors):
-            return False
-        if not (kwargs and wanted):
-            return not (kwargs or wanted)
-        return [*kwargs] == [*wanted] and alike(wanted.values(), kwargs.values(), tensors)
 
     def arguments(self, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """What such a call is given, on ``tensors``."""

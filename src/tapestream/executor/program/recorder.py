@@ -60,9 +60,6 @@ class Recorder(Noting, TorchFunctionMode):
             here.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in QUESTIONS or gives_back(func, args, kwargs):
-            return func(*args, **kwargs)
         if self.following is not None and not self._inside:
             self._inside = True
             try:
@@ -71,6 +68,9 @@ class Recorder(Noting, TorchFunctionMode):
                 self._inside = False
             if result is not UNKNOWN:
                 return result
+        kwargs = kwargs or {}
+        if func in QUESTIONS or gives_back(func, args, kwargs):
+            return func(*args, **kwargs)
         if self._inside:
             if self._hidden is not None:
                 self._hidden.see(func, args, kwargs)
@@ -78,6 +78,7 @@ class Recorder(Noting, TorchFunctionMode):
                     with self:  # in place of the call, which would be ours again
                         return kernel_of(func, args, kwargs)(*args, **kwargs)
             return func(*args, **kwargs)
+        self.flush()
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
         if func in SWITCHES and ((number := self.numbers.of(args[0])) is None or number < 0):

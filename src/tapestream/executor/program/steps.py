@@ -16,10 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from tapestream.errors import GradientError, ScheduleError, TapestreamError
 from tapestream.executor.program.ambients import surroundings
 from tapestream.executor.program.keeper import Entry, Kept
+from tapestream.executor.program.lessons import Lessons
 from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
-from tapestream.executor.program.patterns import tensors_of
+from tapestream.executor.program.patterns import Pattern, tensors_of
 from tapestream.executor.program.record import Record, look
 from tapestream.executor.program.tape import Saved, inside
+from tapestream.executor.program.writes import SWITCHES
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import Guard
 
@@ -31,16 +33,26 @@ _TOGETHER = 256
 class ProgramSteps:
     """``cuts``: the operations before which stretches begin, and the end. ``saved``: see `Tape`.
 
-    ``stages`` and ``operations`` count those run again; ``draws``: they may draw random numbers.
+    ``stages`` and ``operations`` count those run again; ``draws``: they may draw random numbers. ``lessons`` of earlier
+    calls that have made the same operations.
     """
 
-    def __init__(self, record: Record, cuts: Sequence[int], device: torch.device, saved: dict[int, Saved]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        cuts: Sequence[int],
+        device: torch.device,
+        saved: dict[int, Saved],
+        lessons: Lessons | None = None,
+    ) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
+        self._lessons = Lessons() if lessons is None else lessons
         self._opaque = sorted(record.hidden)
         self._most = -1  # after so many saved tensors an operation need not go on
         self.users_code = record.runs_users_code()
         self.draws = record.draws_nbytes > 0 or self.users_code
+        self._tells_leaves = self.users_code or any(one.function in SWITCHES for one in record.patterns.all)
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._root = torch.empty(0, requires_grad=True)
@@ -113,13 +125,18 @@ class ProgramSteps:
             raise ScheduleError(f"the state before stage {stage} is not live")
         return self._live
 
+    def _todo(self, first: int, end: int, live: Kept) -> bytearray:
+        """What to do with operations after which the program does not go on."""
+        there, saves = live.entries.keys(), live.saves.keys()
+        return self._lessons.needed((first, end), there, saves, lambda: self._needed.of(first, end, there, saves))
+
     # -- stretches that are run at once ---------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> None:
         """Without saved tensors where ``into`` is None, without the state afterwards where not ``go_on``."""
         record, first, end = self.program, self.cuts[start], self.cuts[stop]
         live = self._live_at(start)
-        todo, self._most = None if go_on else self._needed.of(first, end, live.entries, live.saves), -1
+        todo, self._most = None if go_on else self._todo(first, end, live), -1
 
         def pack(tensor: torch.Tensor) -> None:
             if into is not None:
@@ -153,12 +170,18 @@ class ProgramSteps:
                 used.update(n for n in self._sharing(storage, entries) if n in entries)
         shared = Kept(state.operation, {n: entries[n] for n in used if n not in self._own}).unshared(record)
         with torch.enable_grad():
-            values = {
-                number: Guard.apply(self._root, entry.tensor, NAME) if entry.requires else entry.tensor.detach()  # type: ignore[no-untyped-call]
-                for number in used
-                for entry in (shared.entries.get(number) or entries[number],)
-            }
+            values = {n: self._entering(shared.entries.get(n) or entries[n], first) for n in used}
         return values, {number: entry for number, entry in entries.items() if number not in used}
+
+    def _entering(self, entry: Entry, first: int) -> torch.Tensor:
+        """What stands for a value from operation ``first`` on. A leaf is made sooner than a `Guard`, and does as well
+        where nothing writes into it, says what it needs, or, as code of users may, asks what it is or goes back."""
+        tensor = entry.tensor.detach()
+        if not entry.requires:
+            return tensor
+        if self._tells_leaves or self.program.written_since(entry.storage, first):
+            return Guard.apply(self._root, tensor, NAME)  # type: ignore[no-any-return, no-untyped-call]
+        return tensor.requires_grad_()
 
     def _sharing(self, storage: int, entries: dict[int, Entry]) -> Iterable[int]:
         showing = self._showing[storage]
@@ -186,7 +209,7 @@ class ProgramSteps:
                 if record.ambient[k] != before:
                     enter(record.ambients[record.ambient[k]])
                     before = record.ambient[k]
-                made = self._made(k, values, numbers, what)
+                made = self._made(k, values, numbers, what, into)
                 results = record.results_of(k) if what == RUN else ()
                 if len(made) != len(results):
                     raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
@@ -205,7 +228,9 @@ class ProgramSteps:
                 if (last_use[n] if n >= 0 else externals[~n].last_use) == k:
                     values.pop(n, None)
 
-    def _made(self, k: int, values: dict[int, torch.Tensor], numbers: Iterable[int], what: int) -> list[torch.Tensor]:
+    def _made(
+        self, k: int, values: dict[int, torch.Tensor], numbers: Iterable[int], what: int, into: Saved | None
+    ) -> list[torch.Tensor]:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
@@ -216,19 +241,27 @@ class ProgramSteps:
                 t if n >= 0 else _needing(t, needs.get(n, record.externals[~n].requires))
                 for t, n in zip(tensors, numbers, strict=True)
             ]
-        given = iter(tensors)
         if hidden is not None:
             hidden.check(name_of(record, k), pattern.foreign)
-        if what == SAVE:
-            self._most = record.given[k]
-            with contextlib.suppress(_Enough):
-                _called(record, k, given)
-            self._most = -1
+        if what == SAVE and into is not None:
+            self._save(k, pattern, tensors, into)
             return []
-        made = _called(record, k, given)
+        made = _called(record, k, iter(tensors))
         if hidden is not None:
             hidden.check(name_of(record, k), pattern.foreign)
         return made
+
+    def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved) -> None:
+        """Into ``into``, which is empty, what operation ``k`` saves of what it is given."""
+        known = self._lessons.saved(k, pattern, tensors)
+        if known is not None:
+            into += known
+            return
+        self._most = self.program.given[k]
+        with contextlib.suppress(_Enough):
+            _called(self.program, k, iter(tensors))
+        self._most = -1
+        self._lessons.has_saved(k, pattern, tensors, into)
 
     def _outside(self, number: int) -> torch.Tensor:
         if number >= 0:

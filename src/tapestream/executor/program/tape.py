@@ -39,7 +39,8 @@ class Tape:
         operation, place = divmod(handle, _PLACES)
         asked = self._asked
         if operation == asked[0]:
-            return _unchanged(*asked[1][place])
+            tensor, version = asked[1][place]
+            return tensor if tensor._version == version else _unchanged(tensor, version)
         del asked  # nothing holds what is done with while other stretches run again
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:

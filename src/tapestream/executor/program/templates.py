@@ -21,6 +21,8 @@ ATOMS = frozenset(
     (int, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
      torch.memory_format)
 )  # fmt: skip
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors, none of a user's."""
 NUMBERS = (numpy.number, numpy.bool_)
 
 
@@ -80,8 +82,7 @@ def alike(templates: Iterable[Any], values: Iterable[Any], tensors: list[torch.T
     the tensors are added to ``tensors`` in order."""
     for template, value in zip(templates, values, strict=True):
         if template is PLACE:
-            kind = type(value)
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            if type(value) not in PLAIN:
                 return False
             tensors.append(value)
         elif template is not value and not _equal(template, value, tensors):

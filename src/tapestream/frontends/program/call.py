@@ -12,6 +12,7 @@ import torch
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.aliases import unseen
 from tapestream.executor.program.keeper import Keeper, Kept
+from tapestream.executor.program.lessons import Lessons
 from tapestream.executor.program.moves import Moves
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
@@ -84,10 +85,11 @@ class Replays:
         again: Again,
         tape: Tape,
         moves: Moves | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         kept = found.keeper.kept
         self.record, self._again = found.record, again
-        self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved)
+        self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved, lessons)
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first, self._moves, self._tape = kept[0], moves, weakref.ref(tape)

@@ -152,7 +152,7 @@ class Program:
         try:
             found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
             if any(record.packs):
-                self._finish(found, tape, watch, room, key)
+                self._finish(found, tape, watch, room, key, recorder.followed())
                 self._note(key, recorder)
         except BaseException:
             if isinstance(watch, Planned):
@@ -192,16 +192,16 @@ class Program:
         function = functools.partial(self._whole, *args, **kwargs)
         known = self._prepared.get(_kind_of((args, kwargs)))
         limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
-        room = Budget(
-            free_nbytes(device) if limit is None else limit,
-            host=self._below_on(device).host_nbytes(), disk=self.budget.disk_nbytes,
-        )  # fmt: skip
+        nbytes, host = free_nbytes(device) if limit is None else limit, self._below_on(device).host_nbytes()
+        room = Budget(nbytes, host=host, disk=self.budget.disk_nbytes)
         return explained(
             function, device, room, self.planner, self._kinds, known, self._below_on(device),
             gradients_within=self.gradients_within,
         )  # fmt: skip
 
-    def _finish(self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any) -> None:
+    def _finish(
+        self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, followed: Last | None
+    ) -> None:
         """Make the call ready for its backward, and the plan for the next one."""
         record, kept, shape = found.record, found.keeper.kept, found.record.shape()
         before = self._prepared.get(key)
@@ -234,7 +234,8 @@ class Program:
         )
         self._count(waiting, +1)
         weakref.finalize(tape, self._count, waiting, -1).atexit = False
-        replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves)
+        lessons = followed.lessons if planned and followed is not None else None
+        replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
 

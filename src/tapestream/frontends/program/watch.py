@@ -191,7 +191,7 @@ class Planned:
             recorder.packs.taking = turn.take
             self._taped = (k if self._taped is None else self._taped) if turn.take else None
             if turn.keep is not None and k:
-                self.otherwise.keeper.keep(k, recorder.numbers.alive(), turn.keep)
+                self.otherwise.keeper.keep(k, recorder.alive(turn.keep), turn.keep)
             if self.moves is not None and not self._moved(self.moves, turn, recorder):
                 self._differs(k, saved_nbytes)
 
@@ -219,7 +219,7 @@ class Planned:
     @staticmethod
     def _moved(moves: Moves, turn: Turn, recorder: Recorder) -> bool:
         if turn.state is not None:
-            alive = recorder.numbers.alive()
+            alive = recorder.alive(turn.state)
             moves.border(turn.stage, [alive[number][0] for number in turn.state if number in alive])
         return all(map(moves.obey, turn.moves))
 
@@ -228,6 +228,7 @@ class Planned:
         self._off = True
         if self.otherwise.recorder is not None:
             recorder = self.otherwise.recorder
+            recorder.flush()
             recorder.quiet, recorder.holding, recorder.packs.holding = 0, {}, {}
         self.otherwise.keeper.unread = frozenset()
         self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))

@@ -1,0 +1,89 @@
+"""`Lessons`: what replays of one call have shown that holds for those of later calls that make the same operations."""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from tapestream.executor.program.patterns import Pattern
+from tapestream.executor.program.tape import Saved
+from tapestream.executor.program.values import address_of
+
+
+class _View(NamedTuple):
+    """A saved tensor over the memory of an argument: which, how that looked, and size, strides and place beside its
+    own, None for itself."""
+
+    argument: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    own: tuple[torch.Size, tuple[int, ...], int] | None
+
+
+class _Needs(NamedTuple):
+    """What to do with the operations of a stretch, where these values and saved tensors are there."""
+
+    there: frozenset[int]
+    saves: frozenset[int]
+    todo: bytearray
+
+
+@dataclass(slots=True)
+class Lessons:
+    """Of records that are equal, see `Last`."""
+
+    _needs: dict[tuple[int, int], _Needs] = field(default_factory=dict)
+    _views: dict[int, tuple[Pattern, list[_View] | None]] = field(default_factory=dict)
+
+    def needed(
+        self, stretch: tuple[int, int], there: Set[int], saves: Set[int], find: Callable[[], bytearray]
+    ) -> bytearray:
+        """What ``find`` finds (see `Needed.of`), once."""
+        known = self._needs.get(stretch)
+        if known is None or known.there != there or known.saves != saves:
+            known = self._needs[stretch] = _Needs(frozenset(there), frozenset(saves), find())
+        return known.todo
+
+    def saved(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor]) -> Saved | None:
+        """What operation ``k`` saves of ``tensors``, which it is given, if it saves nothing else and that is known."""
+        known, views = self._views.get(k, (None, None))
+        if views is None or known is not pattern:
+            return None
+        found: Saved = []
+        for argument, shape, strides, dtype, own in views:
+            tensor = tensors[argument]
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.stride() != strides:
+                return None
+            tensor = tensor.detach()
+            if own is not None:
+                size, step, beside = own
+                tensor = tensor.as_strided(size, step, tensor.storage_offset() + beside)
+            found.append((tensor, tensor._version))
+        return found
+
+    def has_saved(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], saved: Saved) -> None:
+        """Operation ``k`` has saved this of ``tensors``, and may save more."""
+        known = self._views.get(k)
+        if known is None or known[0] is not pattern:
+            views = [_view_of(one, tensors) for one, _ in saved]
+            self._views[k] = pattern, None if None in views else [view for view in views if view is not None]
+
+
+def _view_of(saved: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _View | None:
+    """None where it shows the memory of none of ``tensors``, or that in another way than by numbers as they lie."""
+    for place, tensor in enumerate(tensors):
+        if not (_is_plain(tensor) and _is_plain(saved)) or address_of(tensor) != address_of(saved):
+            continue
+        if tensor.dtype is not saved.dtype:
+            return None
+        beside = int(saved.storage_offset()) - int(tensor.storage_offset())
+        own = saved.shape, saved.stride(), beside
+        same = own == (tensor.shape, tensor.stride(), 0)
+        return _View(place, tensor.shape, tensor.stride(), tensor.dtype, None if same else own)
+    return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
