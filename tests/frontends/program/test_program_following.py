@@ -121,6 +121,7 @@ def least_of(function: Callable[..., Any], given: tuple[Any, ...]) -> int:
 W = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1)).requires_grad_()
 V = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(2)).requires_grad_()
 C = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+SHAPE = [0, 0]
 Variant = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
@@ -268,6 +269,29 @@ def other_hooks(x: torch.Tensor, odd: bool) -> torch.Tensor:
     return g @ h
 
 
+def another_list(x: torch.Tensor, odd: bool) -> torch.Tensor:
+    SHAPE[:] = [2, 8] if odd else [8, 2]
+    return (torch.tanh(x @ W).reshape(SHAPE) * 1.5).reshape(SIDE, SIDE) @ V
+
+
+class Halved(torch.Tensor):
+    """Gives half of every product, plain."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.matmul:
+            return args[0].matmul(C) * 0.5
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+HALVED = C.as_subclass(Halved)
+
+
+def a_class_of_ones_own(x: torch.Tensor, odd: bool) -> torch.Tensor:
+    h = torch.tanh(x @ W)
+    return h.matmul(HALVED if odd else C) * h
+
+
 def a_copy_by_numpy(x: torch.Tensor, odd: bool) -> torch.Tensor:
     h = torch.tanh(x @ W)
     scale = float(h.detach().numpy().sum()) if odd else 0.5
@@ -289,7 +313,7 @@ VARIANTS: tuple[Variant, ...] = (
     values_in_another_order, other_strides, as_many_as_there_are, a_write_into_a_value, a_write_instead_of_a_new_value,
     without_gradients, in_half_precision, a_detached_value, a_view_or_a_copy, a_failure_that_is_caught,
     a_function_of_ones_own, dropping_more, gives_up_early, goes_on, other_hooks, a_copy_by_numpy, fewer_parts,
-    another_dtype,
+    another_dtype, another_list, a_class_of_ones_own,
 )  # fmt: skip
 
 
@@ -458,6 +482,43 @@ def test_a_write_that_no_call_shows_is_seen_in_a_followed_call_too(followed: lis
     late[0] = True
     with pytest.raises(GradientError, match="no torch call showed"):
         runs(x).sum().backward()
+
+
+@pytest.mark.parametrize("at_first_use", [True, False])
+def test_memory_that_another_thread_replaces_meanwhile_is_that_of_plain_pytorch_or_refused(
+    at_first_use: bool, followed: list[str]
+) -> None:
+    weight, late = nn.Parameter(W.detach().clone()), [False]
+    other = torch.randn(SIDE, SIDE)
+
+    def replaced() -> None:
+        thread = threading.Thread(target=lambda: setattr(weight, "data", other))
+        thread.start()
+        thread.join()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if late[0] and at_first_use:
+            replaced()
+        for step in range(6):
+            x = torch.tanh(x @ weight) if step == 0 else torch.tanh(x @ V)
+            if late[0] and not at_first_use and step == 0:
+                replaced()
+        return x
+
+    x = torch.randn(SIDE, SIDE)
+    runs = Program(function, budget=least_of(function, (x,)), planner="revolve")
+    for _ in range(4):
+        runs(x).sum().backward()
+    assert followed
+    late[0] = True
+    weight.data = W.detach().clone()
+    expected = outcome(function, [weight, V], lambda: (x,))
+    weight.data = W.detach().clone()
+    if at_first_use:
+        assert all(map(same, outcome(runs, [weight, V], lambda: (x,))[2], expected[2]))
+    else:
+        with pytest.raises(GradientError, match="replaced"):
+            outcome(runs, [weight, V], lambda: (x,))
 
 
 def test_another_value_that_is_written_into_ends_following() -> None:

@@ -1,0 +1,137 @@
+"""What replays of earlier calls have shown: the same as asking again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from side_by_side import outcome, same
+from torch import nn
+from torch.nn import functional
+
+from tapestream.errors import BudgetError, GradientError
+from tapestream.executor.program.lessons import Lessons
+from tapestream.executor.program.steps import ProgramSteps
+from tapestream.frontends.program.program import Program
+
+Case = tuple[Callable[..., Any], list[torch.Tensor], torch.Tensor]
+
+
+def layers() -> Case:
+    """The weights have versions of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(6)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model, [*model.parameters()], torch.randn(3, 5, 8)
+
+
+def convolutions() -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
+                            for _ in range(6)))  # fmt: skip
+    return model, [*model.parameters()], torch.randn(2, 3, 6, 6)
+
+
+def products() -> Case:
+    """Of transposed, broadcast, conjugated and expanded tensors, and of parts of one."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 6, requires_grad=True)
+    wave = torch.randn(6, 6, dtype=torch.complex64, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            first, second = (torch.tanh(x) @ weight.t()).chunk(2, 1)
+            x = torch.cat([first * second[:1].expand(6, 3), second * weight[:, ::2]], 1)
+            z = torch.tanh(x) * wave.conj() * wave
+            x = functional.linear(z.real + z.imag.t(), weight) * 0.1 + x
+        return x
+
+    return function, [weight, wave], torch.randn(6, 6)
+
+
+def least_of(function: Callable[..., Any], x: torch.Tensor) -> int:
+    """Bytes."""
+    with pytest.raises(BudgetError) as caught:
+        Program(function, budget=1, planner="revolve")(x)
+    assert caught.value.least_nbytes is not None
+    return caught.value.least_nbytes
+
+
+@pytest.mark.parametrize("make", [layers, convolutions, products])
+def test_what_is_known_to_be_saved_is_what_the_call_saves(
+    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same views of the same memory, that count the same versions."""
+    known, save = list[int](), ProgramSteps._save
+
+    def twice(self: ProgramSteps, k: int, pattern: Any, tensors: Any, into: Any) -> None:
+        if self._lessons.saved(k, pattern, tensors) is not None:
+            known.append(k)
+        save(self, k, pattern, tensors, into)
+        found, lessons, self._lessons = into[:], self._lessons, Lessons()
+        into.clear()
+        save(self, k, pattern, tensors, into)
+        self._lessons = lessons
+        for (a, version), (b, of_call) in zip(found, into, strict=True):
+            assert version == of_call == a._version
+            assert not a.requires_grad
+            assert (a.shape, a.stride(), a.dtype, a.data_ptr()) == (b.shape, b.stride(), b.dtype, b.data_ptr())
+            assert (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+        into[:] = found
+
+    monkeypatch.setattr(ProgramSteps, "_save", twice)
+    function, leaves, x = make()
+    runs = Program(function, budget=2 * least_of(function, x), planner="revolve")
+    for seed in range(7):
+        expected, got = (outcome(one, leaves, lambda: (x,), seed) for one in (function, runs))
+        assert all(map(same, got[2], expected[2]))
+        assert runs.report is not None
+        assert seed == 0 or runs.report.planned
+    assert len(known) > 10
+
+
+def test_a_call_is_asked_again_where_arguments_lie_otherwise() -> None:
+    lessons, weight, x = Lessons(), torch.randn(4, 4), torch.randn(3, 4)
+    pattern: Any = object()
+    saved = [(t, t._version) for t in (x.view(3, 4), weight.t())]
+    lessons.has_saved(5, pattern, [x, weight], saved)
+    found = lessons.saved(5, pattern, [x, weight])
+    assert found is not None
+    assert [(t.data_ptr(), t.shape, t.stride()) for t, _ in found] == [
+        (t.data_ptr(), t.shape, t.stride()) for t, _ in saved
+    ]
+    assert lessons.saved(5, pattern, [x, weight.t()]) is None
+    assert lessons.saved(5, pattern, [x.double(), weight]) is None
+    assert lessons.saved(5, pattern, [x[:2], weight]) is None
+    assert lessons.saved(5, object(), [x, weight]) is None  # type: ignore[arg-type]
+    assert lessons.saved(6, pattern, [x, weight]) is None
+    lessons.has_saved(6, pattern, [x, weight], [(x * 2, 0)])  # of no argument
+    assert lessons.saved(6, pattern, [x, weight]) is None
+
+
+def test_a_weight_that_is_written_into_before_backward_is_refused_in_followed_calls_too() -> None:
+    function, leaves, x = layers()
+    runs = Program(function, budget=2 * least_of(function, x), planner="revolve")
+    for _ in range(5):
+        runs(x).sum().backward()
+    loss = runs(x).sum()
+    with torch.no_grad():
+        leaves[0].mul_(2.0)
+    with pytest.raises(GradientError, match="modified in place"):
+        loss.backward()
+
+
+def test_what_is_to_be_done_is_asked_again_where_other_values_are_there() -> None:
+    lessons, asked = Lessons(), list[int]()
+
+    def find() -> bytearray:
+        asked.append(len(asked))
+        return bytearray([len(asked)])
+
+    assert lessons.needed((0, 3), {1, 2}, {7}, find) == bytearray([1])
+    assert lessons.needed((0, 3), {2, 1}, {7}, find) == bytearray([1])
+    assert lessons.needed((0, 3), {1}, {7}, find) == bytearray([2])
+    assert lessons.needed((0, 3), {1}, set(), find) == bytearray([3])
+    assert lessons.needed((3, 4), {1}, set(), find) == bytearray([4])
