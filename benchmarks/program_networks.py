@@ -2,12 +2,12 @@
 and no longer than `checkpoint_sequential`, placed by hand as well as can be, at the same peak.
 
 Convolutional networks, of wide and of very narrow layers, and transformers, a large one and a small one, that with
-dropout and without, loss included, nothing marked; the tape is what plain PyTorch's forward leaves behind. Each runs in turn with plain PyTorch, with a
-program that may also move what it keeps to a folder (`--folder`), with the fastest checkpoint_sequential whose measured
-peak is no higher than ours, with a program whose budget for tape and gradients is the largest found that has no higher
-a peak than that, and compiled with `activation_memory_budget` of a quarter. What that gets wrong shows in the last
-columns: the largest difference of a gradient from that of plain PyTorch with the same random numbers, as a part of that
-gradient's largest number.
+dropout and without, loss included, nothing marked; the tape is what plain PyTorch's forward leaves behind. Each runs in
+turn with plain PyTorch, with a program that may also move what it keeps to a folder (`--folder`), with the fastest
+checkpoint_sequential whose measured peak is no higher than ours, with a program whose budget for tape and gradients is
+the largest found that has no higher a peak than that, and compiled with `activation_memory_budget` of a quarter. What
+that gets wrong shows in the last columns: the largest difference of a gradient from that of plain PyTorch with the same
+random numbers, as a part of that gradient's largest number.
 """
 
 from collections.abc import Callable, Iterator

@@ -539,6 +539,68 @@ def test_another_value_that_is_written_into_ends_following() -> None:
         runs(x, torch.zeros(SIDE, SIDE))
 
 
+@pytest.mark.parametrize("calls", [(5,), (6,), (0, 1, 2, 3, 4), (3, 4, 5, 6, 7)])
+@pytest.mark.parametrize("at", [0, 1, 4, 5])
+@pytest.mark.parametrize("which", ["unused", "used", "used_later", "another_shape", "written_later", "fails"])
+def test_tensors_that_are_looked_at_in_some_calls_alone(
+    which: str, at: int, calls: tuple[int, ...], followed: list[str]
+) -> None:
+    """By calls that make nothing: what they show is known from then on, though no operation was given it."""
+    torch.manual_seed(0)
+    weights = [torch.randn(SIDE, SIDE).requires_grad_() for _ in range(5)]
+    total, unused, looks = torch.zeros(SIDE, SIDE), torch.randn(SIDE, SIDE).requires_grad_(), [False]
+    one = {"unused": unused, "used": weights[0], "used_later": weights[-1], "another_shape": torch.ones(3),
+           "written_later": total, "fails": unused}[which]  # fmt: skip
+
+    def look() -> None:
+        if looks[0] and which == "fails":
+            with contextlib.suppress(IndexError):
+                functional.cross_entropy(one, torch.full((SIDE,), SIDE))
+        elif looks[0]:
+            one.detach().sum().item() if which == "used" else one.tolist()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for i, weight in enumerate(weights):
+            if i == at:
+                look()
+            x = torch.tanh(x @ weight)
+        if at == len(weights):
+            look()
+        total.add_(1.0)
+        return (x * total).sum()
+
+    x, leaves = torch.randn(SIDE, SIDE), [*weights, unused]
+    runs = Program(function, budget=least_of(function, (x,)) + 256, planner="revolve")
+    for call in range(9):
+        looks[0] = call in calls
+        total.fill_(2.0)
+        expected = outcome(function, leaves, lambda: (x,))
+        left = total.clone()
+        total.fill_(2.0)
+        got = outcome(runs, leaves, lambda: (x,))
+        assert all(map(same, got[0], expected[0]))
+        assert all(map(same, got[2], expected[2]))
+        assert same(total, left)
+    assert followed
+
+
+def test_parameters_may_be_swapped_between_calls() -> None:
+    """PyTorch refuses that for tensors that somebody refers to weakly."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    runs = Program(model, budget="1MiB", planner="revolve")
+    for _ in range(4):
+        runs(x).sum().backward()
+        model.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for _ in range(3):
+        expected, got = (outcome(one, [*model.parameters()], lambda: (x.double(),)) for one in (model, runs))
+        assert all(map(same, got[2], expected[2]))
+
+
 def test_a_last_call_holds_no_tensors_and_goes_with_the_program(followed: list[str]) -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     runs = Program(lambda x: model(torch.tanh(model(x))), budget="1MiB", planner="revolve")

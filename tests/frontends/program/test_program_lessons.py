@@ -67,10 +67,10 @@ def test_what_is_known_to_be_saved_is_what_the_call_saves(
     known, save = list[int](), ProgramSteps._save
 
     def twice(self: ProgramSteps, k: int, pattern: Any, tensors: Any, into: Any) -> None:
-        if self._lessons.saved(k, pattern, tensors) is not None:
+        if self._lessons is not None and self._lessons.saved(k, pattern, tensors) is not None:
             known.append(k)
         save(self, k, pattern, tensors, into)
-        found, lessons, self._lessons = into[:], self._lessons, Lessons()
+        found, lessons, self._lessons = into[:], self._lessons, None
         into.clear()
         save(self, k, pattern, tensors, into)
         self._lessons = lessons
@@ -109,6 +109,66 @@ def test_a_call_is_asked_again_where_arguments_lie_otherwise() -> None:
     assert lessons.saved(6, pattern, [x, weight]) is None
     lessons.has_saved(6, pattern, [x, weight], [(x * 2, 0)])  # of no argument
     assert lessons.saved(6, pattern, [x, weight]) is None
+
+
+def test_arguments_of_one_memory_have_to_lie_as_they_did_beside_each_other() -> None:
+    lessons, both, pattern = Lessons(), torch.randn(4, 32), object()
+
+    def crops(at: int, other: int) -> list[torch.Tensor]:
+        return [both[:, at : at + 8], both[:, other : other + 8]]
+
+    def asked(tensors: list[torch.Tensor]) -> list[int] | None:
+        found = lessons.saved(0, pattern, tensors)  # type: ignore[arg-type]
+        return None if found is None else [tensor.data_ptr() for tensor, _ in found]
+
+    first = crops(0, 8)
+    lessons.has_saved(0, pattern, first, [(t, t._version) for t in first])  # type: ignore[arg-type]
+    assert asked(first) == [t.data_ptr() for t in first]
+    moved = crops(4, 12)
+    assert asked(moved) == [t.data_ptr() for t in moved]
+    assert asked(crops(0, 16)) is None
+    assert asked(crops(8, 0)) is None
+    assert asked([t.clone() for t in crops(0, 8)]) is None
+
+
+def test_crops_of_one_activation_elsewhere_in_each_call() -> None:
+    weight, at = torch.randn(16, 16).div_(4).requires_grad_(), [0, 8]
+    x = torch.randn(16, 16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ weight)
+        q = torch.mul(h[:, at[0] : at[0] + 4], h[:, at[1] : at[1] + 4]).sum()
+        for _ in range(12):
+            h = torch.tanh(h @ weight)
+        return h.sum() + q
+
+    runs = Program(function, budget=least_of(function, x) + 4096, planner="revolve")
+    for at[:] in ([0, 8], [0, 8], [0, 8], [0, 8], [0, 8], [0, 4], [0, 12], [12, 0], [0, 0], [8, 0], [0, 8]):
+        expected, got = (outcome(one, [weight], lambda: (x,)) for one in (function, runs))
+        assert same(got[2][0], expected[2][0])
+        assert runs.report is not None
+        assert runs.report.reruns
+
+
+def test_casts_of_values_that_are_looked_at_without_gradients_first() -> None:
+    """Autocast remembers casts of leaves alone, and values are none where they are made."""
+    torch.manual_seed(0)
+    weights = [torch.randn(16, 16).div_(4).requires_grad_() for _ in range(8)]
+    gate, x = torch.randn(16, 16), torch.randn(16, 16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for weight in weights:
+                with torch.no_grad():
+                    g = torch.sigmoid(functional.linear(x, gate)).float()
+                x = torch.tanh(functional.linear(x, weight).float()) * g
+        return x.sum()
+
+    for more in (0, 1024, 4096):
+        runs = Program(function, budget=least_of(function, x) + more, planner="revolve")
+        for _ in range(4):
+            expected, got = (outcome(one, weights, lambda: (x,)) for one in (function, runs))
+            assert all(map(same, got[2], expected[2]))
 
 
 def test_a_weight_that_is_written_into_before_backward_is_refused_in_followed_calls_too() -> None:

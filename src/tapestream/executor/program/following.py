@@ -48,13 +48,17 @@ class Following:
         """Make a call that is the next one of last time, and note it; `UNKNOWN` where it is not."""
         k, noting = self.k, self.noting
         step = self._steps[k]
-        if step is None or function is not step.function or (k >= noting.quiet and not self._goes_on()):
+        if step is None or function is not step.function or not self._knows_all():
+            return UNKNOWN
+        if k >= noting.quiet and not self._goes_on():
             return UNKNOWN
         if not (self._is_given(step, args, kwargs) and self._is_around(step)):
             return UNKNOWN
         if step.writes and not self._may_write(step):
             return UNKNOWN
         packs, saved = noting.packs, list[torch.Tensor]()
+        if packs.count:
+            packs.begin(k)  # a call before it has failed
         packs.first, packs.listed = handle(k, 0), saved
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
@@ -73,6 +77,14 @@ class Following:
                 self._add(tensor)
         self.k = k + 1
         return result
+
+    def _knows_all(self) -> bool:
+        """Whether external tensors that calls which make nothing (``tolist()``) have shown are those of last time."""
+        known, shown = len(self._outsiders.tensors), len(self.noting.record.externals)
+        if known < shown and not all(map(self._outsiders.noted, range(known, shown))):
+            self.noting.stop_following()
+            return False
+        return True
 
     def _is_given(self, step: Step, args: Any, kwargs: Any) -> bool:
         """Whether a call is that of ``step``, on the very values and external tensors."""
@@ -174,8 +186,12 @@ class Following:
         noting, value = self.noting, len(self._values)
         if noting.holding and value in noting.holding:
             noting.hold([value], [tensor], self.last.record.storage)
+        self._know(tensor)
+
+    def _know(self, tensor: torch.Tensor) -> None:
         self._values.append(weakref.ref(tensor))
         self._versions.append(tensor._version)
+        self._outsiders.made.add(id(tensor))
 
     def _closely(self, call: tuple[Any, Any, Any], step: Step, result: Any, saved: list[torch.Tensor]) -> None:
         """A call was made that saves or gives something else than last time."""
@@ -203,8 +219,8 @@ class Following:
         self.noting.packs.noted(saves, last.saved_nbytes[k])
         self._bury()
         for value in range(*values):
-            record.death.append(self._deaths.pop(value, ALIVE))
             tensor = self._values[value]()
+            record.death.append(self._deaths.pop(value, k if tensor is None else ALIVE))
             if tensor is not None:
                 # Of then, not of now: something that no call showed may have written into it since.
                 at, version = last.record.birth[value], self._versions[value]
@@ -226,13 +242,13 @@ class Following:
 
     def _use(self, first: int, k: int) -> None:
         """The operations ``first`` .. ``k`` - 1 have used what they were given."""
-        record, numbers = self.noting.record, self.noting.numbers
-        if k + 1 < len(self._steps):
+        record, numbers, outside = self.noting.record, self.noting.numbers, self.last.outside
+        if k + 1 < len(self._steps) or len(record.externals) != len(outside):
             for operation in range(first, k):
                 numbers.used(record.arguments_of(operation), operation)
             return
         record.last_use = self.last.record.last_use[:]
-        for external, then in zip(record.externals, self.last.outside, strict=True):
+        for external, then in zip(record.externals, outside, strict=True):
             external.last_use = then.last_use
 
     def _copy(self, first: int, k: int, value: int, end: int) -> "array[int]":
@@ -274,8 +290,7 @@ class Following:
             elif number < len(self._values):
                 self._versions[number] = tensor._version
             else:
-                self._values.append(weakref.ref(tensor))
-                self._versions.append(tensor._version)
+                self._know(tensor)
         self._looked = len(self._values)
 
     def _is_in_step(self, k: int) -> bool:
@@ -296,5 +311,4 @@ class Following:
             storage = record.storage[value]
             if storage != theirs.storage[value] or record.storage_nbytes[storage] != theirs.storage_nbytes[storage]:
                 return False
-        outsiders = self._outsiders
-        return all(map(outsiders.noted, range(len(outsiders.tensors), len(record.externals))))
+        return all(map(self._outsiders.noted, range(len(self._outsiders.tensors), len(record.externals))))

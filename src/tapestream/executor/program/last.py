@@ -1,13 +1,11 @@
 """`Last`: what a complete record tells of a next call that makes the same operations (see `Following`)."""
 
-import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy
-import torch
 
 from tapestream.executor.program.lessons import Lessons
 from tapestream.executor.program.patterns import Pattern, is_lasting
@@ -41,7 +39,6 @@ are given tell, and the constants; not those (of ``nonzero``, of masks as indice
 class Outside:
     """An external tensor, as it was last time: see `External`."""
 
-    tensor: weakref.ref[torch.Tensor]
     looks: int
     storage: int
     first_use: int
@@ -50,7 +47,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """``record``: without its tensors and what it knows of them, of which what is ``outside`` is known weakly.
+    """``record``: without its tensors and what it knows of them, of which is left how those ``outside`` looked.
     ``steps``: by operation, None for one that must be looked at, and at the end. ``storages``: by storage, the
     operation at which it was first seen; ``saved_nbytes``: before each operation, what those before it have saved;
     ``lessons`` of replays."""
@@ -80,10 +77,7 @@ def last_of(record: Record) -> Last | None:
     storages = _storages(record)
     if any(after < before for before, after in pairwise(storages)):
         return None
-    outside = [
-        Outside(weakref.ref(one.tensor), one.looks, one.storage, one.first_use, one.last_use)
-        for one in record.externals
-    ]
+    outside = [Outside(one.looks, one.storage, one.first_use, one.last_use) for one in record.externals]
     return Last(_bare(record), [*_steps(record), None], outside, storages, _saved_nbytes(record))
 
 
@@ -130,9 +124,7 @@ def _step(record: Record, k: int, writes: Sequence[int]) -> Step | None:
         return None  # restart checkpoints may hold it
     if not all(record.storage_nbytes[record.storage_of(number)] for number in (*arguments, *results)):
         return None  # of a sparse tensor, the numbers in it tell how much there is
-    return Step(
-        pattern, tuple(arguments), record.packs[k], new, record.ambient[k], tuple(sorted(writes))
-    )  # fmt: skip
+    return Step(pattern, tuple(arguments), record.packs[k], new, record.ambient[k], tuple(sorted(writes)))
 
 
 def _tells(pattern: Pattern) -> bool:

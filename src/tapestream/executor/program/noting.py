@@ -107,10 +107,10 @@ class Noting:
 
     def followed(self) -> Last | None:
         """What the sweep, which has ended, has followed all along."""
-        following = self.following
-        if following is not None and following.k == len(self.record) == len(following.last.record):
-            return following.last
-        return None
+        following, record = self.following, self.record
+        if following is None or not following.k == len(record) == len(following.last.record):
+            return None
+        return following.last if len(record.externals) == len(following.last.outside) else None
 
     def as_last(self) -> Last | None:
         """What the next sweep can follow."""

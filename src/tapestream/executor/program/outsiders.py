@@ -1,6 +1,5 @@
 """`Outsiders`: the external tensors of a sweep that follows: taken one by one, noted in the record many at once."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -14,23 +13,23 @@ from tapestream.executor.program.values import address_of
 
 class Outsiders:
     """``tensors`` by number, and the ``versions`` that they had when they were used last; ``shown``: by storage, those
-    that show it, by ``~k``."""
+    that show it, by ``~k``; ``made``: ids of tensors that the program has made, of dead ones among them."""
 
     def __init__(self, last: Last, record: Record, numbers: Numbering) -> None:
-        self.tensors, self.versions = list[torch.Tensor](), list[int]()
+        self.tensors, self.versions, self.made = list[torch.Tensor](), list[int](), set[int]()
         self._last, self._record, self._numbers = last, record, numbers
         self._addresses = list[int]()
         self._storages: dict[int, int] = {}  # by address
         self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
     def takes(self, number: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: the very
-        same tensor of torch's own memory, a leaf, and nothing of it was written into."""
+        """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: a leaf over
+        torch's own memory, into which nothing was written, and none that the program has made."""
         outside = self._last.outside
         if number != len(self.tensors) or number == len(outside):
             return False
         then = outside[number]
-        if then.tensor() is not tensor or type(tensor) not in PLAIN:
+        if type(tensor) not in PLAIN or id(tensor) in self.made:
             return False
         if tensor.grad_fn is not None or then.storage in self._record.writes:
             return False
@@ -71,7 +70,6 @@ class Outsiders:
         address = address_of(tensor)
         if not self._shows(address, one.storage):
             return False
-        then.tensor = weakref.ref(tensor)
         self._add(tensor, one.storage, address)
         return True
 

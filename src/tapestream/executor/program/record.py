@@ -62,10 +62,10 @@ def looks_of(tensors: Iterable[torch.Tensor]) -> int:
 
 @dataclass(slots=True)
 class External:
-    """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at``, and when the
-    program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a gradient
-    then; ``takes``: whether it ever did. ``held``: the same without its graph, over
-    the memory that it had at first; ``looks``: how it looks to functions."""
+    """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at`` or later, and
+    when the program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a
+    gradient then; ``takes``: whether it ever did. ``held``: the same without its graph, over the memory that it had at
+    first; ``looks``: how it looks to functions."""
 
     tensor: torch.Tensor
     storage: int

@@ -47,12 +47,14 @@ class ProgramSteps:
     ) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
-        self._lessons = Lessons() if lessons is None else lessons
+        self._lessons = lessons
         self._opaque = sorted(record.hidden)
         self._most = -1  # after so many saved tensors an operation need not go on
         self.users_code = record.runs_users_code()
         self.draws = record.draws_nbytes > 0 or self.users_code
-        self._tells_leaves = self.users_code or any(one.function in SWITCHES for one in record.patterns.all)
+        casts = any(to is not None for ambient in record.ambients for _, to in ambient.casts)
+        switches = any(one.function in SWITCHES for one in record.patterns.all)
+        self._tells_leaves = self.users_code or casts or switches
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._root = torch.empty(0, requires_grad=True)
@@ -128,6 +130,8 @@ class ProgramSteps:
     def _todo(self, first: int, end: int, live: Kept) -> bytearray:
         """What to do with operations after which the program does not go on."""
         there, saves = live.entries.keys(), live.saves.keys()
+        if self._lessons is None:
+            return self._needed.of(first, end, there, saves)
         return self._lessons.needed((first, end), there, saves, lambda: self._needed.of(first, end, there, saves))
 
     # -- stretches that are run at once ---------------------------------------------------------------------------
@@ -175,7 +179,8 @@ class ProgramSteps:
 
     def _entering(self, entry: Entry, first: int) -> torch.Tensor:
         """What stands for a value from operation ``first`` on. A leaf is made sooner than a `Guard`, and does as well
-        where nothing writes into it, says what it needs, or, as code of users may, asks what it is or goes back."""
+        where nothing writes into it, says what it needs, or asks what it is: users' code, or autocast, which remembers
+        casts of leaves."""
         tensor = entry.tensor.detach()
         if not entry.requires:
             return tensor
@@ -243,7 +248,8 @@ class ProgramSteps:
             ]
         if hidden is not None:
             hidden.check(name_of(record, k), pattern.foreign)
-        if what == SAVE and into is not None:
+        if what == SAVE:
+            assert into is not None
             self._save(k, pattern, tensors, into)
             return []
         made = _called(record, k, iter(tensors))
@@ -253,7 +259,7 @@ class ProgramSteps:
 
     def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved) -> None:
         """Into ``into``, which is empty, what operation ``k`` saves of what it is given."""
-        known = self._lessons.saved(k, pattern, tensors)
+        known = None if self._lessons is None else self._lessons.saved(k, pattern, tensors)
         if known is not None:
             into += known
             return
@@ -261,7 +267,8 @@ class ProgramSteps:
         with contextlib.suppress(_Enough):
             _called(self.program, k, iter(tensors))
         self._most = -1
-        self._lessons.has_saved(k, pattern, tensors, into)
+        if self._lessons is not None:
+            self._lessons.has_saved(k, pattern, tensors, into)
 
     def _outside(self, number: int) -> torch.Tensor:
         if number >= 0:
