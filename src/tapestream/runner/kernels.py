@@ -70,10 +70,14 @@ KERNELS: list[Choice] = [
 """What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
 
 
+def fixed(answer: Any) -> Any:
+    """What one of `KERNELS` answers, as a value that does not change."""
+    return tuple(answer) if isinstance(answer, list) else answer
+
+
 def are_chosen(kernels: Sequence[Any]) -> bool:
     """Whether what chooses kernels is as ``kernels``, in the order of `KERNELS`, says."""
-    found = ((tuple(one) if isinstance(one := get(), list) else one) for get, _ in KERNELS)
-    return all(map(operator.eq, found, kernels))
+    return all(fixed(get()) == wanted for (get, _), wanted in zip(KERNELS, kernels, strict=False))
 
 
 def choose(kernels: Sequence[Any]) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import outcome, same
+from side_by_side import least, outcome, same
 from torch import nn
 from torch.nn import functional
 
-from tapestream.errors import BudgetError, GradientError
+from tapestream.errors import GradientError
 from tapestream.executor.program.lessons import Lessons
 from tapestream.executor.program.steps import ProgramSteps
 from tapestream.frontends.program.program import Program
@@ -51,14 +51,6 @@ def products() -> Case:
     return function, [weight, wave], torch.randn(6, 6)
 
 
-def least_of(function: Callable[..., Any], x: torch.Tensor) -> int:
-    """Bytes."""
-    with pytest.raises(BudgetError) as caught:
-        Program(function, budget=1, planner="revolve")(x)
-    assert caught.value.least_nbytes is not None
-    return caught.value.least_nbytes
-
-
 @pytest.mark.parametrize("make", [layers, convolutions, products])
 def test_what_is_known_to_be_saved_is_what_the_call_saves(
     make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
@@ -83,7 +75,7 @@ def test_what_is_known_to_be_saved_is_what_the_call_saves(
 
     monkeypatch.setattr(ProgramSteps, "_save", twice)
     function, leaves, x = make()
-    runs = Program(function, budget=2 * least_of(function, x), planner="revolve")
+    runs = Program(function, budget=2 * least(function, leaves, lambda: (x,), 0), planner="revolve")
     for seed in range(7):
         expected, got = (outcome(one, leaves, lambda: (x,), seed) for one in (function, runs))
         assert all(map(same, got[2], expected[2]))
@@ -142,7 +134,7 @@ def test_crops_of_one_activation_elsewhere_in_each_call() -> None:
             h = torch.tanh(h @ weight)
         return h.sum() + q
 
-    runs = Program(function, budget=least_of(function, x) + 4096, planner="revolve")
+    runs = Program(function, budget=least(function, [weight], lambda: (x,), 0) + 4096, planner="revolve")
     for at[:] in ([0, 8], [0, 8], [0, 8], [0, 8], [0, 8], [0, 4], [0, 12], [12, 0], [0, 0], [8, 0], [0, 8]):
         expected, got = (outcome(one, [weight], lambda: (x,)) for one in (function, runs))
         assert same(got[2][0], expected[2][0])
@@ -165,7 +157,7 @@ def test_casts_of_values_that_are_looked_at_without_gradients_first() -> None:
         return x.sum()
 
     for more in (0, 1024, 4096):
-        runs = Program(function, budget=least_of(function, x) + more, planner="revolve")
+        runs = Program(function, budget=least(function, weights, lambda: (x,), 0) + more, planner="revolve")
         for _ in range(4):
             expected, got = (outcome(one, weights, lambda: (x,)) for one in (function, runs))
             assert all(map(same, got[2], expected[2]))
@@ -173,7 +165,7 @@ def test_casts_of_values_that_are_looked_at_without_gradients_first() -> None:
 
 def test_a_weight_that_is_written_into_before_backward_is_refused_in_followed_calls_too() -> None:
     function, leaves, x = layers()
-    runs = Program(function, budget=2 * least_of(function, x), planner="revolve")
+    runs = Program(function, budget=2 * least(function, leaves, lambda: (x,), 0), planner="revolve")
     for _ in range(5):
         runs(x).sum().backward()
     loss = runs(x).sum()

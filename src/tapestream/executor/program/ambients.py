@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record import Ambient
-from tapestream.runner.kernels import KERNELS, ON_CPU, are_chosen, choose
+from tapestream.runner.kernels import KERNELS, ON_CPU, are_chosen, choose, fixed
 from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
@@ -54,7 +54,7 @@ class Ambients:
         if inference:
             raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
         casts = tuple((kind, to if cast else None) for kind, cast, to in zip(self._kinds, on, dtypes, strict=True))
-        chosen = tuple(tuple(one) if isinstance(one, list) else one for one in kernels)
+        chosen = tuple(map(fixed, kernels))
         ambient = Ambient(grad, casts, cache, dtype, epoch, chosen, modes, dispatching)
         number = self._numbers.setdefault(ambient, len(self._found))
         if number == len(self._found):
@@ -114,7 +114,7 @@ def _is_here(ambient: Ambient) -> bool:
         return False
     if not are_chosen(ambient.kernels) or tuple(modes_entered()) != ambient.modes:
         return False
-    return dispatching() == ambient.dispatching if _C._len_torch_dispatch_stack() else not ambient.dispatching
+    return dispatching() == ambient.dispatching
 
 
 def _nothing(ambient: Ambient) -> None:

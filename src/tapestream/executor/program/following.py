@@ -48,7 +48,10 @@ class Following:
         """Make a call that is the next one of last time, and note it; `UNKNOWN` where it is not."""
         k, noting = self.k, self.noting
         step = self._steps[k]
-        if step is None or function is not step.function or not self._knows_all():
+        if step is None or function is not step.function:
+            return UNKNOWN
+        if not self._outsiders.agree():  # calls that make nothing (`tolist()`) may have shown others
+            noting.stop_following()
             return UNKNOWN
         if k >= noting.quiet and not self._goes_on():
             return UNKNOWN
@@ -78,14 +81,6 @@ class Following:
         self.k = k + 1
         return result
 
-    def _knows_all(self) -> bool:
-        """Whether external tensors that calls which make nothing (``tolist()``) have shown are those of last time."""
-        known, shown = len(self._outsiders.tensors), len(self.noting.record.externals)
-        if known < shown and not all(map(self._outsiders.noted, range(known, shown))):
-            self.noting.stop_following()
-            return False
-        return True
-
     def _is_given(self, step: Step, args: Any, kwargs: Any) -> bool:
         """Whether a call is that of ``step``, on the very values and external tensors."""
         if kwargs or step.names:
@@ -94,14 +89,10 @@ class Following:
             args = (*args, *kwargs.values())
         if len(args) != len(step.expected):
             return False
-        values, versions, same = self._values, self._versions, True
+        same = True
         for expected, given in zip(step.expected, args, strict=True):
             if type(expected) is Number:
-                if expected >= 0:
-                    tensor = values[expected]()
-                    if tensor is None or tensor is not given or tensor._version != versions[expected]:
-                        return False
-                elif not self._is_outside(~expected, given):
+                if not self._is(expected, given):
                     return False
             elif type(expected) is Numbers:
                 tensors = expected.tensors_of(given)
@@ -111,17 +102,16 @@ class Following:
                 same = False
         return same or step.agrees(args)
 
-    def _is(self, number: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is that with this number, as it was used last."""
-        if number < 0:
-            return self._is_outside(~number, tensor)
-        return self._values[number]() is tensor and tensor._version == self._versions[number]
-
-    def _is_outside(self, number: int, tensor: torch.Tensor) -> bool:
+    def _is(self, number: int, given: Any) -> bool:
+        """Whether ``given`` is the tensor with this number, as it was used last."""
         outsiders = self._outsiders
-        if number < len(outsiders.tensors):
-            return outsiders.tensors[number] is tensor and tensor._version == outsiders.versions[number]
-        return outsiders.takes(number, tensor)
+        if number >= 0:
+            tensor, version = self._values[number](), self._versions[number]
+        elif ~number < len(outsiders.tensors):
+            tensor, version = outsiders.tensors[~number], outsiders.versions[~number]
+        else:
+            return outsiders.takes(~number, given)
+        return tensor is not None and tensor is given and tensor._version == version
 
     def _is_around(self, step: Step) -> bool:
         """Whether what surrounds a call is what did last time."""
@@ -311,4 +301,4 @@ class Following:
             storage = record.storage[value]
             if storage != theirs.storage[value] or record.storage_nbytes[storage] != theirs.storage_nbytes[storage]:
                 return False
-        return all(map(self._outsiders.noted, range(len(self._outsiders.tensors), len(record.externals))))
+        return self._outsiders.agree()

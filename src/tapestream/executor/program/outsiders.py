@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tapestream.executor.program.keeper import foreign
 from tapestream.executor.program.last import Last
 from tapestream.executor.program.numbering import Numbering
 from tapestream.executor.program.record import Record, looks_of
@@ -24,7 +25,7 @@ class Outsiders:
 
     def takes(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: a leaf over
-        torch's own memory, into which nothing was written, and none that the program has made."""
+        memory into which nothing was written, and none that the program has made."""
         outside = self._last.outside
         if number != len(self.tensors) or number == len(outside):
             return False
@@ -36,10 +37,12 @@ class Outsiders:
         if looks_of((tensor,)) != then.looks:
             return False
         memory: Any = tensor.untyped_storage()
-        if not memory.resizable() or memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
+        if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
             return False
         if not self._shows(memory._cdata, then.storage):
             return False
+        if not tensor.requires_grad and foreign(tensor):
+            self._record.arrays.outside(then.storage, tensor)  # as it is now
         self._add(tensor, then.storage, memory._cdata)
         return True
 
@@ -58,9 +61,11 @@ class Outsiders:
         self.versions.append(tensor._version)
         self._addresses.append(address)
 
-    def noted(self, number: int) -> bool:
-        """External tensor ``number``, the next one, is in the record, looked at closely; whether it is as it was last
-        time."""
+    def agree(self) -> bool:
+        """Whether those that were looked at closely meanwhile, and are in the record, are as they were last time."""
+        return all(map(self._agrees, range(len(self.tensors), len(self._record.externals))))
+
+    def _agrees(self, number: int) -> bool:
         if number == len(self._last.outside):
             return False
         one, then = self._record.externals[number], self._last.outside[number]

@@ -39,8 +39,7 @@ class Tape:
         operation, place = divmod(handle, _PLACES)
         asked = self._asked
         if operation == asked[0]:
-            tensor, version = asked[1][place]
-            return tensor if tensor._version == version else _unchanged(tensor, version)
+            return _unchanged(*asked[1][place])
         del asked  # nothing holds what is done with while other stretches run again
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
