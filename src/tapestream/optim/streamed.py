@@ -13,10 +13,11 @@ from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.groups import as_groups, template
 from tapestream.optim.outside import Outside
 from tapestream.optim.parts import Member, part_limits, state_parts
-from tapestream.optim.rule import MASTER, Rule
+from tapestream.optim.rule import Rule
 from tapestream.optim.showing import Showing
 from tapestream.optim.shown import StateInParts
-from tapestream.optim.state import OptimizerClass, StateShape, is_elementwise, probe
+from tapestream.optim.state import OptimizerClass, StateShape
+from tapestream.optim.tried import Tried
 from tapestream.storage.blocks import StatePart
 
 Update: TypeAlias = Literal["step", "backward"]
@@ -90,8 +91,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
         self._options = dict(options)
         self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
-        self._shapes: dict[object, StateShape] = {}
-        self._elementwise: dict[object, bool] = {}
+        self._tried = Tried(
+            optimizer_class, self._options, lambda: self.param_groups, self._masters, handle.store.device
+        )
         inside = {id(p) for block in handle.store.blocks for p in block.parameters}
         mine = [p for p in parameters if id(p) not in inside]
         self._outside = Outside(self._class, self._options, self.param_groups, mine, self._masters) if mine else None
@@ -106,11 +108,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""
-        return self._shape(parameter).nbytes if id(parameter) in self._mine else 0
+        return self._tried.shape(parameter).nbytes if id(parameter) in self._mine else 0
 
     def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""
-        return self._shape(parameter).tensors if parameter.requires_grad else ()
+        return self._tried.shape(parameter).tensors if parameter.requires_grad else ()
+
+    def bytes_per_second(self) -> float | None:
+        """Bytes that updates of blocks read and write per second, tried on a tensor like their largest parameters;
+        None where that is not known."""
+        trained = [p for block in self._handle.store.blocks for p in block.parameters if p.requires_grad]
+        mine = [p for p in trained if id(p) in self._mine]
+        return self._tried.bytes_per_second(max(mine, key=lambda p: p.nbytes)) if mine else None
 
     def cut_finer(self) -> bool:
         """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether
@@ -261,38 +270,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
             )
 
-    def _shape(self, parameter: torch.Tensor) -> StateShape:
-        options, dtype = self._group_of(parameter), self._target_dtype(parameter)
-        key = (parameter.shape, dtype, id(options))
-        found = self._shapes.get(key)
-        if found is None:
-            found = self._shapes[key] = probe(self._class, *self._asked(options), parameter.shape, dtype)
-        if id(parameter) in self._masters:
-            found = StateShape((*found.tensors, (MASTER, tuple(parameter.shape), torch.float32)))
-        return found
-
-    def _may_be_cut(self, parameter: torch.Tensor) -> bool:
-        """Whether its elements may be updated apart from each other."""
-        options, dtype = self._group_of(parameter), self._target_dtype(parameter)
-        plain, required = self._asked(options)
-        if any(shape != tuple(parameter.shape) for _, shape, _ in self._shape(parameter).tensors):
-            return False
-        key = (dtype, id(options))
-        if key not in self._elementwise:
-            self._elementwise[key] = is_elementwise(self._class, plain, required, dtype, self._handle.store.device)
-        return self._elementwise[key]
-
-    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
-
-    def _target_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        return torch.float32 if id(parameter) in self._masters else parameter.dtype
-
-    def _asked(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The entries of a group, and what the optimizer's constructor is to be given."""
-        plain = {k: v for k, v in options.items() if k != "params"}
-        return plain, {k: v for k, v in self._options.items() if k not in ("fused", "foreach")}
-
     def _lay_out(self) -> None:
         store = self._handle.store
         mine = {id(p) for p in self._listed()}
@@ -321,7 +298,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         cut = []
         for block, members in zip(self._handle.store.blocks, self._members, strict=True):
             large = [one for one in members if limit is not None and one.nbytes > limit]
-            divisible = {one.number for one in large if self._may_be_cut(block.parameters[one.number])}
+            divisible = {one.number for one in large if self._tried.may_be_cut(block.parameters[one.number])}
             members = [replace(one, divisible=one.number in divisible) for one in members]
             cut.append(state_parts(members, limit, together=self._together))
         return cut
@@ -334,12 +311,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return any(default if foreach is None else foreach for foreach in asked)
 
     def _member(self, number: int, parameter: torch.Tensor) -> Member:
-        shape, dtype = tuple(parameter.shape), self._target_dtype(parameter)
+        shape, dtype = tuple(parameter.shape), self._tried.target_dtype(parameter)
         if not parameter.requires_grad:  # its state, if it ever has any, is kept with the scalars
             return Member(number, shape, StateShape(()), 0)
         nbytes = parameter.numel() * dtype.itemsize
-        temporary = 0 if self._group_of(parameter).get("fused") else nbytes  # fused rules make none
-        return Member(number, shape, self._shape(parameter), temporary, nbytes if dtype is not parameter.dtype else 0)
+        temporary = 0 if self._tried.group_of(parameter).get("fused") else nbytes  # fused rules make none
+        return Member(
+            number, shape, self._tried.shape(parameter), temporary, nbytes if dtype is not parameter.dtype else 0
+        )
 
     def _show_state(self) -> None:
         self._showing.show(self.state)

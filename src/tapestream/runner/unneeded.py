@@ -72,8 +72,10 @@ class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.on:
+            return func(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not self.on or "device" in kwargs or not given or any(t.device.type != self._device.type for t in given):
+        if "device" in kwargs or not given or any(t.device.type != self._device.type for t in given):
             return func(*args, **kwargs)
         if torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is not self._pack:
             raise OutputNeeded

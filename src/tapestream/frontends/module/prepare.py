@@ -24,7 +24,7 @@ from tapestream.units import format_nbytes
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
 
-# What a CPU reads or writes per second while an optimizer updates a block: only the order matters for plans.
+# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves.
 _UPDATE_BYTES_PER_SECOND = 5e9
 
 
@@ -186,8 +186,16 @@ def outside_nbytes(handle: "Streamed") -> int:
     return total + sum(b.nbytes for b in handle.model.buffers())
 
 
-def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
-    """Bytes and seconds of one parameter block under the handle's optimizer."""
+def _update_speed(handle: "Streamed") -> float:
+    """Bytes that an update reads and writes per second. What hides behind updates must not be thought to for longer
+    than they take."""
+    moves = handle.store.home is not Tier.DEVICE
+    found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
+    return found or _UPDATE_BYTES_PER_SECOND
+
+
+def _block_cost(handle: "Streamed", block: ParameterBlock, speed: float) -> BlockCost:
+    """Bytes and seconds of one parameter block under the handle's optimizer, updated at ``speed`` bytes per second."""
     parameters = block.layout.nbytes
     parts = tuple(part.nbytes for part in block.state_parts) if handle.update else ()
     gradient, state = parameters if block.trainable else 0, sum(parts)
@@ -196,7 +204,7 @@ def block_cost(handle: "Streamed", block: ParameterBlock) -> BlockCost:
         gradient_nbytes=gradient,
         optimizer_state_nbytes=state,
         buffers_nbytes=block.frozen_layout.nbytes,
-        update_seconds=(2 * parameters + gradient + 2 * state) / _UPDATE_BYTES_PER_SECOND,
+        update_seconds=(2 * parameters + gradient + 2 * state) / speed,
         update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
         state_parts=parts,
     )
@@ -216,10 +224,10 @@ def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
     """The chains of the segments."""
-    outside = outside_nbytes(handle) + observed.before_nbytes
+    outside, speed = outside_nbytes(handle) + observed.before_nbytes, _update_speed(handle)
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
-        [block_cost(handle, block) for block in handle.store.blocks], shared, outside,
+        [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
         observed.turn_nbytes, observed.turn_seconds,
     )  # fmt: skip
     found = []

@@ -82,7 +82,7 @@ class Streamed:
             self.budget = Budget(free_nbytes(device), host=budget.host_nbytes, disk=budget.disk_nbytes)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
-        self._machine = machine
+        self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
             weights=weights, progress=self.progress
