@@ -37,10 +37,10 @@ def _cases(quick: bool) -> list[Case]:
     deep = resnet(1, 2, "cpu") if quick else resnet(18, 16, "cpu")
     wide = imagenet_resnet((1, 1), 8, 2, 32, "cpu") if quick else imagenet_resnet((3, 8, 36, 3), 64, 4, 224, "cpu")
     large = [] if quick else [gpt(12, 768, 1, 1024, "cpu")]  # GPT-2's size
-    return [wide, deep, *large, transformer, _with_dropout(transformer)]
+    return [wide, deep, *large, transformer, with_dropout(transformer)]
 
 
-def _with_dropout(case: Case) -> Case:
+def with_dropout(case: Case) -> Case:
     """The same network with dropout behind every block."""
 
     def make() -> Network:
@@ -53,13 +53,13 @@ def _with_dropout(case: Case) -> Case:
 
 def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     theirs, ours, network = case.network(), case.network(), case.network()
-    plain = _step(theirs, case, theirs)
+    plain = step_of(theirs, case, theirs)
     plain()
     stored, tape = peak_of_step(theirs, plain, case), _tape_nbytes(theirs, case)
     program, peak = _within(ours, case, tape // 4)
     moving = case.network()
     tiers, moving_peak = _within(moving, case, tape // 4, chosen.folder)
-    steps = {"Program": _step(ours, case, program), "plain": plain, "moving": _step(moving, case, tiers)}
+    steps = {"Program": step_of(ours, case, program), "plain": plain, "moving": step_of(moving, case, tiers)}
     every = 4 if stored > _LARGE_NBYTES else 1  # there each takes a quarter of a minute
     rivals = rivals_of(network, case, every)
     lowest = min(rival.peak_nbytes for rival in rivals)
@@ -67,10 +67,10 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     seconds = first_look(rivals, chosen)
     best = min(rivals, key=lambda rival: seconds[rival.name])
     steps["checkpoint_sequential"] = best.step
-    equal, like = _at_peak(case, best.peak_nbytes)
-    steps["Program at its peak"] = _step(equal, case, like)
+    equal, like = at_peak(case, best.peak_nbytes)
+    steps["Program at its peak"] = step_of(equal, case, like)
     compiled = case.network()
-    steps["compiled"] = _step(compiled, case, _compiled(compiled))
+    steps["compiled"] = step_of(compiled, case, _compiled(compiled))
     with torch._functorch.config.patch(activation_memory_budget=0.25):
         steps["compiled"]()
     timings = alternate(steps, chosen.rounds, chosen.device)
@@ -106,14 +106,14 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
         "MiB": mebibytes(peak),
         "ms": milliseconds(timings.seconds("Program at its peak")),
         **timings.ratio("Program at its peak", "plain"), "over checkpoint_sequential": beside,
-        "claim over it": "at most 1.00", "met over it": yes(beside <= 1 and peak <= best.peak_nbytes),
+        "over it claim": "at most 1.00", "over it met": yes(beside <= 1 and peak <= best.peak_nbytes),
         "same bits": yes(same_bits([p.grad for p in equal.parameters()], wanted)),
     }  # fmt: skip
     yield {
         **first, "way": "torch.compile, activation_memory_budget=0.25",
         "MiB": mebibytes(peak_of_step(compiled, steps["compiled"], case)),
         "ms": milliseconds(timings.seconds("compiled")), **timings.ratio("compiled", "plain"),
-        "gradients off by": round(_off([p.grad for p in compiled.parameters()], wanted), 6),
+        "gradients off by": round(off_by([p.grad for p in compiled.parameters()], wanted), 6),
     }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _within(
     """A program whose plan is final within ``budget``, or within the least that works where that is more, and its
     measured peak in bytes. ``gradients``: within as well."""
     program = ts.Program(network, budget=budget, gradients_within=gradients, folder=folder)
-    step = _step(network, case, program)
+    step = step_of(network, case, program)
     try:
         for _ in range(4):
             step()
@@ -149,7 +149,7 @@ def _within(
     return program, peak_of_step(network, step, case)
 
 
-def _at_peak(case: Case, limit: int) -> tuple[Network, ts.Program]:
+def at_peak(case: Case, limit: int) -> tuple[Network, ts.Program]:
     """A network and the program over it with the largest budget tried whose measured peak is at most ``limit``."""
     found: tuple[Network, ts.Program] | None = None
     low, high = 0.9 * limit, 1.2 * limit
@@ -164,7 +164,7 @@ def _at_peak(case: Case, limit: int) -> tuple[Network, ts.Program]:
     return found
 
 
-def _step(network: Network, case: Case, loss: Loss) -> Run:
+def step_of(network: Network, case: Case, loss: Loss) -> Run:
     """zero_grad, forward and backward, the same random numbers each time."""
     x, targets = case.batch()
 
@@ -182,7 +182,7 @@ def _compiled(network: Network) -> Loss:
     return found
 
 
-def _off(found: list[Tensor | None], wanted: list[Tensor | None]) -> float:
+def off_by(found: list[Tensor | None], wanted: list[Tensor | None]) -> float:
     pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None and b is not None]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 

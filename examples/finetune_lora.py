@@ -3,7 +3,7 @@
     python examples/finetune_lora.py
     python examples/finetune_lora.py --weights FOLDER    # a base that save_pretrained wrote
 
-A layer without adapters is only ever read. One with adapters moves as a whole: it is read, and written once a step.
+Frozen weights are only ever read, those of layers with adapters too; what is written each step is the adapters.
 Text is taken as bytes of Python's standard library; nothing is downloaded. Needs tapestream[transformers].
 """
 
