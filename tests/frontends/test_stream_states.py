@@ -1,0 +1,178 @@
+"""States of streamed models move below the device and back, beside blocks: same bits, within the budget, none left."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import assert_same, seed
+from streamable import MODELS, Chained, Model, numbers
+from streaming import assert_exact, budget_at, loss_at, options_of, streamed, train
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import InputError
+from tapestream.frontends.module.stream import handle_of
+from tapestream.ir.actions import Kind, Offload, Tier
+
+WIDE = 64
+LONG = Model(lambda: Chained([nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(8)]), numbers(256, WIDE))
+STATE = 256 * WIDE * 4
+NOT_MOVED = {"two_chains", "cached"}
+SETTINGS = [("adversarial", "disk"), ("auto", "disk"), ("fake_streams", "host"), ("fake_streams", "disk")]
+
+
+def sgd(model: nn.Module, update: str = "step") -> Any:
+    return ts.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9, update=update, master=None)
+
+
+def offloading(folder: Path, engine: str = "adversarial", home: str = "disk") -> dict[str, Any]:
+    return options_of(engine, folder, home) | {"planner": "offload"}
+
+
+def states_moved(model: nn.Module) -> int:
+    """How many of them the last step's plans move."""
+    last = handle_of(model).last
+    assert last is not None
+    actions = [action for plan in last.plans for action in plan.schedule]
+    return sum(isinstance(a, Offload) and a.value.kind is Kind.STATE for a in actions)
+
+
+@pytest.fixture
+def offloaded(tmp_path: Path) -> Iterator[nn.Module]:
+    found = offloading(tmp_path)
+    with streamed(LONG, budget_at("least", LONG, sgd, **found), **found) as model:
+        yield model
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
+def test_every_model(number: int, name: str, tmp_path: Path) -> None:
+    case, update, found = MODELS[name], ("step", "backward")[number % 2], offloading(tmp_path)
+    budget = budget_at("least", case, lambda m: sgd(m, update), **found)
+    assert_exact(case, budget, update=update, **found)
+    with streamed(case, budget, **found) as model:
+        sgd(model, update)
+        seed(3)
+        loss_at(model, case).backward()
+        assert (states_moved(model) > 0) == (name not in NOT_MOVED)
+
+
+@pytest.mark.parametrize("level", ["least", "half"])
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("engine", "home"), SETTINGS)
+def test_every_engine_and_home(engine: str, home: str, update: str, level: str, tmp_path: Path) -> None:
+    found = offloading(tmp_path, engine, home)
+    budget = budget_at(level, LONG, lambda m: sgd(m, update), **found)
+    assert_exact(LONG, budget, update=update, micro_batches=1 + (update == "step"), **found)
+
+
+def test_what_moves_is_what_was_planned(offloaded: nn.Module) -> None:
+    handle, optimizer = handle_of(offloaded), sgd(offloaded)
+    for _ in range(3):
+        ts.report(offloaded) if handle.last is not None else None
+        loss_at(offloaded, LONG).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = ts.report(offloaded)
+    assert report.bytes_moved == {k: n for k, n in report.plan.simulation.bytes_moved.items() if n}
+    assert states_moved(offloaded) >= 6
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of states on disk."""
+    below = handle_of(model).homes.states
+    below.settle()
+    assert below._opened is not None
+    return below._opened[0].held_nbytes(Tier.DISK)
+
+
+def test_nothing_is_left_of_a_call_that_nobody_differentiates(offloaded: nn.Module) -> None:
+    train(offloaded, sgd(offloaded), LONG, steps=1)
+    for _ in range(3):
+        loss = loss_at(offloaded, LONG)
+        assert held(offloaded) > 0
+        del loss
+        gc.collect()
+        assert held(offloaded) == 0
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+
+class Fuse(nn.Module):
+    """Hands on what it is given, while it is whole."""
+
+    blown = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown == "forward":
+            raise RuntimeError("on purpose")
+        return Failing.apply(x) if Fuse.blown else x * 1
+
+
+FUSED = Model(
+    lambda: Chained([nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), Fuse()) for _ in range(8)]), numbers(256, WIDE)
+)
+
+
+def differentiate(model: nn.Module) -> None:
+    loss_at(model, FUSED).backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_step_that_fails_leaves_nothing_and_the_next_is_right(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, plain = offloading(tmp_path), FUSED.model()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), FUSED)
+    with streamed(FUSED, budget_at("least", FUSED, sgd, **found), **found) as model:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        train(model, sgd(model), FUSED, steps=1)
+        monkeypatch.setattr(Fuse, "blown", when)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            differentiate(model)
+        monkeypatch.setattr(Fuse, "blown", "")
+        gc.collect()
+        model.zero_grad()
+        assert held(model) == 0
+        model.load_state_dict(before)
+        assert_same(expected, train(model, sgd(model), FUSED))
+
+
+def test_states_move_where_they_would_run_more_often(tmp_path: Path) -> None:
+    """At the least budget of what recomputes, a fast link."""
+    fast = {(Tier.DEVICE, Tier.DISK): ts.Link(1e12), (Tier.DISK, Tier.DEVICE): ts.Link(1e12)}
+    found = options_of("adversarial", tmp_path) | {"machine": ts.Machine(links=fast)}
+    rotor = found | {"planner": "rotor"}
+    budget = budget_at("least", LONG, sgd, **rotor)
+    with streamed(LONG, budget, **rotor) as model:
+        sgd(model)
+        loss_at(model, LONG).backward()
+        again = ts.report(model).plan.simulation.forwards
+    assert again >= 16
+    with streamed(LONG, budget, **found) as model:
+        sgd(model)
+        loss_at(model, LONG).backward()
+        plan = ts.report(model).plan
+        assert plan.planner == "offload"
+        assert plan.simulation.forwards < again
+        assert states_moved(model) > 0
+    assert_exact(LONG, budget, **found)
+
+
+def test_planners_that_move_saved_tensors_are_refused(tmp_path: Path) -> None:
+    found = options_of("auto", tmp_path) | {"planner": "superneurons"}
+    with (
+        streamed(LONG, 500_000, **found) as model,
+        pytest.raises(InputError, match="planner='superneurons' moves saved tensors to a slower tier"),
+    ):
+        loss_at(model, LONG)
