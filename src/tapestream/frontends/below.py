@@ -1,4 +1,4 @@
-"""`Below`: what lies below the device beside parameter blocks: a folder, host memory, the links and how fast they are."""
+"""`Below`: what lies below the device beside parameter blocks: a folder, host memory, the links and their speeds."""
 
 import os
 from collections import deque
