@@ -58,16 +58,6 @@ def test_planners_and_knobs_are_refused_at_the_first_call() -> None:
         ts.unstream(model)
 
 
-def test_planners_that_move_states_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    layers = Model(lambda: Chained([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]), numbers(256, 64))
-    text = "planner='offload' moves states or saved tensors to a slower tier"
-    with (
-        streamed(layers, 500_000, planner="offload", **options_of("auto", tmp_path)) as model,
-        pytest.raises(InputError, match=text),
-    ):
-        loss_at(model, layers)
-
-
 def test_models_without_blocks_and_odd_blocks() -> None:
     with pytest.raises(InputError, match=r"no blocks were found in Linear.*name them with blocks="):
         ts.stream(nn.Linear(2, 2), device="cpu")

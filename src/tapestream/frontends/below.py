@@ -1,4 +1,4 @@
-"""`Below`: what lies below the device of one chain: a folder, host memory, the links to them and how fast they are."""
+"""`Below`: what lies below the device beside parameter blocks: a folder, host memory, the links and their speeds."""
 
 import os
 from collections import deque
@@ -58,6 +58,7 @@ class Below:
         self._path, self._budget, self._given, self._engine = folder, budget, machine, engine
         self._machine: Machine | None = None
         self._opened: tuple[Pool, CopyEngine] | None = None
+        self._folder: DiskFolder | None = None
         self._left: deque[Parcels] = deque()
 
     def machine(self) -> Machine:
@@ -98,15 +99,26 @@ class Below:
         while self._left:
             self._left.pop().close()
 
+    def close(self) -> None:
+        """Drop everything and remove the files, as garbage collection would."""
+        self.settle()
+        if self._opened is not None:
+            pool, engine = self._opened
+            engine.close()
+            pool.close()
+        if self._folder is not None:
+            self._folder.close()
+
     def statistics(self) -> EngineStatistics:
         """What was moved, and how long calls were blocked, since the chain was made."""
         return EngineStatistics({}, 0, 0.0) if self._opened is None else self._opened[1].statistics()
 
     def _open(self) -> tuple[Pool, CopyEngine]:
         if self._opened is None:
-            folder = DiskFolder(self._path) if self._path is not None and Tier.DISK in self.tiers else None
+            if self._path is not None and Tier.DISK in self.tiers:
+                self._folder = DiskFolder(self._path)
             limits = {Tier.DEVICE: None, Tier.HOST: self.host_nbytes(), Tier.DISK: self._budget.disk_nbytes}
-            pool = Pool(self.device, folder=folder, limits=limits, pin=self.device.type == "cuda")
+            pool = Pool(self.device, folder=self._folder, limits=limits, pin=self.device.type == "cuda")
             self._opened = pool, make_engine(self._engine, self.device)
         return self._opened
 

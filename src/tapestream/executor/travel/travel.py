@@ -34,6 +34,11 @@ def moved_saved(schedule: Schedule, most: int = 100_000) -> Container[int]:
     return frozenset(value.index for value in values if value.kind is Kind.SAVED)
 
 
+def moves_states(schedule: Schedule) -> bool:
+    """Whether a schedule sends any state below the device."""
+    return any(isinstance(node, Offload) and node.value.kind is Kind.STATE for node in distinct_nodes(schedule.root))
+
+
 class Travel:
     """What of one live call is kept on the device or moves below it.
 

@@ -12,6 +12,8 @@ from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
 from tapestream.executor.stepped import SteppedGradient
+from tapestream.executor.travel.parcel import Parcels
+from tapestream.frontends.below import Below
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
@@ -45,8 +47,16 @@ class StreamCall:
     closed: bool | None = None
 
     def __init__(
-        self, store: BlockStore, asked: Prepared, prepared: Prepared, device: torch.device, live: Live
+        self,
+        store: BlockStore,
+        asked: Prepared,
+        prepared: Prepared,
+        device: torch.device,
+        live: Live,
+        below: Below,
     ) -> None:
+        self._below, self._parcels = below, list[Parcels]()
+        below.settle()
         self.store, self.asked, self.prepared, self.device, self.live = store, asked, prepared, device, live
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
@@ -156,7 +166,11 @@ class StreamCall:
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
-        interpreter = Interpreter(plan.schedule, runner, blocks=view)
+        parcels = None
+        if self.prepared.moving[segment]:
+            parcels = self._below.parcels(())
+            self._parcels.append(parcels)
+        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels)
         interpreter.begin(state)
         self.interpreters[segment] = interpreter
 
@@ -271,6 +285,8 @@ class StreamCall:
     def _close(self, *, publish: bool = True) -> None:
         self.closed = True
         self.interpreters = [None] * len(self.interpreters)
+        while self._parcels:
+            self._parcels.pop().close()
         self.link = Link()
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
@@ -281,6 +297,8 @@ class StreamCall:
         if self.closed is None:  # never made: Ctrl-C came
             return
         self.live.calls.discard(self)
+        while self._parcels:
+            self._below.leave(self._parcels.pop())
         # What was returned has been dropped. While others use the store it is settled by them.
         if not self.closed and not self.live.calls and not self.live.busy:
             self._close()

@@ -1,6 +1,7 @@
 """`Division`: the device budget divided between the segments of one call, and the plans that keep to it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +10,8 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.module.shared import Shared
 from tapestream.frontends.module.terms import Positioned, Terms
-from tapestream.ir.actions import Offload, Value
+from tapestream.ir.actions import Kind, Offload, Tier, Value
+from tapestream.ir.homes import home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import idle_nbytes
 from tapestream.planning.auto import make_plan
@@ -163,7 +165,7 @@ class Division:
         if terms.given is not None:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
-            return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
+            return [self._checked(fit_given_plan(terms.given, chosen[0], self._budget(allowed)))]
         shares = self._divided(chosen, allowed, outside)
         lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
         return [
@@ -196,19 +198,39 @@ class Division:
         self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None, idle: int | None = None
     ) -> Plan:
         terms = self.terms
-        plan = make_plan(
-            profile, self._budget(nbytes), terms.machine(),
-            planner=terms.planner, update=terms.update, home=terms.home, resident=resident,
-            idle_nbytes=idle, **terms.knobs,
-        )  # fmt: skip
-        if not terms.moves_states and any(
-            isinstance(action, Offload) and action.value.kind.by_stage for action in plan.schedule
-        ):
+
+        def plan_by(planner: str) -> Plan:
+            return make_plan(
+                profile, self._budget(nbytes), terms.machine(),
+                planner=planner, update=terms.update, home=terms.home, resident=resident,
+                idle_nbytes=idle, **terms.knobs,
+            )  # fmt: skip
+
+        plan = plan_by(terms.planner)
+        if terms.planner == "auto" and self._states_may_go(plan):
+            with suppress(BudgetError, InputError):
+                other = plan_by("offload")
+                if other.seconds < plan.seconds:
+                    plan = replace(other, alternatives=(*plan.alternatives, *other.alternatives))
+        return self._checked(plan)
+
+    def _checked(self, plan: Plan) -> Plan:
+        """``plan``; raises InputError where it moves what may not move."""
+        moved = {a.value.kind for a in plan.schedule if isinstance(a, Offload) and a.value.kind.by_stage}
+        if not moved <= self.terms.moves:
             raise InputError(
-                f"planner={terms.planner!r} moves states or saved tensors to a slower tier, which a streamed model "
-                "does with its blocks only; use planner='auto', or one that recomputes, such as 'rotor'"
+                f"planner {plan.planner!r} moves saved tensors to a slower tier, which a streamed model does with its "
+                "blocks and states only; use planner='auto', one that moves states, such as 'offload', or one that "
+                "recomputes, such as 'rotor'"
             )
         return plan
+
+    def _states_may_go(self, plan: Plan) -> bool:
+        """Whether moving states may be faster: stages run more often than with every state at hand. What passes through
+        many states, an encoder's output, is held by others too, and would not make room."""
+        profile, home = plan.profile, home_tiers(self.terms.home)[Kind.PARAMETERS]
+        again = plan.simulation.forwards >= 2 * len(profile)
+        return again and home is not Tier.DEVICE and not profile.carried
 
     def _guest(self, profile: Profile, nbytes: int | None, resident: frozenset[Value]) -> Plan:
         """A plan for a guest: the user's planner and its knobs are for chains."""

@@ -1,6 +1,7 @@
 """`Homes`: the storage of one streamed model, from adopting its blocks to giving everything back."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,8 +13,8 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
-from tapestream.executor.engines.protocol import EngineStatistics
 from tapestream.frontends.available import host_limit
+from tapestream.frontends.below import Below
 from tapestream.frontends.module.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.real import Maker
 from tapestream.frontends.module.weights import Source, Weights
@@ -52,7 +53,7 @@ class Homes:
         progress: Callable[[str, int, int], None],
     ) -> None:
         self._path = folder
-        self._counted: EngineStatistics | None = None
+        self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
             undo.callback(keep_freed)
@@ -70,6 +71,9 @@ class Homes:
             limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
             self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
             undo.callback(self.pool.close)
+            # States have memory and lanes of their own: what one engine still reads must not be given to another.
+            self.states = Below(device, home="auto", folder=folder, budget=budget, machine=None, engine=engine)
+            undo.callback(self.states.close)
             self._check_room(home, groups, blocks)
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
@@ -154,12 +158,12 @@ class Homes:
 
     def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
         """Bytes moved per lane and seconds waited since the last call of this."""
-        now, before = self.engine.statistics(), self._counted
-        self._counted = now
-        if before is None:
-            return dict(now.bytes_moved), now.wait_seconds
-        moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in now.bytes_moved.items()}
-        return moved, now.wait_seconds - before.wait_seconds
+        moved, waited = Counter[tuple[Tier, Tier]](), 0.0
+        for now in (self.engine.statistics(), self.states.statistics()):
+            moved.update(now.bytes_moved)
+            waited += now.wait_seconds
+        (before, waited_before), self._counted = self._counted, (moved, waited)
+        return {lane: n - before[lane] for lane, n in moved.items()}, waited - waited_before
 
     def close(self) -> None:
         """Give every block memory of its own again and remove the files."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
+from tapestream.executor.travel.travel import moves_states
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.observe import Observed, Segment
 from tapestream.frontends.module.shared import Shared, shared_blocks
@@ -50,6 +51,7 @@ class Prepared:
     ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
+    ``moving``: per segment, whether its plan moves states.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
     values that have bytes there at some moment.
@@ -72,6 +74,7 @@ class Prepared:
     watched: Mapping[str, nn.Parameter]
     late: "Late"
     on_disk: frozenset[Value]
+    moving: tuple[bool, ...]
 
     @property
     def plan(self) -> Plan:
@@ -159,6 +162,7 @@ def assembled(
         min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
         handle.pinned.blocks, _watched(handle), late,
         frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
+        tuple(moves_states(plan.schedule) for plan in plans),
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class Streamed:
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
-        self.call = call = StreamCall(self.store, found, prepared, self.device, self._live)
+        self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
         self.last = prepared
         try:
             with checkpointing_off():
