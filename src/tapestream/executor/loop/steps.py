@@ -145,7 +145,6 @@ class TensorSteps(Sweeps):
                 "its .data replaced, so recomputing would use the new values; run backward before the optimizer's "
                 "step, or clone() the tensor"
             )
-        self.keeper.end_forward()
 
     def gradients(self) -> Cotangent:
         """The sums, in the dtypes of ``traits.leaves``."""

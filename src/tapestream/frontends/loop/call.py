@@ -72,7 +72,9 @@ class TensorCall:
             with self._autocast():
                 self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
                 state = self.runner.keeper.own(self.runner.detached(self.task.state))
-                out = self._result(self._forward(self.runner, state))
+                final = self._forward(self.runner, state)
+                self.runner.keeper.end_forward()  # now: what the generators do until the backward is the user's
+                out = self._result(final)
                 self._seen = self._look()
                 return out
         except BaseException:
