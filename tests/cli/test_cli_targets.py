@@ -321,10 +321,26 @@ def test_streamed_steps_are_those_of_plain_pytorch(arguments: list[str], tmp_pat
         assert step["forwards"] >= step["blocks"] > 0
 
 
-def test_a_hugging_face_model_is_verified_under_a_tight_budget(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "BertForMaskedLM", **TEXT)
+RETURNED = "verify's loss holds the encoder's output, whose parts are added in another order (README, known limits)"
+ADDED = pytest.mark.xfail(reason=RETURNED, strict=True, raises=AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("BertForMaskedLM", "250kB"),
+        ("LlamaForCausalLM", "250kB"),
+        pytest.param("T5ForConditionalGeneration", "350kB", marks=ADDED),
+    ],
+)
+def test_a_hugging_face_model_is_verified_under_a_tight_budget(name: str, budget: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", name, **KINDS[name][0])
     where = ["--device", "cpu", "--folder", str(tmp_path / "home"), "--steps", "1", "--seq", "16"]
-    result = ask("verify", folder, "--budget", "400kB", *where)
+    document = json.loads(ask("verify", folder, "--budget", budget, *where, "--json").stdout)
+    (step,) = document["steps"]
+    if step["forwards"] <= step["blocks"] or not step["planned_moved_nbytes"]:
+        pytest.fail("this budget is not tight")
+    result = ask("verify", folder, "--budget", budget, *where)
     assert result.exit_code == 0, result.output
     assert "every bit equal" in result.stdout
     assert "Equal to plain PyTorch in 1 steps" in result.stdout

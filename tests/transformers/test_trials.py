@@ -40,7 +40,7 @@ class Trial:
 
     ``near``: a state is used by the next block and outside too, so that its parts are added in another order than in
     plain PyTorch (README, known limits). ``refused``: what the error says where streaming cannot be exact. ``warns``:
-    what a library warns of by itself.
+    what a library warns of by itself. ``cast``: under autocast, too.
     """
 
     family: Family
@@ -50,6 +50,7 @@ class Trial:
     refused: str | None = None
     warns: str | None = None
     attention: str = "sdpa"
+    cast: bool = False
 
 
 def squared(tensors: Any) -> torch.Tensor:
@@ -222,9 +223,9 @@ TRIALS = {
     "inner mean": Trial(Family(remembering, text, ()), with_remembered, refused="inside of stage"),
     "loss on cached keys": Trial(Family(llama, text, ()), with_cached, refused="inside of stage"),
     "cache filled before": Trial(Family(llama, text, ()), after_a_prefix),
-    "OPT layer drop": Trial(Family(partial(opt, layerdrop=0.4, use_cache=False), text, ())),
+    "OPT layer drop": Trial(Family(partial(opt, layerdrop=0.4, use_cache=False), text, ()), cast=True),
     "Whisper layer drop": Trial(
-        Family(partial(whisper, encoder_layerdrop=0.4, decoder_layerdrop=0.4, use_cache=False), sound, ())
+        Family(partial(whisper, encoder_layerdrop=0.4, decoder_layerdrop=0.4, use_cache=False), sound, ()), cast=True
     ),
     "tuples with one tensor": Trial(FAMILIES["swin"], blocks=FAMILIES["swin"].blocks),
     "outputs changed in place": Trial(FAMILIES["resnet"], blocks=convolutions),
@@ -234,12 +235,18 @@ TRIALS = {
 }
 
 
+CAST = replace(TIGHT, bfloat16=True)
+WORDS_FOR = {TIGHT: "tight", CAST: "tight-bfloat16", AMPLE: "ample"}
+
+
 def cases() -> list[Any]:
-    """Every trial under both settings, and the marks it needs."""
+    """Every trial within the least budget (under autocast too, if it says so) and with room for all; with its marks."""
     found = []
-    for (name, trial), setting in itertools.product(TRIALS.items(), (TIGHT, AMPLE)):
+    for (name, trial), setting in itertools.product(TRIALS.items(), (TIGHT, CAST, AMPLE)):
+        if setting is CAST and not trial.cast:
+            continue
         marks = [pytest.mark.filterwarnings(trial.warns)] if trial.warns else []
-        found.append(pytest.param(trial, setting, marks=marks, id=f"{name}-{'tight' if setting.tight else 'ample'}"))
+        found.append(pytest.param(trial, setting, marks=marks, id=f"{name}-{WORDS_FOR[setting]}"))
     return found
 
 

@@ -13,7 +13,7 @@ from streaming import everything, gradients_of
 from zoo import FAMILIES, loss_of
 
 import tapestream as ts
-from tapestream.errors import TapestreamError
+from tapestream.errors import BudgetError, GradientError, TapestreamError
 from tapestream.frontends.module.stream import handle_of
 
 BERT = FAMILIES["bert"]
@@ -29,6 +29,8 @@ def pair(request: Any, tmp_path: Path) -> Iterator[Pair]:
     with streamed(ours, BERT, request.param, tmp_path / "home") as both:
         handle = handle_of(ours)
         handle.budget = ts.Budget(2 * handle.budget.device_nbytes)
+        if request.param.tight:
+            ts.report(ours)  # its sums begin here
         yield (theirs, torch.optim.AdamW(theirs.parameters(), **KNOBS)), both
 
 
@@ -45,6 +47,17 @@ def step(model: Any, optimizer: Any, number: int = 5) -> Trace:
     return found | everything(model, "after ")
 
 
+def on_disk(ours: Any) -> bool:
+    return bool(handle_of(ours).store.home is ts.Tier.DISK)
+
+
+def assert_moved(ours: Any, times: int) -> None:
+    """All parameters of the blocks came from the disk so many times since the last report, if that is their home."""
+    if on_disk(ours):
+        there = sum(p.nbytes for block in BERT.blocks(ours) for p in block.parameters())
+        assert ts.report(ours).bytes_moved[ts.Tier.DISK, ts.Tier.DEVICE] >= times * there
+
+
 def compare(pair: Pair, run: Run) -> None:
     """``run`` on both, and an ordinary step afterwards, leave the same bits."""
     traces = []
@@ -54,21 +67,17 @@ def compare(pair: Pair, run: Run) -> None:
         optimizer.zero_grad()
         traces.append(trace | {f"later {name}": tensor for name, tensor in step(model, optimizer).items()})
     assert_same(*traces)
+    assert_moved(pair[1][0], 2)
 
 
-def compare_or_refuse(pair: Pair, run: Run) -> None:
-    """``run`` gives the same bits, or the streamed model refuses; an ordinary step afterwards is exact."""
-    traces: list[Trace | None] = []
-    for model, optimizer in pair:
-        seed(3)
-        try:
-            traces.append(run(model, optimizer))
-        except TapestreamError:
-            assert model is pair[1][0]
-            traces.append(None)
-        optimizer.zero_grad()
-    if traces[1] is not None:
-        assert_same(*[trace or {} for trace in traces])
+def refused(pair: Pair, run: Run, error: type[TapestreamError], match: str) -> None:
+    """Plain PyTorch does it, the streamed model raises ``error``; an ordinary step afterwards is exact."""
+    (theirs, plain), (ours, optimizer) = pair
+    run(theirs, plain)
+    with pytest.raises(error, match=match):
+        run(ours, optimizer)
+    plain.zero_grad()
+    optimizer.zero_grad()
     compare(pair, lambda model, optimizer: {})
 
 
@@ -129,16 +138,23 @@ def test_a_retained_graph(pair: Pair) -> None:
         kept.backward()
         return gradients_of(model)
 
-    compare_or_refuse(pair, run)
+    if on_disk(pair[1][0]):
+        refused(pair, run, GradientError, "differentiated a second time")
+    else:
+        compare(pair, run)
 
 
 def test_micro_batches_within_one_autocast(pair: Pair) -> None:
     """Autocast keeps casts of weights until its context ends, while streamed weights leave and come back."""
+    handle = handle_of(pair[1][0])
+    handle.budget = ts.Budget(handle.budget.device_nbytes // 2)  # the least: no block waits for the next call
 
     def run(model: Any, optimizer: Any) -> Trace:
         with torch.autocast("cpu", torch.bfloat16):
             for number in range(3):
                 loss(model, number).backward()
+        if model is pair[1][0]:
+            assert_moved(model, 5)  # with each call the weights, with all but the first the gradients so far
         return gradients_of(model)
 
     compare(pair, run)
@@ -159,17 +175,27 @@ def test_looking_without_gradients_within_the_autocast_of_a_step(pair: Pair) -> 
     compare(pair, run)
 
 
-@pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
-def test_two_forwards_within_one_autocast_and_one_backward(pair: Pair) -> None:
+def sum_within_one_autocast(model: Any, optimizer: Any) -> Trace:
     """Plain PyTorch adds such gradients in bfloat16, on the casts that both forwards share."""
+    with torch.autocast("cpu", torch.bfloat16):
+        both = loss(model, 0) + loss(model, 1)
+    both.backward()
+    return gradients_of(model)
 
-    def run(model: Any, optimizer: Any) -> Trace:
-        with torch.autocast("cpu", torch.bfloat16):
-            both = loss(model, 0) + loss(model, 1)
-        both.backward()
-        return gradients_of(model)
 
-    compare_or_refuse(pair, run)
+@pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
+def test_two_forwards_within_one_autocast_that_do_not_fit(pair: Pair) -> None:
+    refused(pair, sum_within_one_autocast, BudgetError, r"held by 1 call\(s\) of this model whose backward has not run")
+
+
+@pytest.mark.parametrize("pair", [TIGHT, AMPLE], ids=["tight", "ample"], indirect=True)
+def test_two_forwards_within_one_autocast_and_one_backward(pair: Pair, request: pytest.FixtureRequest) -> None:
+    if on_disk(pair[1][0]):
+        reason = "gradients of the two calls are added in float32, not refused"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError))
+        handle = handle_of(pair[1][0])
+        handle.budget = ts.Budget(2 * handle.budget.device_nbytes)
+    compare(pair, sum_within_one_autocast)
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -181,7 +207,7 @@ def test_gradients_of_chosen_parameters(pair: Pair, unused: bool) -> None:
         assert all(p.grad is None for p in model.parameters())
         return {str(number): copy_of(gradient) for number, gradient in enumerate(found)}
 
-    compare_or_refuse(pair, run)
+    refused(pair, run, GradientError, "gradients of chosen parameters")
 
 
 @pytest.mark.parametrize("pair", [TIGHT], ids=["tight"], indirect=True)
@@ -190,7 +216,7 @@ def test_a_backward_for_chosen_parameters(pair: Pair) -> None:
         loss(model, 0).backward(inputs=[p for name, p in model.named_parameters() if "layer.1" in name])
         return gradients_of(model)
 
-    compare_or_refuse(pair, run)
+    refused(pair, run, GradientError, "gradients of chosen parameters")
 
 
 def test_hooks_of_parameters_see_each_gradient_once(pair: Pair) -> None:

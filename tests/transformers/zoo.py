@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-WORDS, LENGTH, BATCH = 96, 10, 2
+WORDS, LENGTH, BATCH = 96, 14, 2
 Batch = dict[str, torch.Tensor | bool]
 
 
@@ -129,7 +129,12 @@ def gemma3(**options: Any) -> Any:
 
 
 def mixtral(**options: Any) -> Any:
-    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    experts = {
+        "num_local_experts": 4,
+        "intermediate_size": 16,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    }
     return hf.MixtralForCausalLM(hf.MixtralConfig(**(LLAMA | experts | options)))
 
 
@@ -179,7 +184,7 @@ def vit() -> Any:
 
 def resnet() -> Any:
     config = hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[16, 24, 32], depths=[2, 2, 2], layer_type="basic", num_labels=4
+        embedding_size=8, hidden_sizes=[8, 12, 16], depths=[2, 2, 2], layer_type="basic", num_labels=4
     )
     return hf.ResNetForImageClassification(config)
 
