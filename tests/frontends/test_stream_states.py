@@ -15,9 +15,12 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import InputError
+from tapestream.executor.engines.threads import ThreadsEngine
+from tapestream.frontends.below import Below
 from tapestream.frontends.module import prepare
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Kind, Offload, Tier
+from tapestream.storage.meter import track_memory
 
 WIDE = 64
 LONG = Model(lambda: Chained([nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(8)]), numbers(256, WIDE))
@@ -189,3 +192,113 @@ def test_what_may_not_move_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(prepare, "terms_of", lambda handle: terms)
         with pytest.raises(InputError, match="planner 'offload' moves saved tensors to a slower tier"):
             loss_at(model, LONG)
+
+
+class Fed(nn.Module):
+    """A block that is given what all others are given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.given = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) + self.given(given))
+
+
+class Feeding(Chained):
+    def __init__(self) -> None:
+        super().__init__([Fed() for _ in range(12)], nn.Linear(WIDE, WIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = torch.tanh(self.before(x))
+        for block in self.blocks:
+            x = block(x, given)
+        return x
+
+
+def test_what_passes_through_all_states_makes_no_room(tmp_path: Path) -> None:
+    """The model holds it from the first block to the last, wherever states lie."""
+    case, found = Model(Feeding, numbers(1024, WIDE)), offloading(tmp_path, "auto")
+    budget = budget_at("least", case, sgd, **found)
+    with streamed(case, budget, **found) as model:
+        optimizer, handle = sgd(model), handle_of(model)
+        train(model, optimizer, case, steps=1)
+        for _ in range(2):  # what a step frees is seen only if the step that made it was measured too
+            batch = case.batch()
+            gc.collect()
+            gradients = sum(p.nbytes for p in handle.outside_parameters())
+            before = handle.pool.held_nbytes(Tier.DEVICE) + prepare.outside_nbytes(handle) - gradients
+            with track_memory() as meter:
+                model(*batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert states_moved(model) > 0
+        assert before + meter.peak_nbytes <= 1.05 * budget
+
+
+def test_ctrl_c_while_a_copy_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = offloading(tmp_path, "threads")
+    with streamed(LONG, budget_at("least", LONG, sgd, **found), **found) as model:
+        train(model, sgd(model), LONG, steps=1)
+        copy, left = ThreadsEngine.copy, [0]
+
+        def interrupted(self: ThreadsEngine, *given: Any) -> Any:
+            ticket = copy(self, *given)
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+            return ticket
+
+        for number in range(0, 32, 3):
+            left[0] = number
+            monkeypatch.setattr(ThreadsEngine, "copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss_at(model, LONG).backward()
+            monkeypatch.setattr(ThreadsEngine, "copy", copy)
+            gc.collect()
+            model.zero_grad()
+            assert not handle_of(model)._live.calls
+            loss_at(model, LONG).backward()
+            model.zero_grad()
+
+
+def test_a_gpu_without_a_number() -> None:
+    """States on the first GPU move where "cuda" was asked for."""
+    below = Below(torch.device("meta"), home="device", folder=None, budget=ts.Budget(), machine=None, engine="threads")
+    for device, other in ((torch.device("meta"), False), (torch.device("meta", 1), True)):
+        below.device = device
+        here = torch.empty(3, device=torch.device("meta", 0))
+        assert below.elsewhere(here) == other
+    assert below.elsewhere(torch.empty(3))
+
+
+class Showing(nn.Module):
+    """Returns its own weight, or a part of it, as a part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, state: Any) -> Any:
+        x, weight = state
+        return torch.tanh(self.linear(x) + weight), self.linear.weight[:1]
+
+
+class Shown(Chained):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x, torch.zeros(1, WIDE)
+        for block in self.blocks:
+            state = block(state)
+        return state[0]
+
+
+@pytest.mark.parametrize("planner", ["offload", "auto"])
+def test_blocks_that_return_their_own_weights_are_refused(planner: str, tmp_path: Path) -> None:
+    """Their memory is another block's when it is read."""
+    case = Model(lambda: Shown([Showing() for _ in range(4)]), numbers(3, WIDE))
+    with (
+        streamed(case, "1 MiB", **options_of("auto", tmp_path) | {"planner": planner}) as model,
+        pytest.raises(InputError, match=r"block 0 \(Showing\) returns one of its parameters.*clone\(\) it"),
+    ):
+        loss_at(model, case)
+    assert_exact(case, 1 << 20, **options_of("auto", tmp_path, "device"))

@@ -82,12 +82,13 @@ class Below:
         not move. Raises StorageError where the folder cannot be used."""
         pool, engine = self._open()
         self.settle()
-        heads, device = frozenset(head_of(t) for t in fixed if has_storage(t)), self.device
+        heads = frozenset(head_of(t) for t in fixed if has_storage(t))
+        return Parcels(pool, engine, lambda tensor, head: head in heads or self.elsewhere(tensor))
 
-        def stays(tensor: torch.Tensor, head: int) -> bool:
-            return head in heads or tensor.device != device
-
-        return Parcels(pool, engine, stays)
+    def elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies on another device. A GPU may have been asked for without its number."""
+        own, its = self.device, tensor.device
+        return its.type != own.type or own.index not in (None, its.index)
 
     def leave(self, parcels: Parcels) -> None:
         """Give back what a call holds that is being garbage-collected: at the next call, as it is no time to wait for

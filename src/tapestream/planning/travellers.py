@@ -26,6 +26,11 @@ class Travellers:
                 self._spans[key] = (self._state, nbytes)
         self._number = number
 
+    @property
+    def nbytes(self) -> int:
+        """All that passes unchanged from one state to another, the caller's included."""
+        return sum(nbytes for _, nbytes in self._spans.values())
+
     def carried(self, costs: list[StageCost]) -> tuple[Carried, ...]:
         """The storages found; their bytes leave the costs of the stages that made them. The caller's cost nothing."""
         found = []

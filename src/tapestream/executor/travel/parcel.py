@@ -153,8 +153,10 @@ class Parcels:
         for tier, copies in parcel.copies.items():
             for it in copies:
                 if isinstance(it, Region) and tier is not Tier.DEVICE:
-                    self._engine.release(it)
-                    self._pool.release(it)
+                    # One that a copy still uses which nobody knows of (Ctrl-C came as it began) stays with the pool.
+                    with suppress(GradientError):
+                        self._engine.release(it)
+                        self._pool.release(it)
 
     def close(self) -> None:
         """Drop everything that is left (after an exception, or a call that nobody differentiated)."""

@@ -285,13 +285,15 @@ class StreamCall:
     def _close(self, *, publish: bool = True) -> None:
         self.closed = True
         self.interpreters = [None] * len(self.interpreters)
-        while self._parcels:
-            self._parcels.pop().close()
         self.link = Link()
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
         self.live.calls.discard(self)
-        self.store.settle(publish=publish)
+        try:
+            while self._parcels:
+                self._parcels.pop().close()
+        finally:
+            self.store.settle(publish=publish)
 
     def __del__(self) -> None:
         if self.closed is None:  # never made: Ctrl-C came

@@ -7,6 +7,7 @@ from functools import partial
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.below import NEVER_MOVE
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.module.shared import Shared
 from tapestream.frontends.module.terms import Positioned, Terms
@@ -200,11 +201,20 @@ class Division:
         terms = self.terms
 
         def plan_by(planner: str) -> Plan:
-            return make_plan(
-                profile, self._budget(nbytes), terms.machine(),
-                planner=planner, update=terms.update, home=terms.home, resident=resident,
-                idle_nbytes=idle, **terms.knobs,
-            )  # fmt: skip
+            beside = 0 if planner in ("auto", *NEVER_MOVE) else self._passing_nbytes
+            try:
+                return make_plan(
+                    profile, self._budget(None if nbytes is None else max(1, nbytes - beside)), terms.machine(),
+                    planner=planner, update=terms.update, home=terms.home, resident=resident,
+                    idle_nbytes=idle, **terms.knobs,
+                )  # fmt: skip
+            except BudgetError as error:
+                if not beside or error.least_nbytes is None:
+                    raise
+                raise BudgetError(
+                    f"{error}; and {beside} bytes more for what passes through several states, which the model holds, "
+                    "too", least_nbytes=error.least_nbytes + beside, stage=error.stage,
+                ) from None  # fmt: skip
 
         plan = plan_by(terms.planner)
         if terms.planner == "auto" and self._states_may_go(plan):
@@ -226,11 +236,16 @@ class Division:
         return plan
 
     def _states_may_go(self, plan: Plan) -> bool:
-        """Whether moving states may be faster: stages run more often than with every state at hand. What passes through
-        many states, an encoder's output, is held by others too, and would not make room."""
-        profile, home = plan.profile, home_tiers(self.terms.home)[Kind.PARAMETERS]
-        again = plan.simulation.forwards >= 2 * len(profile)
-        return again and home is not Tier.DEVICE and not profile.carried
+        """Whether moving states may be faster: stages run more often than with every state at hand."""
+        home = home_tiers(self.terms.home)[Kind.PARAMETERS]
+        again = plan.simulation.forwards >= 2 * len(plan.profile)
+        return again and home is not Tier.DEVICE and not self._passing_nbytes
+
+    @property
+    def _passing_nbytes(self) -> int:
+        """What passes through several states (an encoder's output) is the model's, too: moving it makes no room."""
+        known = (getattr(segment, "travellers", None) for segment in self.segments)  # outlines know of none
+        return sum(travellers.nbytes for travellers in known if travellers is not None)
 
     def _guest(self, profile: Profile, nbytes: int | None, resident: frozenset[Value]) -> Plan:
         """A plan for a guest: the user's planner and its knobs are for chains."""

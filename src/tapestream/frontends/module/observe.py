@@ -20,6 +20,7 @@ from tapestream.frontends.module.left_out import LeftOut
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.written import parameters_unwritten
+from tapestream.ir.actions import Tier
 from tapestream.planning.profile import Profiled, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
@@ -237,6 +238,16 @@ class Observation:
             self._measure_outside()
             self._observe_left_out(other, args, kwargs, segment)
 
+    def _check_leaves(self, position: int, block: int) -> None:
+        """A block that returns its own bytes must not leave the device."""
+        if position >= self._wide:
+            raise StaysPut(block)
+        name = type(self.blocks[position]).__name__
+        raise InputError(
+            f"block {position} ({name}) returns one of its parameters, or a view of it, whose memory is another's as "
+            "soon as the block has left the device; return a copy: clone() it"
+        )
+
     def _observe(
         self,
         position: int,
@@ -269,6 +280,8 @@ class Observation:
             if self.verify:
                 check_deterministic([stage], state, self.device)
             cost, traits, out = profile_stage(stage, state, watch, self._profiled)
+            if block is not None and self.store.home is not Tier.DEVICE and _shows(out, self.blocks[position]):
+                self._check_leaves(position, block)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)
@@ -292,6 +305,12 @@ class Observation:
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
         return result, run
+
+
+def _shows(out: State, block: nn.Module) -> bool:
+    """Whether what a block returns lies in the memory of one of its parameters."""
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    return not own.isdisjoint(storages(out.tensors))
 
 
 def _nbytes(state: State) -> int:
