@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import BudgetError
+from tapestream.executor.program import following
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
@@ -52,11 +53,13 @@ def compare(
     calls: int = 2,
     planner: str = "revolve",
     modules: Sequence[nn.Module] = (),
+    reruns: bool = True,
     **options: Any,
 ) -> Program:
     """Raises AssertionError unless ``calls`` calls of the program equal plain PyTorch; gives the program.
 
-    ``budget`` None: twice the least that the program says it needs.
+    ``budget`` None: one and a half times the least that the program says it needs. ``reruns``: whether backward of a
+    call that is not the first must run something again or bring something back: not where the budget holds all.
     """
     buffers = [b for module in modules for b in module.buffers()]
     before = [b.clone() for b in buffers]
@@ -66,18 +69,21 @@ def compare(
         after.append([b.clone() for b in buffers])
     restore(buffers, before)
     if budget is None:
-        budget = 2 * max(least(function, leaves, make, seed) for seed in range(calls))
+        budget = 3 * max(least(function, leaves, make, seed, **options) for seed in range(calls)) // 2
         restore(buffers, before)
-    program = Program(function, budget=budget, planner=planner, **options)
+    program, again = Program(function, budget=budget, planner=planner, **options), 0
     for seed in range(calls):
         values, flags, gradients, generator = outcome(program, leaves, make, seed)
         wanted = expected[seed]
+        if program.report is not None and (seed > 0 or calls == 1):
+            again += program.report.reruns
         assert flags == wanted[1]
         assert all(map(same, values, wanted[0])), f"values of call {seed}"
         assert [g is None for g in gradients] == [g is None for g in wanted[2]]
         assert all(map(same, gradients, wanted[2])), f"gradients of call {seed}"
         assert torch.equal(generator, wanted[3])
         assert all(map(torch.equal, buffers, after[seed])), f"buffers of call {seed}"
+    assert not reruns or again > 0 or program.copies.copies > 0, "nothing ran again: give a smaller budget"
     return program
 
 
@@ -92,16 +98,33 @@ def fix_seconds(monkeypatch: pytest.MonkeyPatch, by_name: Mapping[str, float]) -
     monkeypatch.setattr(Sizes, "seconds", seconds)
 
 
+def hear_followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of functions of which calls are followed from now on."""
+    names: list[str] = []
+    call = following.Following.call
+
+    def heard(self: following.Following, function: Any, args: Any, kwargs: Any) -> Any:
+        result = call(self, function, args, kwargs)
+        if result is not following.UNKNOWN:
+            names.append(function.__name__)
+        return result
+
+    monkeypatch.setattr(following.Following, "call", heard)
+    return names
+
+
 def restore(buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for b, old in zip(buffers, before, strict=True):
             b.copy_(old)
 
 
-def least(function: Callable[..., Any], leaves: Sequence[torch.Tensor], make: Callable[[], Any], seed: int) -> int:
+def least(
+    function: Callable[..., Any], leaves: Sequence[torch.Tensor], make: Callable[[], Any], seed: int, **options: Any
+) -> int:
     """The least budget in bytes with which a call works."""
     try:
-        outcome(Program(function, budget=1, planner="revolve"), leaves, make, seed)
+        outcome(Program(function, budget=1, planner="revolve", **options), leaves, make, seed)
     except BudgetError as error:
         return error.least_nbytes or 1
     return 1

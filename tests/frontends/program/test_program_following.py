@@ -13,12 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from side_by_side import outcome, same
+from side_by_side import hear_followed, outcome, same
 from torch import nn
 from torch.nn import functional
 
 from tapestream.errors import BudgetError, GradientError
-from tapestream.executor.program import following
 from tapestream.executor.program.last import BY_OPERATION
 from tapestream.executor.program.record import Record
 from tapestream.executor.program.recorder import Recorder
@@ -36,17 +35,7 @@ LEARNED = {"reverse_nbytes", "transient_nbytes", "taken_nbytes", "untried", "sha
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of functions of which calls have been followed."""
-    names: list[str] = []
-    call = following.Following.call
-
-    def heard(self: following.Following, function: Any, args: Any, kwargs: Any) -> Any:
-        result = call(self, function, args, kwargs)
-        if result is not following.UNKNOWN:
-            names.append(function.__name__)
-        return result
-
-    monkeypatch.setattr(following.Following, "call", heard)
-    return names
+    return hear_followed(monkeypatch)
 
 
 @contextlib.contextmanager

@@ -111,5 +111,5 @@ def test_a_fixed_point_whose_backward_solves_a_linear_system_in_a_hook() -> None
         return torch.tanh(found @ W)
 
     leaves = [W, X, *inner.parameters(), *outer.parameters()]
-    for planner, budget in (("revolve", None), ("auto", 9_000), ("auto", None)):
-        compare(program, leaves, given, budget, calls=4, planner=planner)
+    for planner, budget in (("revolve", None), ("auto", 6_400), ("auto", 9_000)):
+        compare(program, leaves, given, budget, calls=4, planner=planner, reruns=budget != 9_000)

@@ -107,7 +107,8 @@ def made_of(steps: list[int], seed: int) -> Parts:
     return program, make, [w, x]
 
 
-def check(steps: list[int], seed: int) -> None:
+def check(steps: list[int], seed: int) -> bool:
+    """Whether plain PyTorch gave what the program could be compared with."""
     program, make, leaves = made_of(steps, seed)
     try:
         expected = outcome(program, leaves, make, seed)
@@ -115,7 +116,7 @@ def check(steps: list[int], seed: int) -> None:
         if "modified by an inplace operation" not in str(error):  # in backward: replays may know the older values
             with pytest.raises(type(error)):
                 outcome(Program(program, budget=1 << 20, planner="revolve"), leaves, make, seed)
-        return
+        return False
     budget = 1
     try:
         outcome(Program(program, budget=1, planner="revolve"), leaves, make, seed)
@@ -138,23 +139,33 @@ def check(steps: list[int], seed: int) -> None:
             assert all(map(same, found[0], expected[0]))
             assert all(map(same, found[2], expected[2]))
             assert torch.equal(found[3], expected[3])
+    return True
 
 
 programs = st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=24)
 relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-@settings(max_examples=250, **relaxed)
-@given(programs, st.integers(0, 1000))
-def test_random_programs(steps: list[int], seed: int) -> None:
-    check(steps, seed)
+def all_compared(most: int, seeds: int) -> None:
+    """Of ``most`` random programs plain PyTorch refuses a third, for what they write into; the others are compared."""
+    compared: list[bool] = []
+
+    @settings(max_examples=most, **relaxed)
+    @given(programs, st.integers(0, seeds))
+    def each(steps: list[int], seed: int) -> None:
+        compared.append(check(steps, seed))
+
+    each()
+    assert sum(compared) >= 0.6 * most
+
+
+def test_random_programs() -> None:
+    all_compared(250, 1000)
 
 
 @pytest.mark.full
-@settings(max_examples=2000, **relaxed)
-@given(programs, st.integers(0, 10**6))
-def test_two_thousand_random_programs(steps: list[int], seed: int) -> None:
-    check(steps, seed)
+def test_two_thousand_random_programs() -> None:
+    all_compared(2000, 10**6)
 
 
 @pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 200), marks=pytest.mark.full)])

@@ -61,9 +61,9 @@ def test_first_used_after_a_write(shown: Callable[[torch.Tensor], torch.Tensor],
         return x
 
     for planner in PLANNERS:
-        for budget in budgets(program, planner):
+        for k, budget in enumerate(budgets(program, planner)):  # nearly all that is saved is among the least
             compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=4, planner=planner,
-                    modules=[net])  # fmt: skip
+                    modules=[net], reruns=k == 0 or planner == "revolve")  # fmt: skip
 
 
 def test_written_once_and_then_shown_by_another() -> None:
@@ -99,7 +99,8 @@ def test_memory_shared_by_way_of_an_array_is_refused_where_it_is_written_into(wr
         return x
 
     low, *_, high = budgets(program)
-    compare(program, list(net.parameters()), given(leaf(64, WIDTH)), "1GiB", calls=3, planner="auto", modules=[net])
+    compare(program, list(net.parameters()), given(leaf(64, WIDTH)), "1GiB", calls=3, planner="auto", modules=[net],
+            reruns=False)  # fmt: skip
     if written:
         with pytest.raises(GradientError, match="shows the memory of another that the program writes into"):
             Program(program, budget=low)(leaf(64, WIDTH)).sum().backward()
@@ -124,10 +125,10 @@ def test_now_one_and_now_the_other_of_two_is_read() -> None:
 
     for planner in PLANNERS:
         turn = cycle([0])
-        for budget in budgets(program, planner):
+        for k, budget in enumerate(budgets(program, planner)):
             turn = cycle([0, 0, 0, 0, 1, 1, 0, 1])  # compare calls plain PyTorch eight times, and then the program
             compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=8, planner=planner,
-                    modules=[net])  # fmt: skip
+                    modules=[net], reruns=k == 0 or planner == "revolve")  # fmt: skip
 
 
 def test_what_did_not_draw_draws() -> None:
@@ -174,6 +175,7 @@ def test_statistics_used_in_evaluation_and_then_written_into_are_refused() -> No
         return x + y
 
     leaves = [*net.parameters(), *norm.parameters()]
-    compare(program, leaves, given(leaf(64, WIDTH)), "1GiB", calls=3, planner="auto", modules=[norm])
+    compare(program, leaves, given(leaf(64, WIDTH)), "1GiB", calls=3, planner="auto", modules=[norm],
+            reruns=False)  # fmt: skip
     with pytest.raises(GradientError, match="statistics were used in evaluation and then written into"):
         Program(program, budget=budgets(program)[0])(leaf(64, WIDTH)).sum().backward()

@@ -37,7 +37,7 @@ def often(body: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tenso
 def refused(program: Callable[..., Any], name: str) -> None:
     """With everything kept it is right; where something is to run again, it is refused."""
     few = least(often(torch.tanh), [W, X], given, 0)
-    compare(program, [W, X], given, 10**7, planner="store_all")
+    compare(program, [W, X], given, 10**7, planner="store_all", reruns=False)
     for planner in ("revolve", "auto"):
         run = Program(program, budget=3 * few, planner=planner)
         with pytest.raises(GradientError, match=name):
@@ -278,7 +278,7 @@ def test_classes_of_tensors_with_a_will_of_their_own() -> None:
     def of(kind: type[torch.Tensor]) -> tuple[torch.Tensor]:
         return (X.detach().clone().as_subclass(kind).requires_grad_(),)
 
-    compare(often(torch.tanh), [W], lambda: of(Doubled), 10**7, planner="store_all")
+    compare(often(torch.tanh), [W], lambda: of(Doubled), 10**7, planner="store_all", reruns=False)
     run = Program(often(torch.tanh), budget=3 * few, planner="revolve")
     with pytest.raises(GradientError, match=r"tensors of class Doubled .*__torch_function__"):
         run(*of(Doubled)).sum().backward()
