@@ -57,7 +57,7 @@ def stream(
     one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
     names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's) or else
     by its ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``planner``: "auto", or one by name,
-    with its ``knobs``: "rotor" recomputes only, "offload" moves states too, "joint" tries all. ``plan`` fixes the plan;
+    with its ``knobs``: "rotor" recomputes only, "offload" moves states, too. ``plan`` fixes the plan;
     ``verify`` runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy
     engine.
 
