@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, InputError
@@ -29,6 +28,7 @@ from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
+from tapestream.frontends.program.given import device_of, kind_of
 from tapestream.frontends.program.modules import Opaque, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.results import found_in
@@ -135,7 +135,7 @@ class Program:
         self._kinds.trim()
         if self._below is not None:
             self._below.settle()
-        room, key = self._room(device), _kind_of((args, kwargs))
+        room, key = self._room(device), kind_of((args, kwargs))
         record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
         online = Online(record, keeper, tape, room.device_nbytes or 0)
         prepared = self._prepared.get(key)
@@ -190,7 +190,7 @@ class Program:
             raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")
         device = self._device_of((args, kwargs))
         function = functools.partial(self._whole, *args, **kwargs)
-        known = self._prepared.get(_kind_of((args, kwargs)))
+        known = self._prepared.get(kind_of((args, kwargs)))
         limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
         nbytes, host = free_nbytes(device) if limit is None else limit, self._below_on(device).host_nbytes()
         room = Budget(nbytes, host=host, disk=self.budget.disk_nbytes)
@@ -257,7 +257,7 @@ class Program:
 
     def _device_of(self, given: Any) -> torch.device:
         """As tensors on it say: with the number of a GPU."""
-        return _device_of(given) if self._device is None else torch.empty(0, device=self._device).device
+        return device_of(given) if self._device is None else torch.empty(0, device=self._device).device
 
     def _below_on(self, device: torch.device) -> Below:
         if self._below is None or self._below.device != device:
@@ -331,20 +331,6 @@ def _held_nbytes(found: Sweep, tape: Tape) -> int:
                 storage = tensor.untyped_storage()
                 held[storage._cdata] = 0 if storage._cdata in others else storage.nbytes()
     return sum(held.values())
-
-
-def _kind_of(given: Any) -> Any:
-    """Equal for arguments that plans may be shared by."""
-    leaves = pytree.tree_leaves(given)
-    return tuple(
-        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x if type(x) is int else type(x)
-        for x in leaves
-    )
-
-
-def _device_of(given: Any) -> torch.device:
-    tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
-    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 __all__ = ["Program", "Report"]

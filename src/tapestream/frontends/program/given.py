@@ -1,0 +1,31 @@
+"""What a program is given: of what kind it is, and where."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def kind_of(given: Any) -> tuple[Any, ...]:
+    """Equal for arguments that plans may be shared by."""
+    return tuple(
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x if type(x) is int else type(x)
+        for x in _leaves(given)
+    )
+
+
+def device_of(given: Any) -> torch.device:
+    """That of the first tensor, the CPU where there is none."""
+    return next((x.device for x in _leaves(given) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """What is in containers and dataclasses, the class of each of these first."""
+    for leaf in pytree.tree_leaves(given):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield type(leaf)
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
