@@ -168,7 +168,7 @@ def test_two_thousand_random_programs() -> None:
     all_compared(2000, 10**6)
 
 
-@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 200), marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_random_programs_with_values_and_tails_kept(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long stretches, and of all plans the one that keeps the most values and tails of them."""
