@@ -16,7 +16,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "setting"), [*CASES[:6], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[6:])], ids=str
+)
 def test_three_steps(name: str, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ts, "stream", functools.partial(ts.stream, planner="offload"))
     assert_exact(FAMILIES[name], setting, tmp_path / "home")

@@ -56,10 +56,8 @@ def stream(
     children that hold a quarter of the bytes of a block, and 1 MiB). What was made on the ``meta`` device is made real
     one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
     names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's) or else
-    by its ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``planner``: "auto", or one by name,
-    with its ``knobs``: "rotor" recomputes only, "offload" moves states, too. ``plan`` fixes the plan;
-    ``verify`` runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy
-    engine.
+    by its ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``plan`` fixes the plan; ``verify``
+    runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy engine.
 
     ``loss_chunks``: the number of chunks of rows in which the cross entropy that the model computes of its logits is
     made (None: one, with all logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are.
