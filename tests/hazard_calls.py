@@ -148,3 +148,15 @@ def assert_ran_again(call: Call, net: Net) -> None:
         plan = call.plan if isinstance(call, ts.Chain) else ts.report(net).plan
     assert plan is not None
     assert plan.simulation.forwards > plan.simulation.recorded
+
+
+def assert_as_plain(kind: str, frontend: str, folder: Path, trace: Callable[[Call, Net], Trace]) -> None:
+    """What ``trace`` finds is plain PyTorch's to the last bit, at the least budget, where something ran again."""
+    theirs = net_of(kind)
+    expected = trace(plainly(theirs, kind, frontend), theirs)
+
+    def use(call: Call, net: Net) -> None:
+        assert_same(expected, trace(call, net))
+        assert_ran_again(call, net)
+
+    tightly(kind, frontend, folder, use)

@@ -17,6 +17,7 @@ from hazard_calls import (
     ROWS,
     Call,
     Trace,
+    assert_as_plain,
     assert_ran_again,
     assert_same,
     drawn,
@@ -37,14 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_gradients_and_buffers_are_plain_pytorchs(kind: str, frontend: str, tmp_path: Path) -> None:
-    theirs = net_of(kind)
-    expected = steps(plainly(theirs, kind, frontend), theirs)
-
-    def use(call: Call, net: Net) -> None:
-        assert_same(expected, steps(call, net))
-        assert_ran_again(call, net)
-
-    tightly(kind, frontend, tmp_path, use)
+    assert_as_plain(kind, frontend, tmp_path, steps)
 
 
 def drawn_otherwise() -> None:
@@ -79,14 +73,7 @@ def test_generators_are_the_users_between_call_and_backward(
 
     between()
     expected_next = torch.rand(3)
-    theirs = net_of(kind)
-    expected = gradients(plainly(theirs, kind, frontend), theirs)
-
-    def use(call: Call, net: Net) -> None:
-        assert_same(expected, gradients(call, net))
-        assert_ran_again(call, net)
-
-    tightly(kind, frontend, tmp_path, use)
+    assert_as_plain(kind, frontend, tmp_path, gradients)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -238,8 +238,8 @@ class Observation:
             self._measure_outside()
             self._observe_left_out(other, args, kwargs, segment)
 
-    def _check_leaves(self, position: int, block: int) -> None:
-        """A block that returns its own bytes must not leave the device."""
+    def _refuse_shown(self, position: int, block: int) -> None:
+        """A block that returns its own bytes must not leave the device: always raises."""
         if position >= self._wide:
             raise StaysPut(block)
         name = type(self.blocks[position]).__name__
@@ -281,7 +281,7 @@ class Observation:
                 check_deterministic([stage], state, self.device)
             cost, traits, out = profile_stage(stage, state, watch, self._profiled)
             if block is not None and self.store.home is not Tier.DEVICE and _shows(out, self.blocks[position]):
-                self._check_leaves(position, block)
+                self._refuse_shown(position, block)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)
