@@ -1,12 +1,12 @@
 """How fast an optimizer's rule goes over the bytes that it reads and writes, measured on tensors of its own."""
 
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from tapestream.optim.state import OptimizerClass
+from tapestream.planning.timing import timed
 
 _MOST = 2**19  # elements: a few times what a core's own cache holds
 
@@ -31,21 +31,8 @@ def bytes_per_second(
             parameter.grad = torch.zeros_like(parameter)
             optimizer = cls([{**options, "params": [parameter]}], **required)
             optimizer.step()  # makes the state
-            seconds = min(_seconds(optimizer, device) for _ in range(2))
+            seconds = min(timed(device, optimizer.step)[0] for _ in range(2))
         except Exception:
             return None
     state = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, torch.Tensor)]
     return (3 * parameter.nbytes + 2 * sum(t.nbytes for t in state)) / seconds
-
-
-def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    _finish(device)
-    start = perf_counter()
-    optimizer.step()
-    _finish(device)
-    return perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

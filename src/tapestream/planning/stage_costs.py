@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -11,6 +10,7 @@ import torch
 
 from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
+from tapestream.planning.timing import timed
 from tapestream.planning.uneven import Skewed, skewed
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.runner import Runner, Tape
@@ -31,7 +31,7 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     if first and device.type == "cuda":
         _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
     with watch.measured() as meter:
-        seconds, out = _clock(device, lambda: runner.forward(0, state))
+        seconds, out = timed(device, lambda: runner.forward(0, state))
     output_nbytes = _made_nbytes(state, out)
     cost, tape = _measure_record(runner, state, output_nbytes, watch)
     backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
@@ -55,11 +55,11 @@ def settled(runner: Runner, state: State, out: State, cost: StageCost, device: t
     forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
     end = time.perf_counter() + _SETTLING_SECONDS
     for _ in range(_MOST_RUNS):
-        forward = min(forward, _clock(device, lambda: runner.forward(0, state))[0])
-        seconds, (_, tape) = _clock(device, lambda: runner.record(0, state))
+        forward = min(forward, timed(device, lambda: runner.forward(0, state))[0])
+        seconds, (_, tape) = timed(device, lambda: runner.record(0, state))
         record = min(record, seconds)
         run = partial(runner.backward, 0, tape, _cotangents(tape, out), {})
-        backward = min(backward, _clock(device, run)[0])
+        backward = min(backward, timed(device, run)[0])
         if time.perf_counter() > end:
             break
     return replace(cost, forward_seconds=forward, record_seconds=record, backward_seconds=backward)
@@ -78,7 +78,7 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
     with watch.measured() as meter:
-        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(0, state))
+        seconds, (out, tape) = timed(watch.device, lambda: runner.record(0, state))
     runner.hooks = None
     inputs, outputs = storages(state.tensors), storages(out.tensors)
     saved = max(0, meter.end_nbytes - output_nbytes)
@@ -101,7 +101,7 @@ def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch
     there beside what it frees), and its peak with these."""
     cotangents = _cotangents(tape, out)
     with watch.measured() as meter:
-        seconds, (given, pairs) = _clock(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
+        seconds, (given, pairs) = timed(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
     return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
 
@@ -137,11 +137,3 @@ def _made_nbytes(state: State, out: State) -> int:
     """Bytes of ``out`` that are not those of ``state``."""
     held = storages(state.tensors)
     return sum(n for a, n in storages(out.tensors).items() if a not in held)
-
-
-def _clock(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, result

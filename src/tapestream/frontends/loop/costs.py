@@ -1,6 +1,5 @@
 """What a step costs: bytes and seconds, measured on the loop's own executor."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from tapestream.costs import StageCost
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.planning.timing import timed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.buffers import held
 from tapestream.runner.graph import next_sequence_number
@@ -72,7 +72,7 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     """Record and reverse one step, measured."""
     before = next_sequence_number()
     with watch.measured() as recording:
-        seconds, (out, tape) = _clock(watch.device, lambda: runner.record(state, number))
+        seconds, (out, tape) = timed(watch.device, lambda: runner.record(state, number))
     nodes = next_sequence_number() - before
     inputs, outputs = _storages(runner, state), _storages(runner, out)
     output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
@@ -82,7 +82,7 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     ]
     made = sum(g.nbytes for g in cotangents if g is not None)
     with watch.measured() as reversing:
-        backward_seconds, found = _clock(watch.device, lambda: runner.backward(tape, number, cotangents))
+        backward_seconds, found = timed(watch.device, lambda: runner.backward(tape, number, cotangents))
     returned = sum(g.nbytes for g in found if g is not None)
     return StageCost(
         forward_seconds=0.0,
@@ -99,17 +99,9 @@ def _storages(runner: TensorSteps, state: Any) -> dict[int, int]:
     return storages([leaf for leaf in runner.form.leaves(state) if isinstance(leaf, torch.Tensor)])
 
 
-def _clock(device: torch.device, run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    found = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, found
-
-
 def _fastest(device: torch.device, run: Callable[[], Any]) -> float:
     fastest, spent = float("inf"), 0.0
     while spent < _SAMPLE_SECONDS:
-        seconds, _ = _clock(device, run)
+        seconds, _ = timed(device, run)
         fastest, spent = min(fastest, seconds), spent + seconds
     return fastest
