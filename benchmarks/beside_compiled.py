@@ -10,13 +10,12 @@ both draw the same numbers, so that what differs is what recomputing got wrong (
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from benchmarks.common import Row, Run, Settings, alternate, mebibytes, milliseconds, same_bits, save, settings, yes
+from benchmarks.common import Row, Settings, alternate, mebibytes, milliseconds, same_bits, save, settings, yes
 from benchmarks.equal_peak import peak_of_step
-from benchmarks.networks import Case, Network, gpt, resnet
-from benchmarks.program_networks import at_peak, off_by, step_of, with_dropout
+from benchmarks.networks import Case, gpt, resnet
+from benchmarks.program_networks import at_peak, compiled, off_by, step_of, with_dropout
 
 TITLE = "torch.compile with activation_memory_budget, beside a Program at the same peak"
 BUDGETS = (0.25, 0.5)
@@ -58,20 +57,6 @@ def _row(case: Case, budget: float, fallback: bool, everything: list[Tensor | No
         "its gradients off those of its budget 1 by": round(off_by(found, everything), 7),
         "claim": "bits of plain PyTorch at no more memory", "met": yes(same and peak <= allowed),
     }  # fmt: skip
-
-
-def compiled(case: Case, budget: float, *, fallback: bool) -> tuple[Network, Run, list[Tensor | None]]:
-    """A network, its compiled step, and the gradients of one."""
-    torch._dynamo.reset()
-    network = case.network()
-    loss = torch.compile(network)
-    step = step_of(network, case, loss)
-    with (
-        torch._functorch.config.patch(activation_memory_budget=budget),
-        torch._inductor.config.patch(fallback_random=fallback),
-    ):
-        step()
-    return network, step, [p.grad for p in network.parameters()]
 
 
 if __name__ == "__main__":

@@ -69,10 +69,7 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     steps["checkpoint_sequential"] = best.step
     equal, like = at_peak(case, best.peak_nbytes)
     steps["Program at its peak"] = step_of(equal, case, like)
-    compiled = case.network()
-    steps["compiled"] = step_of(compiled, case, _compiled(compiled))
-    with torch._functorch.config.patch(activation_memory_budget=0.25):
-        steps["compiled"]()
+    its, steps["compiled"], _ = compiled(case, 0.25, fallback=True)
     timings = alternate(steps, chosen.rounds, chosen.device)
     wanted = [p.grad for p in theirs.parameters()]
     first = {"network": case.name, "MiB of plain": mebibytes(stored), "MiB of its tape": mebibytes(tape)}
@@ -111,9 +108,9 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     }  # fmt: skip
     yield {
         **first, "way": "torch.compile, activation_memory_budget=0.25",
-        "MiB": mebibytes(peak_of_step(compiled, steps["compiled"], case)),
+        "MiB": mebibytes(peak_of_step(its, steps["compiled"], case)),
         "ms": milliseconds(timings.seconds("compiled")), **timings.ratio("compiled", "plain"),
-        "gradients off by": round(off_by([p.grad for p in compiled.parameters()], wanted), 6),
+        "gradients off by": round(off_by([p.grad for p in its.parameters()], wanted), 6),
     }  # fmt: skip
 
 
@@ -176,10 +173,18 @@ def step_of(network: Network, case: Case, loss: Loss) -> Run:
     return step
 
 
-def _compiled(network: Network) -> Loss:
-    torch._inductor.config.fallback_random = True  # dropout draws what it draws in plain PyTorch
-    found: Loss = torch.compile(network)
-    return found
+def compiled(case: Case, budget: float, *, fallback: bool) -> tuple[Network, Run, list[Tensor | None]]:
+    """A network, its compiled step, and the gradients of one; ``fallback``: with eager PyTorch's random numbers."""
+    torch._dynamo.reset()
+    network = case.network()
+    loss = torch.compile(network)
+    step = step_of(network, case, loss)
+    with (
+        torch._functorch.config.patch(activation_memory_budget=budget),
+        torch._inductor.config.patch(fallback_random=fallback),
+    ):
+        step()
+    return network, step, [p.grad for p in network.parameters()]
 
 
 def off_by(found: list[Tensor | None], wanted: list[Tensor | None]) -> float:
