@@ -1,6 +1,7 @@
 """Binomial checkpointing (Griewank & Walther 2000, "Algorithm 799: revolve")."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Node, Schedule
@@ -8,6 +9,8 @@ from tapestream.planners._fit import by_seconds, device_limit, device_peak, firs
 from tapestream.planners._recurrences import binomial_cut, counts, divide
 
 NAME = "revolve"
+_SHORT = 64
+"""Stages."""
 
 
 def plan(
@@ -36,7 +39,13 @@ def plan(
 
 
 def binomial(n: int, slots: int) -> Node:
-    """The tree of binomial checkpointing on ``n`` stages."""
+    """The tree of binomial checkpointing on ``n`` stages. Trees of short chains are remembered: programs ask for those
+    of the same few lengths again and again."""
+    return _remembered(n, slots) if n <= _SHORT else divide(n, slots, binomial_cut)
+
+
+@lru_cache(maxsize=2048)
+def _remembered(n: int, slots: int) -> Node:
     return divide(n, slots, binomial_cut)
 
 

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import test_program_random
 import torch
-from side_by_side import compare, least, outcome, same
+from side_by_side import compare, fix_seconds, least, outcome, same
 from tiered import DEVICE, DISK, DISKS, HOST, HOSTS
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,8 +90,10 @@ def peak_budget(net: nn.Module, x: Tensor, part: float) -> int:
     return int(part * run.plan.peak_nbytes)
 
 
-@pytest.mark.parametrize("part", [0.3, 0.5])
-@pytest.mark.parametrize("planner", PLANNERS)
+PARTS = [(planner, part) for planner in PLANNERS for part in (0.3, 0.4 if planner == "superneurons" else 0.5)]
+
+
+@pytest.mark.parametrize(("planner", "part"), PARTS)
 @pytest.mark.parametrize("engine", ["threads", "adversarial", "fake_streams"])
 def test_equal_bits_and_bytes_as_planned(engine: str, planner: str, part: float, tmp_path: Path) -> None:
     net, x = network()
@@ -276,6 +278,31 @@ def test_second_backwards_and_parts_of_one(tmp_path: Path) -> None:
     last = parameters[-4:]
     assert all(map(torch.equal, torch.autograd.grad(half, last, retain_graph=True), wanted[-4:]))
     assert all(map(torch.equal, torch.autograd.grad(half, parameters), wanted))
+
+
+def test_superneurons_goes_by_single_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of convolutions are kept or move, what is cheap between them runs again, and no convolution does."""
+    fix_seconds(monkeypatch, {"conv2d": 1.0, "batch_norm": 0.01, "relu": 0.01})
+    torch.manual_seed(0)
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Softplus()) for _ in range(12)]
+    net, x = nn.Sequential(*(layer for four in layers for layer in four)), torch.randn(4, 8, 16, 16)
+    function = lambda x: net(x).square().sum()  # noqa: E731
+    for part, times in ((0.2, {2, 3, 4}), (0.3, {1})):
+        run = compare(
+            function, list(net.parameters()), lambda: (x * 1.0,), peak_budget(net, x, part), calls=3,
+            planner="superneurons", modules=[net], **options("threads", tmp_path),
+        )  # fmt: skip
+        rows = run.explain(x * 1.0).rows
+        assert run.plan is not None
+        assert len(run.plan.profile) == len(net) + 12 + 2  # batches are counted; the square and the sum
+        assert (
+            {"moved"}
+            < {row.fate for row in rows if row.operation == "conv2d"}
+            <= {"moved", "restart checkpoint", "kept"}
+        )
+        again = [row for row in rows if row.fate == "recomputed"]
+        assert {row.operation for row in again} == {"batch_norm", "relu", "softplus"}
+        assert {row.times for row in again} == times
 
 
 def test_a_plan_may_say_that_the_first_state_moves(tmp_path: Path) -> None:

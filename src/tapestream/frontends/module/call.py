@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore, Replaced
@@ -14,9 +14,11 @@ from tapestream.executor.lending import lending_hooks
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
+from tapestream.frontends.module.anchor import Anchor, hooked, refusing
 from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.prepare import Prepared
+from tapestream.frontends.module.returned import Watched
 from tapestream.frontends.module.wide import adds_once
 from tapestream.ir.actions import Tier
 from tapestream.runner.checkpointing import checkpointing_off
@@ -69,6 +71,7 @@ class StreamCall:
         self._views: dict[int, SegmentView] = {}
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
+        self._returned = Watched()
         self.link = Link()
         self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
         live.calls.add(self)
@@ -76,15 +79,20 @@ class StreamCall:
     def _anchored(self) -> torch.Tensor:
         root = torch.empty(0, requires_grad=True).view(0)
         blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
-        parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not _hooked(p)]
-        anchor: torch.Tensor = _Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
+        parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not hooked(p)]
+        anchor: torch.Tensor = Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
         assert root.grad_fn is not None
         assert anchor.grad_fn is not None
         self._ends = root.grad_fn, anchor.grad_fn
         self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
         for name, node in self._watched.items():
-            node.register_prehook(_refusing(name, root.grad_fn))
+            node.register_prehook(refusing(name, root.grad_fn))
         return anchor
+
+    def watched(self, result: Any) -> Any:
+        """``result`` of the model. Whether the user still holds it is looked at when backward begins."""
+        self._returned = self.asked.returned.watch(result)
+        return result
 
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
@@ -222,6 +230,7 @@ class StreamCall:
 
     def _begin_backward(self) -> None:
         self._differentiating = True
+        self._returned.look()
         self.live.begins(self)
         if self.prepared.update == "backward":
             self._check_no_gradients()
@@ -309,37 +318,3 @@ class StreamCall:
 def _handed_on(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """A block that is left out of a call."""
     return state
-
-
-def _refusing(name: str, root: Node) -> Callable[[Any], None]:
-    """A hook of the node where gradients of a parameter arrive that its module's calls do not make."""
-
-    def refuse(gradients: Any) -> None:
-        if gradients[0] is not None and torch._C._will_engine_execute_node(root):
-            raise GradientError(
-                f"{name!r} comes and goes with its module (a block, an embedding, a head), but was used otherwise than "
-                "by calling that module, in one backward with such a call. Call the module; or, with update='step', "
-                "differentiate that use (a penalty on weights) by a backward of its own; or make a loss of the head's "
-                "weight by stream(..., loss_chunks='auto'); or keep it on the device (blocks=[...] names the modules "
-                "to stream, home='device' streams none)"
-            )
-
-    return refuse
-
-
-def _hooked(parameter: torch.nn.Parameter) -> bool:
-    # An edge to its node would let its hooks see a gradient that is None.
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-class _Anchor(torch.autograd.Function):
-    """Makes parameters part of the graph, so that asking for the gradient of one reaches the blocks."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = len(parameters)
-        return root.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        return (None,) * (1 + ctx.parameters)

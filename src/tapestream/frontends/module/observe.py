@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
@@ -17,6 +18,7 @@ from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
+from tapestream.frontends.module.returned import Turn
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.written import parameters_unwritten
@@ -63,8 +65,8 @@ class Segment:
 class Observed:
     """What one observed call gave.
 
-    ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn_nbytes`` and ``turn_seconds``: what runs
-    after the last block's forward and before its backward (head, loss). ``writes_outside``: whether what runs outside
+    ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn``: what runs after the last of them.
+    ``writes_outside``: whether what runs outside
     blocks wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
     ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
     gradients are made when the backward of all blocks has ended.
@@ -72,8 +74,7 @@ class Observed:
 
     segments: list[Segment]
     before_nbytes: int
-    turn_nbytes: int
-    turn_seconds: float
+    turn: Turn
     writes_outside: bool
     used_directly: frozenset[int]
     used_first: frozenset[int]
@@ -128,8 +129,7 @@ class Observation:
             ):
                 try:
                     self._measure_outside()
-                    result = original(*args, **kwargs)
-                    turn_nbytes, turn_seconds = self._turn(result)
+                    turn = self._turn([original(*args, **kwargs)])
                     self._observe_the_rest()
                 finally:
                     self._stop_measuring()
@@ -139,7 +139,7 @@ class Observation:
             snapshot.put_back()
             self._profiled.put_back()
         return Observed(
-            self.segments, self._before_nbytes, turn_nbytes, turn_seconds, written, frozenset(self._direct.found),
+            self.segments, self._before_nbytes, turn, written, frozenset(self._direct.found),
             (self._first or frozenset()) - self._later,
         )  # fmt: skip
 
@@ -148,29 +148,39 @@ class Observation:
         autocast = Autocast.capture(self.device)
         return autocast.entered(cache=False) if autocast.enabled else contextlib.nullcontext()
 
-    def _turn(self, result: Any) -> tuple[int, float]:
-        """Differentiate what the model returned down to the last block's output, as the user's backward will."""
-        found = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    def _turn(self, returned: list[Any]) -> Turn:
+        """Differentiate what the model ``returned`` down to the last block's output, as the user's backward will. The
+        list is emptied on the way: only it may hold that."""
+        found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
         self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
-        leaves = [t for t in self._link.tensors if t.requires_grad]
+        leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
         weights = [p for p in self.model.parameters() if p.requires_grad and p.dim() < 2 and id(p) not in inside]
+        forward, self._link = self._stop_measuring(), Link()
+        assert forward is not None
+        assert self._watch is not None
+        with self._watch.measured() as dropping:
+            found.clear()
+            returned.clear()
+        self._measure_outside()
         start = time.perf_counter()
         made: tuple[torch.Tensor | None, ...] = ()
         if roots and leaves:
             with hooks_off(weights):
-                wanted, seeds = (*leaves, *weights), [torch.ones_like(t) for t in roots]
+                wanted: list[Any] = [*leaves, *weights]
+                seeds = [torch.ones_like(t) for t in roots]
                 made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         seconds = time.perf_counter() - start
-        meter = self._stop_measuring()
+        backward = self._stop_measuring()
+        assert backward is not None
         given = [t for t in made[: len(leaves)] if t is not None]
         cotangents = sum(storages(given).values())  # the simulator counts them itself
         # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
         loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)
-        return max(0, (0 if meter is None else meter.rise_nbytes) - cotangents) + loss, seconds
+        return Turn.of(forward, dropping, backward, cotangents, loss, seconds)
 
     def _measure_outside(self, *held: torch.Tensor) -> None:
         """Measure until the next block. ``held``: what the caller is about to drop, kept so long, as the section does

@@ -1,7 +1,7 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,6 +11,7 @@ from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moves_states
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.observe import Observed, Segment
+from tapestream.frontends.module.returned import Returned
 from tapestream.frontends.module.shared import Shared, shared_blocks
 from tapestream.frontends.module.step import Step
 from tapestream.frontends.module.terms import Terms, Update
@@ -54,7 +55,7 @@ class Prepared:
     ``moving``: per segment, whether its plan moves states.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
-    values that have bytes there at some moment.
+    values that have bytes there at some moment. ``returned``: what such calls give beside their loss.
     """
 
     segments: tuple[Segment, ...]
@@ -75,6 +76,7 @@ class Prepared:
     late: "Late"
     on_disk: frozenset[Value]
     moving: tuple[bool, ...]
+    returned: Returned = field(default_factory=Returned)
 
     @property
     def plan(self) -> Plan:
@@ -101,7 +103,27 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         if handle.cut_finer():
             return prepare(handle, observed)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
-    return assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
+    found = assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
+    return replace(found, returned=Returned(observed.turn.results_nbytes))
+
+
+def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[object, Prepared]) -> Prepared:
+    """``found``, or where calls of its kind find what they return dropped when backward begins, and the plan is not the
+    user's own, plans with that room, which are kept in ``known``."""
+    if not found.returned.dropped or handle.given is not None:
+        return found
+    key = id(found), "without results"
+    if key not in known:
+        allowed, less = handle.budget.device_nbytes, found.returned.nbytes
+        assert allowed is not None
+        profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
+        segments, shared, outside = found.segments, found.shared, profiles[0].outside_nbytes
+        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
+        other = assembled(
+            handle, allowed, segments, plans, profiles, shared, found.writes_outside, found.late
+        )  # fmt: skip
+        known[key] = replace(other, returned=found.returned)
+    return known[key]
 
 
 def terms_of(handle: "Streamed") -> Terms:
@@ -116,7 +138,7 @@ def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     """Bytes that the head, its logits and the loss make."""
     last = observed.segments[-1]
     made = last.costs if terms_of(handle).is_wide(last) else []
-    return observed.turn_nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
+    return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
 
 
 def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
@@ -232,7 +254,7 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
         [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
-        observed.turn_nbytes, observed.turn_seconds,
+        observed.turn.nbytes, observed.turn.seconds,
     )  # fmt: skip
     found = []
     for number, segment in enumerate(observed.segments):

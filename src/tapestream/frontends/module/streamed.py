@@ -27,7 +27,7 @@ from tapestream.frontends.module.live import Live, SegmentView
 from tapestream.frontends.module.node import apply_block
 from tapestream.frontends.module.observe import Observation, Observed, StaysPut
 from tapestream.frontends.module.pinned import Pinned
-from tapestream.frontends.module.prepare import Prepared, prepare
+from tapestream.frontends.module.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.terms import Update
 from tapestream.frontends.module.weights import Source
@@ -148,7 +148,7 @@ class Streamed:
         self.last = prepared
         try:
             with checkpointing_off():
-                return original(*args, **kwargs)
+                return call.watched(original(*args, **kwargs))
         except BaseException:
             call.abort()
             raise
@@ -236,7 +236,7 @@ class Streamed:
                 return None
             found = prepare(self, observed)
             self._prepared.add(kind, shapes, found)
-        return found
+        return without_results(self, found, self._beside)
 
     def _observe(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """One observed call, in which no parameter is used that a block might have sent home."""

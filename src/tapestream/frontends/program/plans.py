@@ -31,6 +31,8 @@ _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
 _FITTING = (FEW, 2 * FEW, 4 * FEW, MANY)
 """Stretches, where fewer do not fit."""
+_STRETCHES = {"auto": (MANY, *_FITTING[1:3], FINEST), "superneurons": (FINEST, MANY, FEW)}
+"""How many are tried, one after the other: few by planners with tables. SuperNeurons goes by single operations."""
 _SLOW = 2
 """Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
 _WORTH_SECONDS = 1.0
@@ -88,7 +90,7 @@ def prepare(
         better = _looked_for(borders, room, below) if looks == 1 else _refined(borders, before, room, below)
         found = [_Found(before.plan, before.cuts, before.holding), *better]
     else:
-        sizes = (MANY, *_FITTING[1:3], FINEST) if planner == "auto" else (FEW, MANY, FINEST)
+        sizes = _STRETCHES.get(planner, (FEW, MANY, FINEST))
         names = _QUICK if planner == "auto" else (planner,)
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
         tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)

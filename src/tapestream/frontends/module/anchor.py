@@ -1,0 +1,43 @@
+"""What makes the parameters of streamed blocks part of the graph, and refuses uses of them beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from tapestream.errors import GradientError
+
+
+class Anchor(torch.autograd.Function):
+    """Makes parameters part of the graph, so that asking for the gradient of one reaches the blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = len(parameters)
+        return root.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        return (None,) * (1 + ctx.parameters)
+
+
+def refusing(name: str, root: Node) -> Callable[[Any], None]:
+    """A hook of the node where gradients of a parameter arrive that its module's calls do not make."""
+
+    def refuse(gradients: Any) -> None:
+        if gradients[0] is not None and torch._C._will_engine_execute_node(root):
+            raise GradientError(
+                f"{name!r} comes and goes with its module (a block, an embedding, a head), but was used otherwise than "
+                "by calling that module, in one backward with such a call. Call the module; or, with update='step', "
+                "differentiate that use (a penalty on weights) by a backward of its own; or make a loss of the head's "
+                "weight by stream(..., loss_chunks='auto'); or keep it on the device (blocks=[...] names the modules "
+                "to stream, home='device' streams none)"
+            )
+
+    return refuse
+
+
+def hooked(parameter: torch.nn.Parameter) -> bool:
+    """Whether an edge to the parameter's node would let its hooks see a gradient that is None."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

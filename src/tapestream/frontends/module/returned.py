@@ -1,0 +1,80 @@
+"""What a model returns beside its loss (logits, mostly), which counts as long as the user holds it.
+
+A call with new shapes is planned as if its logits were there all the time, since the user may hold them. Most training
+loops have dropped them when backward begins (``loss = model(**batch).loss``, and the Trainer of Hugging Face), so
+that is looked at then, and later calls of the kind are planned with that room.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tapestream.runner.trees import tree_leaves
+from tapestream.storage.meter import MemoryMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What runs after the last block's forward and before its backward (head, loss). ``nbytes``: with all that the
+    model returns held; ``results_nbytes`` less, where what is not a loss has been dropped before backward."""
+
+    nbytes: int
+    results_nbytes: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, there: MemoryMeter, dropped: MemoryMeter, back: MemoryMeter, besides: int, loss: int, seconds: float
+    ) -> "Turn":
+        """From the forward, measured, what dropping the results gave, and the backward. ``besides``: bytes that are
+        counted elsewhere; ``loss``: what the user's own loss takes more."""
+        climbed = there.end_nbytes - min([0, *(nbytes for _, nbytes in there.samples)])
+        freed = max(0, -dropped.end_nbytes)
+        held, free = (
+            max(0, max(there.rise_nbytes, climbed - less + back.peak_nbytes, back.rise_nbytes) - besides) + loss
+            for less in (0, freed)
+        )
+        return cls(held, held - free, seconds)
+
+
+@dataclass(slots=True)
+class Returned:
+    """Of calls of one kind: ``nbytes`` that the plan may take once their results are dropped, and whether all of them
+    whose backward has begun had dropped these. One that holds them later takes that much more, once."""
+
+    nbytes: int = 0
+    _found: set[bool] = field(default_factory=set)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether there is something to gain, and no call that held it."""
+        return self._found == {True}
+
+    def watch(self, result: Any) -> "Watched":
+        """Of a call that has returned ``result``."""
+        if not self.nbytes or False in self._found:
+            return Watched()
+        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dim()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        sizes = [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]  # type: ignore[no-untyped-call]
+        return Watched(self, sizes)
+
+    def note(self, gone: int) -> None:
+        """``gone``: bytes of results that a backward did not find when it began."""
+        self._found.add(gone >= self.nbytes)
+
+
+@dataclass(slots=True)
+class Watched:
+    """The results of one call, not held."""
+
+    kind: Returned | None = None
+    storages: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Backward begins."""
+        if self.kind is not None:
+            gone = [nbytes for storage, nbytes in self.storages if storage.expired()]  # type: ignore[no-untyped-call]
+            self.kind.note(sum(gone))
