@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-quick test test-full lint clean
+.PHONY: help venv demo demo-quick test test-full lint style clean
 
 help:
 	@echo "make demo         train under a memory budget and compare with plain PyTorch"
@@ -39,13 +39,17 @@ demo: venv
 demo-quick: venv
 	@$(BIN)/tapestream demo --quick
 
-lint: venv
-	@echo "ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+lint: style
 	@echo "mypy";         $(BIN)/mypy --no-error-summary
+
+style: venv
+	@echo "ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo "lint-imports"; $(BIN)/lint-imports > .lint-imports.tmp 2>&1 || { cat .lint-imports.tmp; exit 1; }
 
-test: lint
-	@echo "pytest";       $(PYTEST)
+# Types are looked at while tests are collected, which takes one core.
+test: style
+	@echo "mypy, pytest"; $(BIN)/mypy --no-error-summary & types=$$!; \
+	  $(PYTEST); tests=$$?; wait $$types || { echo "mypy found errors, see above"; exit 1; }; exit $$tests
 
 test-full: lint
 	@echo "pytest, in full"; $(PYTEST) -m "full or not full"

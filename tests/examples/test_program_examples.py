@@ -28,7 +28,7 @@ def test_particles(tmp_path: Path) -> None:
 def test_particles_that_are_recomputed_have_the_gradient_of_a_plain_loop() -> None:
     positions = (torch.rand(100, 2, generator=torch.Generator().manual_seed(0)) - 0.5) / 3
     velocities = torch.zeros_like(positions).requires_grad_()
-    given = positions, velocities, program_particles.rings(8), 100
+    given = positions, velocities, program_particles.rings(8), 60
     (theirs,) = torch.autograd.grad(program_particles.misfit(*given), velocities)
     with pytest.raises(ts.BudgetError) as error:
         ts.Program(program_particles.misfit, budget=1)(*given)
