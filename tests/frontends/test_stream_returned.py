@@ -105,6 +105,47 @@ def test_who_holds_them_once_has_them_counted_from_then_on(tmp_path: Path) -> No
         assert found[1] == found[2] < found[0] == found[3] == found[4]
 
 
+def test_who_holds_them_is_seen_where_nothing_is_recomputed(tmp_path: Path) -> None:
+    """Calls of plain nodes."""
+    with streamed(CASE, "1TiB", **options_of("auto", tmp_path, "device")) as model:
+        found = turns(model, [dropping, dropping, holding, dropping])
+        assert found[1] == found[2] < found[0] == found[3]
+
+
+def test_a_smaller_batch_is_not_taken_for_somebody_who_holds(tmp_path: Path) -> None:
+    with streamed(CASE, "1.7MiB", **options_of("auto", tmp_path)) as model:
+        first = turns(model, [dropping])
+        x, labels = batch()
+        model.zero_grad()
+        dropping(model, (x[:-1], labels[:-1]))
+        assert turns(model, [dropping])[0] < first[0]
+
+
+class Deep(Classifier):
+    """Returns all states, too, and a tensor of another kind."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        logits = self.head(x)
+        return Out(F.cross_entropy(logits, labels), logits), states, labels.to_sparse()
+
+
+def test_states_among_the_results_are_not_the_logits(tmp_path: Path) -> None:
+    """What the simulator does not count is no room, whoever drops it."""
+    with streamed(CASE, "2MiB", **options_of("auto", tmp_path)) as model:
+        wanted = turns(model, [dropping, dropping])
+    with streamed(Model(Deep, batch), "2MiB", **options_of("auto", tmp_path)) as model:
+        for turn in wanted:
+            (loss, *_), *_ = model(*batch())
+            del _
+            loss.backward()
+            model.zero_grad()
+            assert ts.report(model).plan.profile.turn_nbytes >= turn
+
+
 def test_what_backward_needs_itself_is_no_room(tmp_path: Path) -> None:
     with streamed(Model(lambda: Classifier(saves=True), batch), "1.7MiB", **options_of("auto", tmp_path)) as model:
         first, second = turns(model, [dropping, dropping])

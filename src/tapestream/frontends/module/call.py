@@ -152,6 +152,7 @@ class StreamCall:
 
     def _end_plain(self, cotangents: Any) -> None:
         """A backward has begun; when it ends, the tape is gone unless it was to be retained."""
+        self._returned.look()
         self.live.begins(self)
         if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
             self._differentiating = True

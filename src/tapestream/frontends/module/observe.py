@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
@@ -18,7 +19,7 @@ from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.left_out import LeftOut
-from tapestream.frontends.module.returned import Turn
+from tapestream.frontends.module.returned import Turn, references, still_held
 from tapestream.frontends.module.swap import class_of
 from tapestream.frontends.module.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.written import parameters_unwritten
@@ -110,6 +111,7 @@ class Observation:
         self._watch: MemoryWatch | None = None
         self._held: tuple[torch.Tensor, ...] = ()
         self._alive: list[torch.Tensor] = []  # what a call that is not observed holds until its backward
+        self._outputs: list[tuple[StorageWeakRef, int]] = []  # of all blocks
         self._first: frozenset[int] | None = None  # ids of leaves behind what the first block is given
         self._later: set[int] = set()
 
@@ -159,12 +161,14 @@ class Observation:
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
         weights = [p for p in self.model.parameters() if p.requires_grad and p.dim() < 2 and id(p) not in inside]
-        forward, self._link = self._stop_measuring(), Link()
+        forward, results = self._stop_measuring(), references(returned)
         assert forward is not None
         assert self._watch is not None
+        states = still_held(self._outputs)  # those among the results are the blocks' business
         with self._watch.measured() as dropping:
             found.clear()
             returned.clear()
+        states += still_held(results)  # by the graph: the first plan is for those who hold all
         self._measure_outside()
         start = time.perf_counter()
         made: tuple[torch.Tensor | None, ...] = ()
@@ -310,6 +314,7 @@ class Observation:
             Guard.apply(self._root, t, bare.name) if requires else t.detach()  # type: ignore[no-untyped-call]
             for t, requires in zip(out.tensors, out.requires, strict=True)
         )
+        self._outputs += references(last)
         result, self._link = run.finish(out, last)
         self._alive += run.held
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))

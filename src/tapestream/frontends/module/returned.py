@@ -54,16 +54,15 @@ class Returned:
 
     def watch(self, result: Any) -> "Watched":
         """Of a call that has returned ``result``."""
-        if not self.nbytes or False in self._found:
-            return Watched()
-        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dim()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        sizes = [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]  # type: ignore[no-untyped-call]
-        return Watched(self, sizes)
+        return Watched(self, references(result)) if self.nbytes and False not in self._found else Watched()
 
-    def note(self, gone: int) -> None:
-        """``gone``: bytes of results that a backward did not find when it began."""
-        self._found.add(gone >= self.nbytes)
+    def note(self, there: int, gone: int) -> None:
+        """Of ``there`` bytes of results, a backward has found ``gone`` gone when it began. A call of smaller tensors
+        than those that were measured says nothing where it has dropped them."""
+        if gone < there:
+            self._found.add(False)
+        elif gone >= self.nbytes:
+            self._found.add(True)
 
 
 @dataclass(slots=True)
@@ -74,7 +73,26 @@ class Watched:
     storages: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
 
     def look(self) -> None:
-        """Backward begins."""
-        if self.kind is not None:
+        """Backward begins. The first look counts."""
+        kind, self.kind = self.kind, None
+        if kind is not None:
             gone = [nbytes for storage, nbytes in self.storages if storage.expired()]  # type: ignore[no-untyped-call]
-            self.kind.note(sum(gone))
+            kind.note(sum(nbytes for _, nbytes in self.storages), sum(gone))
+
+
+def references(result: Any) -> list[tuple[StorageWeakRef, int]]:
+    """The memory of plain tensors in ``result`` that are no numbers, not held, and its bytes, as the device's allocator
+    counts them. Asking others (logits that were not made yet, sparse ones) for their memory may make it, or fail."""
+    plain = [t for t in tree_leaves(result) if type(t) is torch.Tensor and t.layout is torch.strided and t.dim()]
+    storages = {t.untyped_storage().data_ptr(): (t.untyped_storage(), t.is_cuda) for t in plain}
+    rounding = 512  # CUDA's
+    return [
+        (StorageWeakRef(one), -(-one.nbytes() // rounding) * rounding if cuda else one.nbytes())  # type: ignore[no-untyped-call]
+        for one, cuda in storages.values()
+    ]
+
+
+def still_held(references: list[tuple[StorageWeakRef, int]]) -> list[torch.UntypedStorage]:
+    """Those that somebody holds, held."""
+    found = (torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one, _ in references)
+    return [one for one in found if one is not None]
