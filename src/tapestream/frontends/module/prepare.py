@@ -1,6 +1,7 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -114,16 +115,20 @@ def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[o
         return found
     key = id(found), "without results"
     if key not in known:
-        allowed, less = handle.budget.device_nbytes, found.returned.nbytes
-        assert allowed is not None
-        profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
-        segments, shared, outside = found.segments, found.shared, profiles[0].outside_nbytes
-        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
-        other = assembled(
-            handle, allowed, segments, plans, profiles, shared, found.writes_outside, found.late
-        )  # fmt: skip
-        known[key] = replace(other, returned=found.returned)
+        known[key] = found
+        with suppress(BudgetError):  # a planner's list need not hold what fitted before
+            known[key] = _with_room(handle, found)
     return known[key]
+
+
+def _with_room(handle: "Streamed", found: Prepared) -> Prepared:
+    allowed, less = handle.budget.device_nbytes, found.returned.nbytes
+    assert allowed is not None
+    profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
+    segments, shared, outside = found.segments, found.shared, profiles[0].outside_nbytes
+    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
+    other = assembled(handle, allowed, segments, plans, profiles, shared, found.writes_outside, found.late)
+    return replace(other, returned=found.returned)
 
 
 def terms_of(handle: "Streamed") -> Terms:
