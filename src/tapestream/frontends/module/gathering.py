@@ -1,15 +1,14 @@
 """Micro-batches: calls whose gradients are added to those that earlier backwards have left."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module.divide import Division
-from tapestream.frontends.module.prepare import Late, Prepared, assembled, terms_of
-from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.frontends.module.prepare import Late, Prepared, planned_again
+from tapestream.ir.actions import Kind, Tier
 from tapestream.passes.residency import uses_of_blocks
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def _all_sent_home(handle: "Streamed", prepared: Prepared) -> Prepared:
         outside = prepared.profiles[0].outside_nbytes + beside
         profiles = [replace(profile, outside_nbytes=outside) for profile in prepared.profiles]
         with suppress(BudgetError):
-            return _planned(handle, prepared, profiles, outside, staying)
+            return planned_again(handle, prepared, profiles, outside, Late(), staying)
     return prepared
 
 
@@ -53,7 +52,7 @@ def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
     outside += sum(map(_summed_nbytes, prepared.profiles))
     profiles = [_beside(profile, outside, max(made, default=0)) for profile in prepared.profiles]
     try:
-        return _planned(handle, prepared, profiles, outside, None, there)
+        return planned_again(handle, prepared, profiles, outside, Late(), None, there)
     except BudgetError as error:
         raise BudgetError(
             f"{error} (gradients of an earlier backward lie on the device, and this one is added to them: without "
@@ -62,21 +61,6 @@ def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
             least_nbytes=error.least_nbytes,
             stage=error.stage,
         ) from None
-
-
-def _planned(
-    handle: "Streamed",
-    prepared: Prepared,
-    profiles: Sequence[Profile],
-    outside: int,
-    resident: frozenset[Value] | None,
-    there: int = 0,
-) -> Prepared:
-    allowed = handle.budget.device_nbytes
-    assert allowed is not None
-    segments, shared = prepared.segments, prepared.shared
-    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
-    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, Late(), there)
 
 
 def _made_outside(handle: "Streamed") -> list[int]:

@@ -122,13 +122,28 @@ def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[o
 
 
 def _with_room(handle: "Streamed", found: Prepared) -> Prepared:
-    allowed, less = handle.budget.device_nbytes, found.returned.nbytes
-    assert allowed is not None
+    less = found.returned.nbytes
     profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
-    segments, shared, outside = found.segments, found.shared, profiles[0].outside_nbytes
-    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
-    other = assembled(handle, allowed, segments, plans, profiles, shared, found.writes_outside, found.late)
+    other = planned_again(handle, found, profiles, profiles[0].outside_nbytes, found.late)
     return replace(other, returned=found.returned)
+
+
+def planned_again(
+    handle: "Streamed",
+    prepared: Prepared,
+    profiles: Sequence[Profile],
+    outside: int,
+    late: Late,
+    resident: frozenset[Value] | None = None,
+    there: int = 0,
+) -> Prepared:
+    """Plans for the call of ``prepared`` with other ``profiles``, beside ``outside`` bytes. ``resident``: what lies on
+    the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
+    allowed = handle.budget.device_nbytes
+    assert allowed is not None
+    segments, shared = prepared.segments, prepared.shared
+    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
+    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, late, there)
 
 
 def terms_of(handle: "Streamed") -> Terms:
