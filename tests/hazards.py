@@ -43,6 +43,13 @@ class Drawn(nn.Module):
         return torch.tanh(x) * (0.5 + random.random()) * float(numpy.random.uniform(0.5, 1.5))
 
 
+class Paired(nn.Module):
+    """Multiplies by what NumPy draws two at a time: every second number has waited and leaves its words alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * (1 + 0.1 * float(numpy.random.standard_normal()))
+
+
 class Single(nn.Module):
     """To single precision."""
 
@@ -216,6 +223,7 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "rrelu": lambda: [Block(nn.RReLU(), nn.Dropout(0.1)) for _ in range(DEPTH)],
     "rrelu in place": lambda: [Block(nn.RReLU(inplace=True)) for _ in range(DEPTH)],
     "python's and numpy's numbers": lambda: [Block(Drawn()) for _ in range(DEPTH)],
+    "numpy's pairs of numbers": lambda: [Block(Paired()) for _ in range(DEPTH)],
     "batch norm": lambda: [Block(norm(), nn.Tanh()) for _ in range(DEPTH)],
     "batch norm and relu in place": lambda: [Block(norm(), nn.ReLU(inplace=True)) for _ in range(DEPTH)],
     "autocast": lambda: [Block(nn.LayerNorm(WIDTH), nn.GELU(), Single()) for _ in range(DEPTH)],

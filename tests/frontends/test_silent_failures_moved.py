@@ -29,6 +29,7 @@ STAYS = {
         "frozen first",
         "its state on the context",
         "its result on the context",
+        "numpy's pairs of numbers",
         "tied weights",
     ),
     "program, superneurons": ("autocast", "frozen", "frozen first", "its state on the context", "a skip"),

@@ -24,16 +24,20 @@ class _Place:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Saved:
+    """A tensor that stays where it is. ``lent``: it is a parameter's, or a view of one."""
+
     tensor: torch.Tensor
     version: int
+    lent: bool
 
 
 def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch) -> tuple[Pack, Unpack]:
     """Hooks under which a stage that uses ``block`` is recorded.
 
-    Its parameters may leave the device between Record and Backward; Backward finds them wherever they came back to.
+    Its parameters may leave the device between Record and Backward, unless that is their home; Backward finds them
+    wherever they came back to.
     Hooks switch autograd's own check of version counters off, so both kinds are checked here. ``watch`` is open while
     they may be asked: what a stage leaves in objects must not be differentiated from outside.
     """
@@ -44,26 +48,27 @@ def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch)
         region = store.copies.regions.get((value, Tier.DEVICE))
         if region is not None:
             known[region.memory.untyped_storage().data_ptr()] = value, region.memory.data_ptr()
-    region = None
+    region, stay = None, store.home is Tier.DEVICE
+    lent = 0 if block is None else store.version(block)
 
     def pack(tensor: torch.Tensor) -> Any:
         found = known.get(tensor.untyped_storage().data_ptr()) if known else None
-        if found is None:
-            return _Saved(tensor.detach(), tensor._version)  # detached: an output would hold the node that saves it
+        if found is None or stay:  # detached: an output would hold the node that saves it
+            return _Saved(tensor.detach(), tensor._version, found is not None)
         value, start = found
-        version = store.version(value.index)
-        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, version)
+        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, lent)
 
     def unpack(saved: Any) -> torch.Tensor:
         watch.check(name)
         if isinstance(saved, _Saved):
-            if saved.tensor._version != saved.version:
+            if saved.tensor._version == saved.version:
+                return saved.tensor
+            if not saved.lent:
                 raise GradientError(
                     f"a tensor that {name} saved for its backward was modified by an in-place operation "
                     "afterwards; clone() it first"
                 )
-            return saved.tensor
-        if store.version(saved.value.index) != saved.version:
+        if isinstance(saved, _Saved) or store.version(saved.value.index) != saved.version:
             raise GradientError(
                 f"the parameters of {name} were changed after this forward, so its gradient would be that of "
                 "other weights; "

@@ -28,6 +28,7 @@ from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
+from tapestream.runner.unneeded import End
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
@@ -141,7 +142,7 @@ def profile_stage(
             with watch.paused():
                 cost = settled(runner, state, out, cost, device)
         if cost.forward_seconds >= _LONG_SECONDS and not traits.calls_autograd:
-            runner.traits = [replace(runner.traits[0], saved=len(looks[1]))]
+            runner.traits = [replace(runner.traits[0], end=End(len(looks[1])))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
             runner.traits = [replace(runner.traits[0], draws_host=True)]
         elif not escapes:
@@ -161,7 +162,7 @@ def _as_known(
         return None
     cost, model, _ = alike[kind]
     host = traits.draws_host or model.draws_host
-    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host, saved=model.saved)
+    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host, end=model.end)
 
 
 def _kind_of(state: State, out: State, traits: Traits) -> object:

@@ -4,10 +4,12 @@ recompute"."""
 import contextlib
 import ctypes
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -75,45 +77,61 @@ class TorchGenerators:
 
 @dataclass(frozen=True, slots=True)
 class HostGenerators:
-    """States of Python's and NumPy's global generators: slow to capture (50 microseconds), so taken only where
-    needed. ``own``: with those of generator objects that user code holds."""
+    """States of Python's and NumPy's global generators. ``own``: with those of generator objects that user code
+    holds."""
 
-    python: Any
+    mark: "HostMark"
     numpy: Any
     own: tuple[tuple[Any, Any], ...] = ()  # generator, state
 
     @classmethod
     def capture(cls, own: Iterable[object] = ()) -> "HostGenerators":
         """The states as they are now. ``own``: objects of `GENERATORS`."""
-        states = tuple((one, state_of(one)) for one in own)
-        return cls(random.getstate(), numpy.random.get_state(legacy=False), states)
+        mark = host_mark()
+        return cls(mark, _numpy_state(mark.numpy), tuple((one, state_of(one)) for one in own))
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        random.setstate(self.python)
+        random.setstate(self.mark.python)
         numpy.random.set_state(self.numpy)
         for one, state in self.own:
             set_state(one, state)
 
     def equals(self, other: "HostGenerators") -> bool:
         """Nothing was drawn in between."""
-        mine, theirs = self.numpy["state"], other.numpy["state"]
-        if self.python != other.python or not same_states(self.own, other.own):
-            return False
-        return mine["pos"] == theirs["pos"] and bool((mine["key"] == theirs["key"]).all())
+        return self.mark == other.mark and same_states(self.own, other.own)
 
 
-_MT19937 = ctypes.c_char * 2500
-"""The state of NumPy's global generator: 624 words and a place among them."""
+class HostMark(NamedTuple):
+    """Equal as long as nobody draws from Python's or NumPy's generator."""
+
+    python: Any
+    numpy: tuple[bytes | str, bytes]
 
 
-def host_mark() -> Any:
-    """Equal as long as nobody draws from Python's or NumPy's generator. To ask NumPy for its state takes a hundred
-    times as long as to copy it from where it lies."""
-    numbers: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    known = type(numbers) is numpy.random.MT19937
-    state = _MT19937.from_address(numbers.ctypes.state_address).raw if known else repr(numbers.state)
-    return random.getstate(), state
+_MT19937_NBYTES = 2500  # the numbers behind NumPy's global generator: 624 words and a place among them
+_HEAD_NBYTES = 16  # of an object: its count of references and its type
+
+
+def host_mark() -> HostMark:
+    """As they are now. To ask NumPy for its state takes a hundred times as long as to copy it from where it lies: the
+    words, and the object that draws them, in which a second normally distributed number waits for the next draw."""
+    drawing: Any = numpy.random.mtrand._rand
+    numbers = drawing._bit_generator
+    if type(drawing) is not numpy.random.RandomState or type(numbers) is not numpy.random.MT19937 or not _IN_MEMORY:
+        return HostMark(random.getstate(), (repr(drawing.get_state(legacy=False)), b""))
+    words = ctypes.string_at(numbers.ctypes.state_address, _MT19937_NBYTES)
+    waiting = ctypes.string_at(id(drawing) + _HEAD_NBYTES, numpy.random.RandomState.__basicsize__ - _HEAD_NBYTES)
+    return HostMark(random.getstate(), (words, waiting))
+
+
+_IN_MEMORY = sys.implementation.name == "cpython"  # where an object's id says where it lies
+
+
+@lru_cache(maxsize=8)
+def _numpy_state(mark: tuple[bytes | str, bytes]) -> Any:
+    """NumPy's state, asked for when it has this mark: slow (30 microseconds)."""
+    return numpy.random.get_state(legacy=False)
 
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)

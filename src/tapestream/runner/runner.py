@@ -20,7 +20,7 @@ from tapestream.runner.seen import Seen, first_run, written
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.stills import Look
-from tapestream.runner.unneeded import LeftOut, end_left_out
+from tapestream.runner.unneeded import End, LeftOut, end_left_out
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -96,19 +96,19 @@ class Runner:
         Unless its output is needed, a recompute may leave out what follows the last saved tensor; the state then has no
         tensors.
         """
-        saved = self.traits[k].saved
-        if saved is not None and not output_needed and k in self.seen:
+        end = self.traits[k].end
+        if end is not None and not output_needed and k in self.seen:
             try:
-                return self._record(k, state, saved)
+                return self._record(k, state, end)
             except Exception:  # the user's code may stumble over numbers that are none, too
                 self.traits = [*self.traits]
-                self.traits[k] = replace(self.traits[k], saved=None)
+                self.traits[k] = replace(self.traits[k], end=None)
         return self._record(k, state, None)
 
-    def _record(self, k: int, state: State, saved: int | None) -> tuple[State, Tape]:
+    def _record(self, k: int, state: State, end: End | None) -> tuple[State, Tape]:
         with self._surroundings(k):
             since = next_sequence_number()
-            with self.watch.opened(), self._recording(k, saved) as left_out:
+            with self.watch.opened(), self._recording(k, end) as left_out:
                 guarded, inputs = self.guarded(k, state)
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, state, guarded)
@@ -126,12 +126,12 @@ class Runner:
             left_out.check_dropped()
         return out, Tape(k, inputs, edges, reached, owners)
 
-    def _recording(self, k: int, saved: int | None) -> contextlib.AbstractContextManager[object]:
+    def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
-        if saved is not None:
+        if end is not None:
             # Detached: a saved output would hold the node that saves it.
             pack, unpack = hooks or (torch.Tensor.detach, lambda tensor: tensor)
-            return end_left_out(saved, pack, unpack, self.device)
+            return end_left_out(end, pack, unpack, self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
 
     def record_tail(self, k: int, states: list[State]) -> tuple[State, Tape]:

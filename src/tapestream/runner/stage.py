@@ -13,6 +13,7 @@ from tapestream.errors import InputError
 from tapestream.runner.buffers import Slot, buffer_slots
 from tapestream.runner.captured import cell_contents
 from tapestream.runner.stills import Stills
+from tapestream.runner.unneeded import End
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Traits:
     differentiates inside itself, so its tape must live until it ends. ``plain_forward``: running it under ``no_grad``
     gave the same bits. ``casts_twice``: under autocast it casts one weight for several uses; ``casts``: ids of leaves
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
-    tensors carry a gradient. ``saved``: how many tensors it saves for its backward, where what follows the last of
-    them may be left out of a recompute. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
+    tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that
+    out. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
     ends at others too, made inside and gone with it.
     """
 
@@ -43,7 +44,7 @@ class Traits:
     makes_leaves: bool = False
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
-    saved: int | None = None
+    end: End | None = None
 
 
 class Stage:
