@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +182,6 @@ def test_a_plan_that_was_made_before(tmp_path: Path) -> None:
         ts.report(model).plan.save(tmp_path / "plan.json")
     plan = ts.Plan.load(tmp_path / "plan.json")
     assert_exact(LONG, budget, plan=plan, **options_of("adversarial", tmp_path / "home"))
-
-
-def test_what_may_not_move_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = offloading(tmp_path)
-    budget = budget_at("least", LONG, sgd, **found)
-    with streamed(LONG, budget, **found) as model:
-        handle = handle_of(model)
-        terms = replace(prepare.terms_of(handle), moves=frozenset())
-        monkeypatch.setattr(prepare, "terms_of", lambda handle: terms)
-        with pytest.raises(InputError, match="planner 'offload' moves saved tensors to a slower tier"):
-            loss_at(model, LONG)
 
 
 class Fed(nn.Module):

@@ -238,7 +238,7 @@ def test_a_stage_whose_parameters_arrive_slowly_is_not_recomputed():
     blocks = tuple(BlockCost(1000 if k < 4 else 1) for k in range(8))
     links = machine((0.01,), (0.01,))
     again = [0] * 8
-    for action in joint(Profile(stages, 1, blocks), 52, links):
+    for action in joint(Profile(stages, 1, blocks), 52, links, moves="none"):
         if isinstance(action, Forward):
             for k in range(action.start, action.stop):
                 again[k] += 1

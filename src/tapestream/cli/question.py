@@ -10,7 +10,7 @@ from tapestream.costs import Budget, Link, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.shared import find_shared
-from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.actions import Tier
 from tapestream.models.outline import Outline
 from tapestream.units import format_nbytes
 
@@ -130,7 +130,7 @@ class Question:
         terms = replace(
             outline.terms(self.update),  # type: ignore[arg-type]
             budget=Budget(host=self.ram, disk=self.disk), machine=self.machine, home=home,
-            planner=planner, moves=frozenset(Kind),
+            planner=planner,
         )  # fmt: skip
         outside, shared = profiles[0].outside_nbytes, find_shared(outline.segments, outline.uses)
         division = Division(terms, outline.segments, profiles, self.budget, outside, shared)

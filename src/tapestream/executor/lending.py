@@ -33,11 +33,13 @@ class _Saved:
     lent: bool
 
 
-def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch) -> tuple[Pack, Unpack]:
+def lending_hooks(
+    store: BlockStore, block: int | None, name: str, watch: Watch, others: tuple[Pack, Unpack] | None = None
+) -> tuple[Pack, Unpack]:
     """Hooks under which a stage that uses ``block`` is recorded.
 
     Its parameters may leave the device between Record and Backward, unless that is their home; Backward finds them
-    wherever they came back to.
+    wherever they came back to. What else it saves goes through ``others``, if there are such hooks.
     Hooks switch autograd's own check of version counters off, so both kinds are checked here. ``watch`` is open while
     they may be asked: what a stage leaves in objects must not be differentiated from outside.
     """
@@ -53,6 +55,8 @@ def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch)
 
     def pack(tensor: torch.Tensor) -> Any:
         found = known.get(tensor.untyped_storage().data_ptr()) if known else None
+        if found is None and others is not None:
+            return others[0](tensor)
         if found is None or stay:  # detached: an output would hold the node that saves it
             return _Saved(tensor.detach(), tensor._version, found is not None)
         value, start = found
@@ -68,6 +72,9 @@ def lending_hooks(store: BlockStore, block: int | None, name: str, watch: Watch)
                     f"a tensor that {name} saved for its backward was modified by an in-place operation "
                     "afterwards; clone() it first"
                 )
+        elif not isinstance(saved, _Place):
+            assert others is not None
+            return others[1](saved)
         if isinstance(saved, _Saved) or store.version(saved.value.index) != saved.version:
             raise GradientError(
                 f"the parameters of {name} were changed after this forward, so its gradient would be that of "

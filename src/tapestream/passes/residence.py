@@ -39,7 +39,7 @@ def at_step_of(schedule: Schedule) -> frozenset[Value]:
     there = set(at_start(schedule))
     for action in schedule:
         match action:
-            case Prefetch(value, _, Tier.DEVICE):
+            case Prefetch(value, _, Tier.DEVICE) if not value.kind.by_stage:  # saved tensors go with their backward
                 there.add(value)
             case Free(value, Tier.DEVICE):
                 there.discard(value)

@@ -55,9 +55,8 @@ def plan(
     stages, computations said stage by stage (`_patterns`) are tried besides, 400 at most, and other ways to recompute
     (`_again`). All other planners that apply with this machine compete, so it is never slower than any of them: their
     candidates are judged as long as their computation alone is faster than what was found. ``moves`` "states" leaves
-    saved tensors where they are, "none" recomputes only. With parameter blocks on a machine with links nothing else is
-    moved, a stage takes at least the seconds in which its parameters and gradients cross the link, and `rotor` alone is
-    asked.
+    saved tensors where they are, "none" recomputes only. With parameter blocks on a machine with links a stage takes at
+    least the seconds in which its parameters and gradients cross the link, and `rotor` alone is asked.
 
     Ours; optimal only where `_bound.least_seconds` is reached. Chains beyond 64 stages get copies for 64 runs of
     stages, and `online` no longer competes; beyond 2,500 unequal ones only `rotor` and copies behind computation do.
@@ -69,7 +68,7 @@ def plan(
     n, chain = len(profile), plain(profile)
     streamed = bool(profile.blocks and machine is not None and machine.links)
     if streamed and machine is not None:
-        chain, moves = _streamed(profile, machine), "none"
+        chain = _streamed(profile, machine)
     target = None if moves == "none" else _target(machine, tier)
     best = _Best(chain, Budget.of(budget), machine if target is not None else Machine())
     limit = best.budget.device_nbytes

@@ -1,6 +1,6 @@
 """`make_plan`: run the candidates, let the judge time them, take the fastest that fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
@@ -102,12 +102,19 @@ def make_plan(
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
-    if planner == "joint" and profile.blocks and not profile.ends:
+    if planner == "joint" and profile.blocks and not profile.ends and not knobs:
         names = _competitors(profile)
     for name in names:
-        own = knobs if name == planner else {}
-        search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, own))
+        for own in _variants(name, knobs if name == planner else {}, streamed=bool(profile.blocks)):
+            search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, own))
     return search.plan(planner)
+
+
+def _variants(name: str, knobs: dict[str, object], *, streamed: bool) -> Iterator[dict[str, object]]:
+    """Knobs to try: where blocks move too, what else moves may be in their way."""
+    yield knobs
+    if name == "joint" and streamed and not knobs:
+        yield {"moves": "none"}
 
 
 def _tape(name: str, plain: Profile, machine: Machine | None, knobs: dict[str, object], budget: Budget) -> Schedule:

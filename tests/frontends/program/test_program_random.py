@@ -1,7 +1,7 @@
 """Random programs over a dozen operations with views and writes: values and gradients are plain autograd's."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -76,6 +76,7 @@ OPERATIONS: tuple[Operation, ...] = (
     lambda pool, a, b, rng: torch.sigmoid(a) + torch.rand(SIDE, SIDE),
     write_row, write_column, mix, branch, forget, without_gradient, new,
 )  # fmt: skip
+WRITES = frozenset((*OPERATIONS[6:9], write_row, write_column))
 
 
 Parts = tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]
@@ -108,17 +109,29 @@ def made_of(steps: list[int], seed: int) -> Parts:
     return program, make, [w, x]
 
 
+def with_fewer_writes(steps: list[int]) -> Iterator[list[int]]:
+    """``steps``, and the same without the last of its writes, the last two, and so on."""
+    yield steps
+    for place in reversed([k for k, step in enumerate(steps) if OPERATIONS[step] in WRITES]):
+        steps = [*steps[:place], *steps[place + 1 :]]
+        yield steps
+
+
 def check(
     steps: list[int], seed: int, planner: str = "revolve", larger: tuple[int, ...] = (1, 4), calls: int = 4
 ) -> bool:
-    """Whether plain PyTorch gave what the program could be compared with. ``larger``: budgets, of the least."""
-    program, make, leaves = made_of(steps, seed)
-    try:
-        expected = outcome(program, leaves, make, seed)
-    except RuntimeError as error:  # writes that plain PyTorch refuses
-        if "modified by an inplace operation" not in str(error):  # in backward: replays may know the older values
-            with pytest.raises(type(error)):
-                outcome(Program(program, budget=1 << 20, planner=planner), leaves, make, seed)
+    """Compare a program, without writes that plain PyTorch refuses. Says whether there was anything to compare.
+    ``larger``: budgets, of the least."""
+    for fewer in with_fewer_writes(steps):
+        program, make, leaves = made_of(fewer, seed)
+        try:
+            expected = outcome(program, leaves, make, seed)
+            break
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):  # in backward: replays may know the older values
+                with pytest.raises(type(error)):
+                    outcome(Program(program, budget=1 << 20, planner=planner), leaves, make, seed)
+    else:
         return False
     budget = 1
     try:
@@ -149,30 +162,29 @@ programs = st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=24
 relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-def all_compared(most: int, start: int, **how: Any) -> None:
-    """Of ``most`` random programs plain PyTorch refuses up to half, for what they write into; the others are compared.
-    ``start``: what the programs are drawn from."""
-    compared: list[bool] = []
+def all_compared(least: int, start: int, **how: Any) -> None:
+    """As many random programs, or a few more. ``start``: what they are drawn from."""
+    compared = 0
 
     @hypothesis.seed(start)
-    @settings(max_examples=most, **relaxed)
+    @settings(max_examples=least * 21 // 20, **relaxed)
     @given(programs, st.integers(0, 10**6))
     def each(steps: list[int], seed: int) -> None:
-        compared.append(check(steps, seed, **how))
+        nonlocal compared
+        compared += check(steps, seed, **how)
 
     each()
-    assert len(compared) >= most
-    assert sum(compared) >= 0.45 * most
+    assert compared >= least  # not all have a gradient
 
 
 def test_random_programs() -> None:
-    all_compared(250, 0)
+    all_compared(125, 0)
 
 
 @pytest.mark.parametrize("part", range(1, 8))
 def test_two_thousand_random_programs(part: int) -> None:
-    """The other 1,750, in the least budget: a call of which nothing is known, and one that is planned."""
-    all_compared(250, part, larger=(1,), calls=2)
+    """The other 1,876, in the least budget: a call of which nothing is known, and one that is planned."""
+    all_compared(268, part, larger=(1,), calls=2)
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.travel.cargo import has_storage, head_of, held_by_others
+from tapestream.executor.travel.cargo import Stays, has_storage, head_of, held_by_others
 from tapestream.runner.runner import Pack, Unpack
 
 
@@ -46,12 +46,16 @@ class SavedTensors:
 
         return pack, unpack
 
-    def settle(self) -> None:
-        """The stage has run, and its states are still held: what only the graph holds may travel, all else stays."""
-        self._staying = frozenset(held_by_others(self.tensors()))
+    def settle(self, stays: Stays) -> None:
+        """The stage has run, and its states are still held: what only the graph holds may travel; all else stays, and
+        so does what ``stays`` says."""
+        tensors = self.tensors()
+        fixed = (head_of(t) for t in tensors if has_storage(t) and stays(t, head_of(t)))
+        self._staying = frozenset((*held_by_others(tensors), *fixed))
 
     def stays(self, tensor: torch.Tensor, head: int) -> bool:
-        """Whether something besides the graph held the bytes of the storage ``head`` when the stage had run."""
+        """Whether the storage ``head`` does not travel: something besides the graph held its bytes when the stage had
+        run, or they were not for us to move."""
         return head in self._staying
 
     def tensors(self) -> list[torch.Tensor]:

@@ -34,9 +34,9 @@ def moved_saved(schedule: Schedule, most: int = 100_000) -> Container[int]:
     return frozenset(value.index for value in values if value.kind is Kind.SAVED)
 
 
-def moves_states(schedule: Schedule) -> bool:
-    """Whether a schedule sends any state below the device."""
-    return any(isinstance(node, Offload) and node.value.kind is Kind.STATE for node in distinct_nodes(schedule.root))
+def moves_tape(schedule: Schedule) -> bool:
+    """Whether a schedule sends any state or saved tensors below the device."""
+    return any(isinstance(node, Offload) and node.value.kind.by_stage for node in distinct_nodes(schedule.root))
 
 
 class Travel:
@@ -66,7 +66,7 @@ class Travel:
         """Stage ``k`` has been recorded; its input and output are still held."""
         self.tapes[k] = tape
         if k in self._saved:
-            self._saved[k].settle()
+            self._saved[k].settle(self._parcels().stays)
 
     def consume(self, k: int) -> Tape:
         """The tape of stage ``k`` for its backward, which drops every copy of its saved tensors."""

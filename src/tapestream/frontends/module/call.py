@@ -168,18 +168,17 @@ class StreamCall:
         self._views[segment] = view
         store = self.store  # not self: a call that holds itself would outlive its result
         once, watch = self.prepared.once[segment], Watch()
-        runner = Runner(
-            stages, planned.traits, self.device, lambda k: lending_hooks(store, uses[k], stages[k].name, watch), once,
-            resident=False, watch=watch,
-        )  # fmt: skip
+        runner = Runner(stages, planned.traits, self.device, None, once, resident=False, watch=watch)
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
-        parcels = None
-        if self.prepared.moving[segment]:
+        parcels, moving = None, self.prepared.moving[segment]
+        if moving is not None:
             parcels = self._below.parcels(())
             self._parcels.append(parcels)
-        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels)
+        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels, moving=moving or ())
+        travel = interpreter.travel
+        runner.hooks = lambda k: lending_hooks(store, uses[k], stages[k].name, watch, travel.hooks(stages[k], k))
         interpreter.begin(state)
         self.interpreters[segment] = interpreter
 

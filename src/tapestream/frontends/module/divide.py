@@ -11,7 +11,7 @@ from tapestream.frontends.below import NEVER_MOVE
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.module.shared import Shared
 from tapestream.frontends.module.terms import Positioned, Terms
-from tapestream.ir.actions import Kind, Offload, Tier, Value
+from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import idle_nbytes
@@ -166,7 +166,7 @@ class Division:
         if terms.given is not None:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
-            return [self._checked(fit_given_plan(terms.given, chosen[0], self._budget(allowed)))]
+            return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
         shares = self._divided(chosen, allowed, outside)
         lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
         return [
@@ -222,17 +222,6 @@ class Division:
                 other = plan_by("offload")
                 if other.seconds < plan.seconds:
                     plan = replace(other, alternatives=(*plan.alternatives, *other.alternatives))
-        return self._checked(plan)
-
-    def _checked(self, plan: Plan) -> Plan:
-        """``plan``; raises InputError where it moves what may not move."""
-        moved = {a.value.kind for a in plan.schedule if isinstance(a, Offload) and a.value.kind.by_stage}
-        if not moved <= self.terms.moves:
-            raise InputError(
-                f"planner {plan.planner!r} moves saved tensors to a slower tier, which a streamed model does with its "
-                "blocks and states only; use planner='auto', one that moves states, such as 'offload', or one that "
-                "recomputes, such as 'rotor'"
-            )
         return plan
 
     def _states_may_go(self, plan: Plan) -> bool:

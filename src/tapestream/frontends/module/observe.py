@@ -66,15 +66,16 @@ class Segment:
 class Observed:
     """What one observed call gave.
 
-    ``before_nbytes``: tape of what runs before blocks (embeddings); ``turn``: what runs after the last of them.
-    ``writes_outside``: whether what runs outside
-    blocks wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
+    ``before_nbytes``: tape of what runs before blocks (embeddings), and what blocks have left in objects (a cache),
+    ``left_nbytes``; ``turn``: what runs after the last of them. ``writes_outside``: whether what runs outside blocks
+    wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
     ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
     gradients are made when the backward of all blocks has ended.
     """
 
     segments: list[Segment]
     before_nbytes: int
+    left_nbytes: int
     turn: Turn
     writes_outside: bool
     used_directly: frozenset[int]
@@ -107,7 +108,7 @@ class Observation:
         self._root = torch.empty(0, requires_grad=True)
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
         self._meter: MemoryMeter | None = None
-        self._before_nbytes = 0
+        self._before_nbytes = self._left_nbytes = 0
         self._watch: MemoryWatch | None = None
         self._held: tuple[torch.Tensor, ...] = ()
         self._alive: list[torch.Tensor] = []  # what a call that is not observed holds until its backward
@@ -141,8 +142,8 @@ class Observation:
             snapshot.put_back()
             self._profiled.put_back()
         return Observed(
-            self.segments, self._before_nbytes, turn, written, frozenset(self._direct.found),
-            (self._first or frozenset()) - self._later,
+            self.segments, self._before_nbytes + self._left_nbytes, self._left_nbytes, turn, written,
+            frozenset(self._direct.found), (self._first or frozenset()) - self._later,
         )  # fmt: skip
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
@@ -308,7 +309,7 @@ class Observation:
         segment.clones.append(run.writes)
         assert segment.travellers is not None
         segment.travellers.follow(state, out)
-        self._before_nbytes += run.take_over()
+        self._left_nbytes += run.take_over()
         # Nodes, not leaves: what runs outside may change its input in place.
         last = tuple(
             Guard.apply(self._root, t, bare.name) if requires else t.detach()  # type: ignore[no-untyped-call]
@@ -344,7 +345,6 @@ def _check_own(position: int, block: nn.Module, traits: Traits) -> None:
     strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
     if strangers:
         raise InputError(
-            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that "
-            f"requires a gradient and is not one of "
-            "its parameters; this is not supported yet: make it a parameter of the block, or detach() it"
+            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that takes "
+            "a gradient and is not one of its parameters; make it a parameter of the block, or detach() it"
         )

@@ -1,6 +1,6 @@
 """From an observed call to plans: one per segment of linked blocks, together within the budget."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from torch import nn
 
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
-from tapestream.executor.travel.travel import moves_states
+from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.observe import Observed, Segment
 from tapestream.frontends.module.returned import Returned
@@ -53,7 +53,7 @@ class Prepared:
     ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
-    ``moving``: per segment, whether its plan moves states.
+    ``moving``: per segment, the stages whose saved tensors its plan moves, None where it moves no states either.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
     values that have bytes there at some moment. ``returned``: what such calls give beside their loss.
@@ -76,7 +76,7 @@ class Prepared:
     watched: Mapping[str, nn.Parameter]
     late: "Late"
     on_disk: frozenset[Value]
-    moving: tuple[bool, ...]
+    moving: tuple[Container[int] | None, ...]
     returned: Returned = field(default_factory=Returned)
 
     @property
@@ -103,6 +103,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
+        error = _without_cache(error, observed.left_nbytes)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
     found = assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
     return replace(found, returned=Returned(observed.turn.results_nbytes))
@@ -161,6 +162,18 @@ def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
 
 
+def _without_cache(error: BudgetError, left_nbytes: int) -> BudgetError:
+    """``error``, with what helps where blocks leave something in objects, as key-value caches are filled by default."""
+    if 20 * left_nbytes < (error.least_nbytes or 0) or not left_nbytes:
+        return error
+    return BudgetError(
+        f"{error}. What blocks leave in objects that they are given (keys and values, in a cache) takes "
+        f"{format_nbytes(left_nbytes)} of that: a transformers model keeps none where it is called with "
+        "use_cache=False",
+        least_nbytes=error.least_nbytes, stage=error.stage,
+    )  # fmt: skip
+
+
 def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
     """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
     if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
@@ -204,7 +217,7 @@ def assembled(
         min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
         handle.pinned.blocks, _watched(handle), late,
         frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
-        tuple(moves_states(plan.schedule) for plan in plans),
+        tuple(moved_saved(p.schedule) if moves_tape(p.schedule) else None for p in plans),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from tapestream.costs import Budget, Machine
-from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.planning.plan import Plan
 
@@ -27,7 +27,6 @@ class Positioned(Protocol):
 class Terms:
     """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
     below the device. ``machine`` is asked when speeds are needed. ``given``: the user's own plan.
-    ``moves``: what of stages plans may move.
     """
 
     modules: Sequence[nn.Module]
@@ -39,7 +38,6 @@ class Terms:
     planner: str = "auto"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     given: Plan | None = None
-    moves: frozenset[Kind] = frozenset((Kind.STATE,))
 
     def is_wide(self, segment: Positioned) -> bool:
         """Whether it has no repeated block."""
