@@ -1,7 +1,7 @@
 """Saved tensors of streamed models move below the device and back, beside blocks: same bits, within the budget."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiered import saved_away
 from torch import nn
 
 import tapestream as ts
+from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.saved import SavedTensors
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir import Kind, Offload, Schedule, Tier
@@ -126,6 +127,25 @@ def test_nothing_is_left_of_a_call_that_nobody_differentiates(moving: nn.Module)
         del loss
         gc.collect()
         assert held(moving) == 0
+
+
+def test_a_dropped_call_holds_nothing_on_the_device(moving: nn.Module) -> None:
+    """Nor do states that saved tensors show, which do not travel, until the next call settles what is left."""
+    loss = loss_at(moving, LONG)
+    del loss
+    gc.collect()
+    below = handle_of(moving).homes.states
+    assert below._left
+    assert not any(cargo.windows for parcels in below._left for cargo in cargoes(parcels))
+    assert not any(Tier.DEVICE in one.copies and not one.under_way for one in all_parcels(below._left))
+
+
+def all_parcels(left: Iterable[Parcels]) -> list[Any]:
+    return [one for parcels in left for one in parcels._parcels.values()]
+
+
+def cargoes(parcels: Parcels) -> list[Any]:
+    return [one.cargo for one in parcels._parcels.values()]
 
 
 def test_a_write_between_forward_and_backward_is_refused(tmp_path: Path, by_hand: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exact import Trace, assert_same, seed
-from streamable import MODELS
+from streamable import MODELS, Chained, Model, numbers
 from streaming import LEVELS, budget_at, everything, loss_at, options_of, streamed
 from torch import nn
 
@@ -184,3 +184,27 @@ def test_data_exchanged(engine: str, home: str, tmp_path: Path) -> None:
         loss_at(model, CASE).backward()
         assert torch.equal(one, wanted[0])
         assert torch.equal(other, wanted[1])
+
+
+class Frozen(nn.Module):
+    """Uses its weight as data, which plain PyTorch would let change between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(torch.tanh(x), self.weight.data, self.bias) + self.weight.sum() * 0
+
+
+def test_weights_that_are_read_as_data_and_change_before_backward(tmp_path: Path) -> None:
+    """Also where they stay on the device, in a block that is stored."""
+    case = Model(lambda: Chained([Frozen() for _ in range(6)]), numbers(1024, 64))
+    options = options_of("auto", tmp_path, "device")
+    budget = budget_at("half", case, lambda m: None, **options)
+    with streamed(case, budget, **options) as model:
+        loss = loss_at(model, case)
+        with torch.no_grad():
+            model.blocks[-1].weight.zero_()
+        with pytest.raises(GradientError, match="were changed after this forward"):
+            loss.backward()

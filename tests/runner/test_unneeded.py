@@ -34,6 +34,39 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def scaled_in_backward(
+    factor: Callable[[torch.Tensor], torch.Tensor | float],
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The stage's end: it takes something of its result, past what autograd saves, into its gradient."""
+
+    def end(x: torch.Tensor) -> torch.Tensor:
+        found = factor(x.detach())
+        if x.requires_grad:
+            x.register_hook(lambda g: (g * found).to(g.dtype))
+        return x
+
+    return end
+
+
+def filled(fill: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A new tensor that something writes the result into."""
+
+    def factor(x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(4, 16)
+        fill(made, x)
+        return 1 + made.abs()
+
+    return factor
+
+
+def by_array(x: torch.Tensor) -> torch.Tensor:
+    return x + 0 if x.detach().numpy()[0].mean() > 0 else -x
+
+
+def by_list(x: torch.Tensor) -> torch.Tensor:
+    return x + 0 if sum(x.detach()[0].tolist()) > 0 else -x
+
+
 def branching(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.detach().sum().item() > 0 else x - 1
 
@@ -60,6 +93,15 @@ ENDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "another saved tensor": torch.sin,
     "hook": hooked,
     "branch": branching,
+    "branch by an array": by_array,
+    "branch by a list": by_list,
+    "to a type at a place": scaled_in_backward(lambda x: 1 + x[:, 5:6].to("cpu", torch.float64).abs()),
+    "to another's type": scaled_in_backward(lambda x: 1 + x.to(torch.zeros((), dtype=torch.float64)).abs()),
+    "array": scaled_in_backward(lambda x: 1 + float(abs(x.numpy()[1:3]).sum())),
+    "list": scaled_in_backward(lambda x: 1 + abs(sum(x[0].tolist()))),
+    "into a list": scaled_in_backward(filled(lambda made, x: torch._foreach_add_([made], [x]))),
+    "copied into a list": scaled_in_backward(filled(lambda made, x: torch._foreach_copy_([made], [x]))),
+    "into a result": scaled_in_backward(filled(lambda made, x: torch.mul(x * 2, 0.5, out=made))),
     "function": Double.apply,  # type: ignore[dict-item]
     "checkpoint": checkpointed,
 }

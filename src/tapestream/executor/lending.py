@@ -65,7 +65,8 @@ def lending_hooks(
     def unpack(saved: Any) -> torch.Tensor:
         watch.check(name)
         if isinstance(saved, _Saved):
-            if saved.tensor._version == saved.version:
+            same = saved.tensor._version == saved.version
+            if same and not (saved.lent and block is not None and store.version(block) != lent):
                 return saved.tensor
             if not saved.lent:
                 raise GradientError(

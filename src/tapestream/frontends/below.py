@@ -93,6 +93,7 @@ class Below:
     def leave(self, parcels: Parcels) -> None:
         """Give back what a call holds that is being garbage-collected: at the next call, as it is no time to wait for
         copies, nor, at the end of the program, for PyTorch to do anything at all."""
+        parcels.leave()
         self._left.append(parcels)
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -28,7 +28,7 @@ from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
-from tapestream.runner.unneeded import End
+from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
@@ -141,7 +141,7 @@ def profile_stage(
         if short:
             with watch.paused():
                 cost = settled(runner, state, out, cost, device)
-        if cost.forward_seconds >= _LONG_SECONDS and not traits.calls_autograd:
+        if cost.forward_seconds >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
             runner.traits = [replace(runner.traits[0], end=End(len(looks[1])))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
             runner.traits = [replace(runner.traits[0], draws_host=True)]
@@ -169,7 +169,8 @@ def _kind_of(state: State, out: State, traits: Traits) -> object:
     """What two stages must share, besides their graphs, to cost the same."""
     held = storages(state.tensors)
     shared = tuple(t.untyped_storage().data_ptr() in held for t in out.tensors)
-    found = (traits.mutates, traits.calls_autograd, traits.makes_leaves, len(traits.buffers), traits.casts_twice)
+    found = (traits.mutates, traits.calls_autograd, traits.makes_leaves, len(traits.buffers), traits.casts_twice,
+             traits.reads)  # fmt: skip
     return state.signature(), out.signature(), shared, found, tuple((t.shape, t.dtype) for t in traits.leaves)
 
 
@@ -181,16 +182,15 @@ def _discover(
     a recompute of it is a run like any other: it drew nothing and wrote no buffers. What it changes besides is added
     to ``changes``; raises InputError where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
-    host, observed, since = HostGenerators.capture(), Observer(), next_sequence_number()
+    host, observed, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
-    watching = saved_tensors_hooks(observed.pack, observed.unpack)
-    casting = probe.autocast.entered(cache=False)
+    watching, casting = saved_tensors_hooks(observed.pack, observed.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
     with refusing_transforms(stage.name), asked, torch.enable_grad(), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
-        tree = stage.function(state.tree(inputs))
+        tree = _called(stage, state.tree(inputs), reading)
         observed.inside = False
     mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
@@ -217,6 +217,7 @@ def _discover(
         uncast=uncast if probe.autocast.enabled else frozenset(),
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
+        reads=reading.found,
     )
     drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
     lives = observed.something_lives()
@@ -233,6 +234,19 @@ def _discover(
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
     return traits, lives, looks, own, not drew and not drawn and not traits.buffers
+
+
+def _called(stage: Stage, tree: Any, reading: Reading) -> Any:
+    """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
+    functions = [stage.function, *stage.modules]
+    compiled = any(
+        getattr(one, "_compiled_call_impl", None)
+        or getattr(one, "_torchdynamo_orig_callable", None)
+        or type(one).__name__ == "OptimizedModule"
+        for one in functions
+    )
+    with contextlib.nullcontext() if compiled else reading:
+        return stage.function(tree)
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:

@@ -87,8 +87,10 @@ class HostGenerators:
     @classmethod
     def capture(cls, own: Iterable[object] = ()) -> "HostGenerators":
         """The states as they are now. ``own``: objects of `GENERATORS`."""
-        mark = host_mark()
-        return cls(mark, _numpy_state(mark.numpy), tuple((one, state_of(one)) for one in own))
+        while True:
+            mark = host_mark()
+            with contextlib.suppress(_Drawn):
+                return cls(mark, _numpy_state(mark.numpy), tuple((one, state_of(one)) for one in own))
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -110,28 +112,54 @@ class HostMark(NamedTuple):
 
 
 _MT19937_NBYTES = 2500  # the numbers behind NumPy's global generator: 624 words and a place among them
-_HEAD_NBYTES = 16  # of an object: its count of references and its type
+_WAITING_NBYTES = 16  # whether a second normally distributed number waits for the next draw, and that number
 
 
 def host_mark() -> HostMark:
-    """As they are now. To ask NumPy for its state takes a hundred times as long as to copy it from where it lies: the
-    words, and the object that draws them, in which a second normally distributed number waits for the next draw."""
+    """As they are now. To ask NumPy for its state takes a hundred times as long as to copy it from where it lies."""
     drawing: Any = numpy.random.mtrand._rand
-    numbers = drawing._bit_generator
-    if type(drawing) is not numpy.random.RandomState or type(numbers) is not numpy.random.MT19937 or not _IN_MEMORY:
-        return HostMark(random.getstate(), (repr(drawing.get_state(legacy=False)), b""))
+    numbers, place = drawing._bit_generator, _place_of_waiting()
+    if type(drawing) is not numpy.random.RandomState or type(numbers) is not numpy.random.MT19937 or place is None:
+        return HostMark(random.getstate(), (_said(drawing.get_state(legacy=False)), b""))
     words = ctypes.string_at(numbers.ctypes.state_address, _MT19937_NBYTES)
-    waiting = ctypes.string_at(id(drawing) + _HEAD_NBYTES, numpy.random.RandomState.__basicsize__ - _HEAD_NBYTES)
-    return HostMark(random.getstate(), (words, waiting))
+    return HostMark(random.getstate(), (words, ctypes.string_at(id(drawing) + place, _WAITING_NBYTES)))
 
 
-_IN_MEMORY = sys.implementation.name == "cpython"  # where an object's id says where it lies
+@lru_cache(maxsize=1)
+def _place_of_waiting() -> int | None:
+    """Where in a RandomState's memory a number waits that was drawn with another; None where that cannot be seen."""
+    if sys.implementation.name != "cpython":  # an object's id does not say where it lies
+        return None
+    tried, nbytes = numpy.random.RandomState(0), numpy.random.RandomState.__basicsize__
+    looks = []
+    for _ in range(3):
+        looks.append(ctypes.string_at(id(tried) + object.__basicsize__, nbytes - object.__basicsize__))
+        tried.standard_normal()
+    places = [k for k, (none, one) in enumerate(zip(*looks[:2], strict=True)) if none != one]
+    flag = places[0] if places else 0
+    found = bool(places) and places[-1] < flag + _WAITING_NBYTES
+    found = found and [look[flag] for look in looks] == [0, 1, 0]
+    return object.__basicsize__ + flag if found else None
+
+
+def _said(state: Any) -> str:
+    """All of a generator's state as text, long arrays too."""
+    if isinstance(state, dict):
+        return repr([(key, _said(value)) for key, value in state.items()])
+    return repr(state.tobytes() if isinstance(state, numpy.ndarray) else state)
+
+
+class _Drawn(Exception):
+    """Another thread has drawn meanwhile."""
 
 
 @lru_cache(maxsize=8)
 def _numpy_state(mark: tuple[bytes | str, bytes]) -> Any:
     """NumPy's state, asked for when it has this mark: slow (30 microseconds)."""
-    return numpy.random.get_state(legacy=False)
+    state = numpy.random.get_state(legacy=False)
+    if host_mark().numpy != mark:
+        raise _Drawn
+    return state
 
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)

@@ -28,7 +28,8 @@ class Traits:
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
     tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that
     out. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
-    ends at others too, made inside and gone with it.
+    ends at others too, made inside and gone with it. ``reads``: it takes numbers out of tensors other than by an
+    operation.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -42,6 +43,7 @@ class Traits:
     casts: frozenset[int] = frozenset()
     uncast: frozenset[int] = frozenset()
     makes_leaves: bool = False
+    reads: bool = False
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None

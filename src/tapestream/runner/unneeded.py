@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _EARLIER = 4  # saved tensors: an operation has begun before what it saves is seen
-_WHOLE, _SPARSE = 2**14, 2**10  # elements: up to so many are all filled, of more one in so many
 
 
 class OutputNeeded(Exception):
@@ -75,6 +75,26 @@ class LeftOut:
             raise OutputNeeded
 
 
+class Reading(TorchFunctionMode):
+    """Inside, ``found`` tells whether anything asks for a tensor's numbers, or where they lie, other than by an
+    operation: what that gives of what was left out, `end_left_out` does not see."""
+
+    only_watches = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func in _READING
+        return func(*args, **(kwargs or {}))
+
+
+_READING = frozenset(
+    (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__)
+)
+
+
 class _Look(NamedTuple):
     """A tensor without its memory."""
 
@@ -114,11 +134,13 @@ class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _left_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if "device" in kwargs or not given or any(t.device.type != self._device.type for t in given):
+            if any(_reference(t) in self.left_out.storages for t in given):
+                raise OutputNeeded
             return func(*args, **kwargs)
         if torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is not self._pack:
             raise OutputNeeded
         kind = _kind_of(func)
-        if kind.by_data:
+        if kind.by_data or kind.writes_elsewhere:
             raise OutputNeeded
         if kind.writes:
             if _reference(args[0]) not in self.left_out.storages:
@@ -134,27 +156,27 @@ class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _empty(self, look: _Look) -> torch.Tensor:
         made = look.empty(self._device)
         self.left_out.storages.append(_reference(made))
-        number = float("nan") if look.dtype.is_floating_point or look.dtype.is_complex else 1
-        elements = made.untyped_storage().nbytes() // made.element_size()
-        if elements <= _WHOLE or number == 1:
-            return made.fill_(number)
-        made.as_strided((elements // _SPARSE,), (_SPARSE,)).fill_(number)  # a line of memory in so many: no time
-        return made
+        return made.fill_(float("nan") if look.dtype.is_floating_point or look.dtype.is_complex else 1)
 
 
 class _Kind(NamedTuple):
-    """``by_data``: numbers tell the shape of the result, or are it; ``writes``: into what it is given."""
+    """``by_data``: numbers tell the shape of the result, or are it; ``writes``: into the first of its arguments, which
+    it gives back; ``writes_elsewhere``: into others."""
 
     by_data: bool
     writes: bool
+    writes_elsewhere: bool
     views: bool
 
 
 @lru_cache(maxsize=4096)
 def _kind_of(func: Any) -> _Kind:
-    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    taken, given = func._schema.arguments, func._schema.returns
+    written = [k for k, one in enumerate(taken) if one.alias_info is not None and one.alias_info.is_write]
     by_data = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-    return _Kind(by_data, any(alias.is_write for alias in aliases), bool(aliases))
+    first = written == [0] and len(given) == 1 and str(taken[0].type) == "Tensor"
+    views = any(one.alias_info is not None for one in given)
+    return _Kind(by_data, first, bool(written) and not first, views)
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
@@ -169,13 +191,13 @@ def _looks(func: Any, args: Any, kwargs: Any) -> Any:
     if not kwargs:
         given = tuple(_Look.of(arg) if isinstance(arg, torch.Tensor) else (type(arg), arg) for arg in args)
         with contextlib.suppress(TypeError):  # an argument that has no hash
-            return _looks_of(func, given)
+            return _looks_of(func, given, torch.get_default_dtype())
     shapes, options = pytree.tree_map_only(torch.Tensor, lambda t: _Look.of(t).empty("meta"), (args, kwargs))
     return pytree.tree_map_only(torch.Tensor, _Look.of, func(*shapes, **options))
 
 
 @lru_cache(maxsize=1024)
-def _looks_of(func: Any, given: _Given) -> Any:
+def _looks_of(func: Any, given: _Given, default: torch.dtype) -> Any:
     args = (one.empty("meta") if isinstance(one, _Look) else one[1] for one in given)
     return pytree.tree_map_only(torch.Tensor, _Look.of, func(*args))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -157,6 +157,13 @@ class Parcels:
                     with suppress(GradientError):
                         self._engine.release(it)
                         self._pool.release(it)
+
+    def leave(self) -> None:
+        """Nobody wants what is left any more: hold nothing on the device but what is being copied."""
+        for parcel in self._parcels.values():
+            parcel.cargo = replace(parcel.cargo, windows=())
+            if not parcel.under_way:
+                parcel.copies.pop(Tier.DEVICE, None)
 
     def close(self) -> None:
         """Drop everything that is left (after an exception, or a call that nobody differentiated)."""
