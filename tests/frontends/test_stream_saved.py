@@ -22,10 +22,18 @@ from tapestream.planning import auto
 from tapestream.storage.meter import track_memory
 
 WIDE = 64
-LONG = Model(
-    lambda: Chained([nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE)) for _ in range(8)]),
-    numbers(256, WIDE),
-)
+
+
+def chain_of(blocks: int) -> Model:
+    return Model(
+        lambda: Chained(
+            [nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE)) for _ in range(blocks)]
+        ),
+        numbers(256, WIDE),
+    )
+
+
+LONG = chain_of(8)
 ALL = 1 << 30
 FAST = ts.Machine(links={(Tier.DEVICE, Tier.DISK): ts.Link(1e12), (Tier.DISK, Tier.DEVICE): ts.Link(1e12)})
 SETTINGS = [("adversarial", "disk"), ("threads", "disk"), ("fake_streams", "host"), ("fake_streams", "disk")]
@@ -77,17 +85,18 @@ def test_every_engine_and_home(engine: str, home: str, update: str, tmp_path: Pa
 
 @pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.full)])
 def test_joint_moves_them_where_copies_take_no_time(update: str, tmp_path: Path) -> None:
+    case = chain_of(10)  # up to 8 it tries more, which takes longer
     found = options_of("adversarial", tmp_path) | {"planner": "rotor", "machine": FAST}
-    budget = budget_at("half", LONG, lambda model: sgd(model, update), **found)
+    budget = budget_at("half", case, lambda model: sgd(model, update), **found)
     found["planner"] = "joint"
-    assert_exact(LONG, budget, update=update, **found)
-    with streamed(LONG, budget, **found) as model:
+    assert_exact(case, budget, update=update, **found)
+    with streamed(case, budget, **found) as model:
         sgd(model, update)
-        loss_at(model, LONG).backward()
+        loss_at(model, case).backward()
         plan = ts.report(model).plan
         assert saved_moved(model)
     assert plan.planner == "joint"
-    assert plan.simulation.forwards == 8
+    assert plan.simulation.forwards == 10
     assert all(seconds is None or seconds >= plan.seconds for _, seconds, _ in plan.alternatives)
 
 

@@ -1,5 +1,7 @@
 """Users who read and write parameters between steps, wherever these live then."""
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,16 @@ import tapestream as ts
 from tapestream.errors import GradientError
 
 CASE = MODELS["gpt"]
+
+
+def in_pairs(*choices: Sequence[str]) -> list[Any]:
+    """All combinations; those without which every pair is still there, in the full run alone."""
+    least = min(map(len, choices))
+    every = product(*map(enumerate, choices))
+    return [
+        pytest.param(*(name for _, name in one), marks=[pytest.mark.full] * (sum(k for k, _ in one) % least > 0))
+        for one in every
+    ]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trace:
@@ -37,9 +49,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trace:
     return trace | {f"average {name}": t for name, t in average.items()}
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("engine", ["auto", "adversarial"])
+@pytest.mark.parametrize(("engine", "level", "update"), in_pairs(["auto", "adversarial"], LEVELS, ["step", "backward"]))
 def test_weights_changed_between_steps(engine: str, level: str, update: str, tmp_path: Path) -> None:
     knobs = {"lr": 0.05, "momentum": 0.9}
     options = options_of(engine, tmp_path)
@@ -98,10 +108,13 @@ def replacing(model: nn.Module, optimizer: torch.optim.Optimizer, when: str) -> 
 
 
 @pytest.mark.parametrize(
-    "when", ["before an optimizer", "before a dropped forward", "before all plans go", "in a hook"]
+    ("engine", "level", "when"),
+    in_pairs(
+        ["auto", "adversarial", "fake_streams"],
+        LEVELS,
+        ["before an optimizer", "before a dropped forward", "before all plans go", "in a hook"],
+    ),
 )
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("engine", ["auto", "adversarial", "fake_streams"])
 def test_data_replaced_wherever_parameters_live(engine: str, level: str, when: str, tmp_path: Path) -> None:
     options = options_of(engine, tmp_path)
     make = lambda m: ts.optimizer(m, torch.optim.SGD, lr=0.05)  # noqa: E731

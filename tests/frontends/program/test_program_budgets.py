@@ -159,7 +159,7 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
 
 
 @pytest.mark.parametrize(
-    "share", [1.0, pytest.param(1.1, marks=pytest.mark.full), 1.3, pytest.param(2.0, marks=pytest.mark.full)]
+    "share", [1.0, pytest.param(1.1, marks=pytest.mark.full), pytest.param(1.3, marks=pytest.mark.full), 2.0]
 )
 @pytest.mark.parametrize(
     ("function", "x"),
