@@ -1,6 +1,7 @@
 """Training twice, by plain PyTorch and by `stream`, and comparing every bit."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,24 @@ def streamed(case: Model, budget: int | str | None = None, **options: Any) -> It
         ts.unstream(model)
         if "folder" in options:
             assert not any(Path(options["folder"]).iterdir())
+
+
+def held_below(model: nn.Module) -> int:
+    """Bytes of states and saved tensors on disk."""
+    below = ts.frontends.module.stream.handle_of(model).homes.states
+    below.settle()
+    assert below._opened is not None
+    return below._opened[0].held_nbytes(K)
+
+
+def assert_dropped_calls_leave_nothing(model: nn.Module, case: Model) -> None:
+    """Calls that nobody differentiates put something on disk, and take it away as they go."""
+    for _ in range(3):
+        loss = loss_at(model, case)
+        assert held_below(model) > 0
+        del loss
+        gc.collect()
+        assert held_below(model) == 0
 
 
 def budget_at(level: str, case: Model, optimizer: Callable[[nn.Module], Any], **options: Any) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import sgd
 from streamable import MODELS, Chained, Model, numbers
-from streaming import assert_exact, budget_at, loss_at, options_of, streamed, train
+from streaming import assert_dropped_calls_leave_nothing, assert_exact, budget_at, loss_at, options_of, streamed, train
 from tiered import saved_away
 from torch import nn
 
@@ -37,10 +38,6 @@ LONG = chain_of(8)
 ALL = 1 << 30
 FAST = ts.Machine(links={(Tier.DEVICE, Tier.DISK): ts.Link(1e12), (Tier.DISK, Tier.DEVICE): ts.Link(1e12)})
 SETTINGS = [("adversarial", "disk"), ("threads", "disk"), ("fake_streams", "host"), ("fake_streams", "disk")]
-
-
-def sgd(model: nn.Module, update: str = "step") -> Any:
-    return ts.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9, update=update, master=None)
 
 
 def saved_moved(model: nn.Module) -> set[int]:
@@ -121,21 +118,8 @@ def test_what_moves_and_what_is_held_is_what_was_planned(moving: nn.Module) -> N
     assert meter.peak_nbytes - between // 3 <= beside * 1.05 < saved
 
 
-def held(model: nn.Module) -> int:
-    """Bytes of states and saved tensors on disk."""
-    below = handle_of(model).homes.states
-    below.settle()
-    assert below._opened is not None
-    return below._opened[0].held_nbytes(Tier.DISK)
-
-
 def test_nothing_is_left_of_a_call_that_nobody_differentiates(moving: nn.Module) -> None:
-    for _ in range(3):
-        loss = loss_at(moving, LONG)
-        assert held(moving) > 0
-        del loss
-        gc.collect()
-        assert held(moving) == 0
+    assert_dropped_calls_leave_nothing(moving, LONG)
 
 
 def test_a_dropped_call_holds_nothing_on_the_device(moving: nn.Module) -> None:

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 from exact import assert_same, seed
+from pairs import sgd
 from streamable import MODELS, Chained, Model, numbers
-from streaming import assert_exact, budget_at, loss_at, options_of, streamed, train
+from streaming import (
+    assert_dropped_calls_leave_nothing,
+    assert_exact,
+    budget_at,
+    held_below,
+    loss_at,
+    options_of,
+    streamed,
+    train,
+)
 from torch import nn
 
 import tapestream as ts
@@ -27,10 +37,6 @@ STATE = 256 * WIDE * 4
 RECORDED = {"frozen_some", "frozen_last", "skipping", "cached", "two_chains"}
 """Models of which even the least budget holds the records of all blocks, so that no state is needed twice."""
 SETTINGS = [("adversarial", "disk"), ("auto", "disk"), ("fake_streams", "host"), ("fake_streams", "disk")]
-
-
-def sgd(model: nn.Module, update: str = "step") -> Any:
-    return ts.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9, update=update, master=None)
 
 
 def offloading(folder: Path, engine: str = "adversarial", home: str = "disk") -> dict[str, Any]:
@@ -87,22 +93,9 @@ def test_what_moves_is_what_was_planned(offloaded: nn.Module) -> None:
     assert states_moved(offloaded) >= 6
 
 
-def held(model: nn.Module) -> int:
-    """Bytes of states on disk."""
-    below = handle_of(model).homes.states
-    below.settle()
-    assert below._opened is not None
-    return below._opened[0].held_nbytes(Tier.DISK)
-
-
 def test_nothing_is_left_of_a_call_that_nobody_differentiates(offloaded: nn.Module) -> None:
     train(offloaded, sgd(offloaded), LONG, steps=1)
-    for _ in range(3):
-        loss = loss_at(offloaded, LONG)
-        assert held(offloaded) > 0
-        del loss
-        gc.collect()
-        assert held(offloaded) == 0
+    assert_dropped_calls_leave_nothing(offloaded, LONG)
 
 
 class Failing(torch.autograd.Function):
@@ -150,7 +143,7 @@ def test_a_step_that_fails_leaves_nothing_and_the_next_is_right(
         monkeypatch.setattr(Fuse, "blown", "")
         gc.collect()
         model.zero_grad()
-        assert held(model) == 0
+        assert held_below(model) == 0
         model.load_state_dict(before)
         assert_same(expected, train(model, sgd(model), FUSED))
 

@@ -92,3 +92,16 @@ def test_gradients_through_a_cache_are_exact_or_refused(make: Any, loss: Any, di
             assert not disk
             assert_same(gradients_of(plain), gradients_of(ours))
         ts.unstream(ours)
+
+
+def test_a_budget_that_a_cache_exceeds_says_what_to_call_with() -> None:
+    model = llama()
+    with_cache = {"input_ids": torch.zeros(4, 16, dtype=torch.long), "labels": torch.zeros(4, 16, dtype=torch.long)}
+    ts.stream(model, device="cpu", budget=1, home="device")
+    with pytest.raises(BudgetError, match=r"keys and values, in a cache\) takes .* use_cache=False") as wanted:
+        model(**with_cache)
+    with pytest.raises(BudgetError) as less:
+        model(**with_cache, use_cache=False)
+    assert "use_cache" not in str(less.value)
+    assert (less.value.least_nbytes or 0) < (wanted.value.least_nbytes or 0)
+    ts.unstream(model)

@@ -1,14 +1,14 @@
 """Saved-tensor hooks for streamed parameters: a saved view of a block's bytes is kept as a place, not as bytes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.ir.actions import Tier, Value
-from tapestream.runner.guards import Watch
+from tapestream.runner.guards import Watch, written_since_saved
 from tapestream.runner.runner import Pack, Unpack
 
 
@@ -21,7 +21,7 @@ class _Place:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    version: int
+    lent: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
@@ -60,28 +60,24 @@ def lending_hooks(
         if found is None or stay:  # detached: an output would hold the node that saves it
             return _Saved(tensor.detach(), tensor._version, found is not None)
         value, start = found
-        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype, lent)
+        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype)
 
     def unpack(saved: Any) -> torch.Tensor:
         watch.check(name)
-        if isinstance(saved, _Saved):
-            same = saved.tensor._version == saved.version
-            if same and not (saved.lent and block is not None and store.version(block) != lent):
-                return saved.tensor
-            if not saved.lent:
-                raise GradientError(
-                    f"a tensor that {name} saved for its backward was modified by an in-place operation "
-                    "afterwards; clone() it first"
-                )
-        elif not isinstance(saved, _Place):
+        if not isinstance(saved, (_Saved, _Place)):
             assert others is not None
             return others[1](saved)
-        if isinstance(saved, _Saved) or store.version(saved.value.index) != saved.version:
+        written = isinstance(saved, _Saved) and saved.tensor._version != saved.version
+        if written and not saved.lent:
+            raise written_since_saved(name)
+        if written or (saved.lent and block is not None and store.version(block) != lent):
             raise GradientError(
                 f"the parameters of {name} were changed after this forward, so its gradient would be that of "
                 "other weights; "
                 "call backward() before the update, or run the forward again"
             )
+        if isinstance(saved, _Saved):
+            return saved.tensor
         home = store.copies.regions[saved.value, Tier.DEVICE].memory
         first = home.storage_offset() + saved.offset
         return torch.empty(0, dtype=saved.dtype, device=home.device).set_(

@@ -26,7 +26,7 @@ from tapestream.runner.graph import cast_leaves, next_sequence_number, node_name
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
-from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.stage import Stage, Traits, is_compiled
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
@@ -238,13 +238,7 @@ def _discover(
 
 def _called(stage: Stage, tree: Any, reading: Reading) -> Any:
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
-    functions = [stage.function, *stage.modules]
-    compiled = any(
-        getattr(one, "_compiled_call_impl", None)
-        or getattr(one, "_torchdynamo_orig_callable", None)
-        or type(one).__name__ == "OptimizedModule"
-        for one in functions
-    )
+    compiled = any(map(is_compiled, stage.modules)) or getattr(stage.function, "_torchdynamo_orig_callable", None)
     with contextlib.nullcontext() if compiled else reading:
         return stage.function(tree)
 

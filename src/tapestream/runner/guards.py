@@ -64,6 +64,14 @@ class Watch:
             raise escaped(f"{name}, or the state that it was given")
 
 
+def written_since_saved(name: str) -> GradientError:
+    """What the stage ``name`` has saved for its backward is not what it was."""
+    return GradientError(
+        f"a tensor that {name} saved for its backward was modified by an in-place operation afterwards; "
+        "clone() it first"
+    )
+
+
 def escaped(name: str) -> GradientError:
     """A tensor made inside a stage was differentiated from outside."""
     return GradientError(

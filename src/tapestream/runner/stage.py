@@ -26,10 +26,9 @@ class Traits:
     differentiates inside itself, so its tape must live until it ends. ``plain_forward``: running it under ``no_grad``
     gave the same bits. ``casts_twice``: under autocast it casts one weight for several uses; ``casts``: ids of leaves
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
-    tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that
-    out. ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph
-    ends at others too, made inside and gone with it. ``reads``: it takes numbers out of tensors other than by an
-    operation.
+    tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that out.
+    ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
+    gone with it. ``reads``: it takes numbers out of tensors other than by an operation.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -103,6 +102,11 @@ def mode_of(modules: Sequence[nn.Module]) -> Mode:
         tuple([id(parameter) for parameter in parameters]),
         tuple([None if p is None else (p.requires_grad, p.dtype) for p in parameters]),
     )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` or ``torch.compile(module)`` has compiled it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def modules_below(root: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,7 @@ checkpointing stops its recompute at that point.)
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -110,9 +110,6 @@ class _Look(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-_Given: TypeAlias = tuple[Any, ...]
-
-
 class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While ``on``, operations give memory of the right shape and no numbers: NaN, so that a gradient in which they
     had a part would show it."""
@@ -197,7 +194,7 @@ def _looks(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _looks_of(func: Any, given: _Given, default: torch.dtype) -> Any:
+def _looks_of(func: Any, given: tuple[Any, ...], default: torch.dtype) -> Any:
     args = (one.empty("meta") if isinstance(one, _Look) else one[1] for one in given)
     return pytree.tree_map_only(torch.Tensor, _Look.of, func(*args))
 

@@ -18,6 +18,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.program.foreign import shown
 from tapestream.executor.program.samples import Samples
 from tapestream.executor.program.values import written
+from tapestream.runner.stage import is_compiled
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 Slot = tuple[dict[str, torch.Tensor | None], str]
@@ -69,7 +70,7 @@ class State:
             self.buffers += [(m._buffers, name) for name in own]
             self.written += [m.training and name not in m._non_persistent_buffers_set for name in own]
         self.attributes = Attributes(module)
-        self.compiled = any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)
+        self.compiled = any(map(is_compiled, modules))
         self.watch: Watch | None = None
         self.captured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from tapestream.errors import GradientError, ScheduleError
+from tapestream.errors import ScheduleError
 from tapestream.executor.travel.cargo import Stays, has_storage, head_of, held_by_others
+from tapestream.runner.guards import written_since_saved
 from tapestream.runner.runner import Pack, Unpack
 
 
@@ -93,8 +94,5 @@ def _read(handle: Handle, name: str) -> torch.Tensor:
     if handle.tensor is None:
         raise ScheduleError(f"a saved tensor of {name} was asked for while it was away from the device")
     if handle.tensor._version != handle.version:
-        raise GradientError(
-            f"a tensor that {name} saved for its backward was modified by an in-place operation afterwards; "
-            "clone() it first"
-        )
+        raise written_since_saved(name)
     return handle.tensor

@@ -168,7 +168,7 @@ class StreamCall:
         self._views[segment] = view
         store = self.store  # not self: a call that holds itself would outlive its result
         once, watch = self.prepared.once[segment], Watch()
-        runner = Runner(stages, planned.traits, self.device, None, once, resident=False, watch=watch)
+        runner = Runner(stages, planned.traits, self.device, once=once, resident=False, watch=watch)
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
