@@ -23,7 +23,7 @@ from streaming import (
 from torch import nn
 
 import tapestream as ts
-from tapestream.errors import InputError
+from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines.threads import ThreadsEngine
 from tapestream.frontends.below import Below
 from tapestream.frontends.module import prepare
@@ -79,6 +79,25 @@ def test_every_engine_and_home(engine: str, home: str, update: str, level: str, 
     found = offloading(tmp_path, engine, home)
     budget = budget_at(level, LONG, lambda m: sgd(m, update), **found)
     assert_exact(LONG, budget, update=update, micro_batches=1 + (update == "step"), **found)
+
+
+@pytest.mark.parametrize("engine", ["adversarial", "auto", "fake_streams"])
+def test_blocks_and_states_share_the_disk(engine: str, tmp_path: Path) -> None:
+    """What both hold is what was planned, to the byte: a limit of that will do, one less does not."""
+    found = offloading(tmp_path, engine)
+    budget = budget_at("least", LONG, sgd, **found)
+
+    def steps(nbytes: int | None) -> tuple[int, int]:
+        with streamed(LONG, ts.Budget(budget, disk=nbytes), **found) as model:
+            train(model, sgd(model), LONG)
+            report = ts.report(model)
+            return report.plan.simulation.peak_nbytes[Tier.DISK], report.peak_nbytes[Tier.DISK]
+
+    planned, held = steps(None)
+    assert planned == held > 6 * STATE
+    assert steps(planned) == (planned, planned)
+    with pytest.raises(BudgetError, match=rf"Allow {planned} bytes there"):
+        steps(planned - 1)
 
 
 def test_what_moves_is_what_was_planned(offloaded: nn.Module) -> None:

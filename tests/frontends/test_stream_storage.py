@@ -75,7 +75,7 @@ def test_a_disk_too_small_for_a_step_is_told_before_it_with_the_total(
         return os.statvfs_result((*room[:4], max(0, size - used) // room[1], *room[5:]))
 
     def trained() -> int:
-        """Bytes on the disk after two steps."""
+        """The most bytes on the disk in two steps."""
         with streamed(case, 3 * nbytes // 2, **options) as model:
             before = everything(model)
             try:
@@ -89,7 +89,7 @@ def test_a_disk_too_small_for_a_step_is_told_before_it_with_the_total(
                 optimizer.step()
                 optimizer.zero_grad()
                 loss = loss_at(model, case)
-            return handle_of(model).pool.held_nbytes(Tier.DISK)
+            return handle_of(model).pool.peak_nbytes(Tier.DISK)
 
     monkeypatch.setattr(os, "statvfs", small)
     told = r"a step keeps .* \(\d+ bytes\) of .*, the last \d+ of which find no room: .*make room"

@@ -254,3 +254,23 @@ def test_a_dropped_pool_unlocks_its_memory(monkeypatch):
     gc.collect()
     assert runtime.locked == {}
     assert region.memory.numel() == 5000
+
+
+def test_pools_beside_each_other_share_a_limit():
+    one = Pool(CPU, folder=None, limits={Tier.HOST: 1000}, pin=False)
+    other = Pool(CPU, folder=None, limits={Tier.HOST: 1000}, pin=False, beside=one)
+    region = one.allocate(Tier.HOST, 700)
+    with pytest.raises(BudgetError, match="700 bytes are held and 1000 allowed; a limit of 1100 bytes would do"):
+        other.allocate(Tier.HOST, 400)
+    other.allocate(Tier.HOST, 300)
+    assert (one.held_nbytes(Tier.HOST), other.held_nbytes(Tier.HOST)) == (700, 300)
+    assert one.peak_nbytes(Tier.HOST) == other.peak_nbytes(Tier.HOST) == 1000
+    one.release(region)
+    assert one.allocate(Tier.HOST, 700) is region  # it waited, and counts for nobody but its pool
+    one.release(region)
+    other.allocate(Tier.HOST, 600)  # 1600 with what waits: that goes
+    assert one.allocate(Tier.HOST, 100) is not region
+    other.reset_peak()
+    assert one.peak_nbytes(Tier.HOST) == 1000
+    other.close()
+    assert one.allocate(Tier.HOST, 900).nbytes == 900

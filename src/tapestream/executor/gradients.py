@@ -103,12 +103,16 @@ class GradientBook:
         self._go_home(value)
 
     def leave(self) -> None:
-        """Send home what ``.grad`` has on the device of blocks whose gradients do not live there."""
+        """Send home what ``.grad`` has on the device of blocks whose gradients do not live there; give back the bytes
+        at home that no ``.grad`` shows any more: states may need them before the next gradient does."""
         for this in self.copies.blocks:
             value = Value(Kind.GRADIENT, this.index)
             if self.copies.tier_of(value) is Tier.DEVICE:
                 continue
             shown = self._gradients(this.index)
+            if not self._shown(this.index) and not self._is_due(value):
+                self.copies.renew(value, self.copies.home_of(value))
+                self.copies.release(value, self.copies.home_of(value))
             if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
                 continue
             if shown and not self._all_at_home(this.index, shown):
@@ -197,6 +201,11 @@ class GradientBook:
         """Whether any ``.grad`` shows the gradients at home."""
         own = self._own(block)
         return any(p.grad is not None and p.grad.data_ptr() in own for p in self.copies.blocks[block].parameters)
+
+    def _is_due(self, value: Value) -> bool:
+        """Whether a backward under way has bytes at home for ``.grad`` to show."""
+        under_way = value.index in self._arrived or value.index in self._earlier
+        return under_way or (value, self.copies.home_of(value)) in self.copies.tickets
 
     def _all_at_home(self, block: int, earlier: Mapping[int, torch.Tensor]) -> bool:
         own = self._own(block) if earlier else ()

@@ -34,7 +34,7 @@ class Below:
 
     ``home`` is the slowest tier that may be used: "device" (none below), "host" (GPU only), "disk" (needs ``folder``;
     on a GPU by way of the host, which is used too), "auto" (the slowest there is). ``machine`` None: speeds are
-    measured. Raises InputError for a home that cannot be.
+    measured. ``beside``: the pool that shares the budget. Raises InputError for a home that cannot be.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Below:
         budget: Budget,
         machine: Machine | None,
         engine: str,
+        beside: Pool | None = None,
     ) -> None:
         self.device = device
         host = device.type == "cuda" or engine == "fake_streams"
@@ -55,7 +56,7 @@ class Below:
         )
         if home == "device":
             self.tiers = frozenset()
-        self._path, self._budget, self._given, self._engine = folder, budget, machine, engine
+        self._path, self._budget, self._given, self._engine, self._beside = folder, budget, machine, engine, beside
         self._machine: Machine | None = None
         self._opened: tuple[Pool, CopyEngine] | None = None
         self._folder: DiskFolder | None = None
@@ -120,7 +121,8 @@ class Below:
             if self._path is not None and Tier.DISK in self.tiers:
                 self._folder = DiskFolder(self._path)
             limits = {Tier.DEVICE: None, Tier.HOST: self.host_nbytes(), Tier.DISK: self._budget.disk_nbytes}
-            pool = Pool(self.device, folder=self._folder, limits=limits, pin=self.device.type == "cuda")
+            pin = self.device.type == "cuda"
+            pool = Pool(self.device, folder=self._folder, limits=limits, pin=pin, beside=self._beside)
             self._opened = pool, make_engine(self._engine, self.device)
         return self._opened
 

@@ -23,11 +23,18 @@ class Pool:
     given up before the tier would pass its limit and, where compute shares the memory, before any region
     of another size is made, so that ``peak_nbytes`` is what the tier really took. ``limits`` are bytes per tier
     (None or absent: no limit). HOST regions are page-locked when ``pin``; pinning costs time, so they wait for reuse
-    until the limit or `close`. ``folder`` holds the DISK regions and stays its owner's to close. Thread-safe.
+    until the limit or `close`. ``folder`` holds the DISK regions and stays its owner's to close. ``beside``: a pool
+    with the same limits; what both hold counts against them, and to ``peak_nbytes``. Thread-safe.
     """
 
     def __init__(
-        self, device: torch.device, *, folder: DiskFolder | None, limits: Mapping[Tier, int | None], pin: bool
+        self,
+        device: torch.device,
+        *,
+        folder: DiskFolder | None,
+        limits: Mapping[Tier, int | None],
+        pin: bool,
+        beside: "Pool | None" = None,
     ) -> None:
         self._device = device
         self._folder = folder
@@ -37,10 +44,12 @@ class Pool:
         self._idle: dict[tuple[Tier, int], list[Region]] = {}
         self._held = dict.fromkeys(Tier, 0)
         self._kept = dict.fromkeys(Tier, 0)
-        self._peak = dict.fromkeys(Tier, 0)
         self._pinned: set[int] = set()
         self._closed = False
-        self._lock = threading.RLock()
+        self._all: weakref.WeakSet[Pool] = weakref.WeakSet() if beside is None else beside._all
+        self._all.add(self)
+        self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0) if beside is None else beside._peak
+        self._lock: threading.RLock = threading.RLock() if beside is None else beside._lock
         # Memory that goes back to malloc while still registered could never be page-locked again.
         self._unpin = weakref.finalize(self, _unregister, self._pinned)
         self._unpin.atexit = False
@@ -52,7 +61,7 @@ class Pool:
         DISK without a folder.
         """
         with self._lock:
-            held, limit = self._held[tier], self._limits.get(tier)
+            held, limit = sum(pool._held[tier] for pool in self._all), self._limits.get(tier)
             if self._closed:
                 raise StorageError(f"asked for {format_nbytes(nbytes)} in {tier.name} of a closed pool; make a new one")
             if limit is not None and held + nbytes > limit:
@@ -65,18 +74,20 @@ class Pool:
                 region = waiting.pop()
                 self._kept[tier] -= nbytes
             else:
-                full = limit is not None and held + self._kept[tier] + nbytes > limit
-                if full or self._shared_with_compute(tier):
+                waits = sum(pool._kept[tier] for pool in self._all)
+                if limit is not None and held + waits + nbytes > limit:
+                    self._trim_all(tier)
+                elif self._shared_with_compute(tier):
                     self.trim(tier)
                 try:
                     region = self._make(tier, nbytes)
                 except StorageError:
-                    if not self._kept[tier]:
+                    if not any(pool._kept[tier] for pool in self._all):
                         raise
-                    self.trim(tier)  # released regions of other sizes take room, too
+                    self._trim_all(tier)  # released regions of other sizes take room, too
                     region = self._make(tier, nbytes)
             self._live.add(region)
-            self._held[tier] = held + nbytes
+            self._held[tier] += nbytes
             self._peak[tier] = max(self._peak[tier], held + nbytes)
             return region
 
@@ -120,18 +131,22 @@ class Pool:
             for one in tiers:
                 self._kept[one] = 0
 
+    def _trim_all(self, tier: Tier) -> None:
+        for pool in self._all:
+            pool.trim(tier)
+
     def held_nbytes(self, tier: Tier) -> int:
         """Bytes of the regions in use."""
         return self._held[tier]
 
     def peak_nbytes(self, tier: Tier) -> int:
-        """The most that `held_nbytes` was since the pool was made or `reset_peak` called."""
+        """The most that `held_nbytes`, with the pools beside this, was since it was made or `reset_peak` called."""
         return self._peak[tier]
 
     def reset_peak(self) -> None:
         """Start peaks anew from what is held now."""
         with self._lock:
-            self._peak = dict(self._held)
+            self._peak.update({tier: sum(pool._held[tier] for pool in self._all) for tier in Tier})
 
     def close(self) -> None:
         """Give up every region, in use or not; views of them stay readable. May be called twice."""

@@ -72,7 +72,9 @@ class Homes:
             self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
             undo.callback(self.pool.close)
             # States have memory and lanes of their own: what one engine still reads must not be given to another.
-            self.states = Below(device, home="auto", folder=folder, budget=budget, machine=None, engine=engine)
+            self.states = Below(
+                device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
+            )
             undo.callback(self.states.close)
             self._check_room(home, groups, blocks)
             maker.outside(device)
