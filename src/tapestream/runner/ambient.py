@@ -241,6 +241,52 @@ class Autocast:
             for kind, enabled, dtype in self.settings:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache and enabled))
             if cache and self.enabled:
-                torch.clear_autocast_cache()
-                stack.callback(torch.clear_autocast_cache)
+                stack.enter_context(_CASTS.left_alone())
             yield
+
+
+class _UsersCasts:
+    """Tells within which of the user's ``autocast`` blocks we are: in each, a weight is cast once for all its uses."""
+
+    def __init__(self) -> None:
+        self._weights: dict[torch.device, torch.Tensor] = {}  # one for each device
+        self._casts: dict[torch.device, object] = {}  # their last ones
+        self._marks: dict[torch.device, object] = {}  # of these
+
+    def mark(self, device: torch.device) -> object | None:
+        """The same object for as long as casts of ``device``'s weights are shared, None where none are."""
+        if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+            return None
+        cast = self._cast(device)
+        if self._casts.get(device) is not cast:
+            self._casts[device], self._marks[device] = cast, object()
+        return self._marks[device]
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Inside, there are no casts; those made there are dropped. Marks last."""
+        known = [device for device in self._weights if self.mark(device) is not None]
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for device in known:
+                self._casts[device] = self._cast(device)
+
+    def _cast(self, device: torch.device) -> object:
+        """The graph's node of a weight's cast: that of an earlier use, where there was one."""
+        if device not in self._weights:
+            self._weights[device] = torch.zeros(1, 1, device=device, requires_grad=True)
+        with torch.enable_grad():
+            product = torch.mm(self._weights[device], self._weights[device].detach())
+        assert product.grad_fn is not None
+        return product.grad_fn.next_functions[0][0]
+
+
+_CASTS = _UsersCasts()
+
+
+def mark_of_autocast(device: torch.device) -> object | None:
+    """Two calls for which this is the same object share their weights' casts in plain PyTorch; None: with nobody."""
+    return _CASTS.mark(device)

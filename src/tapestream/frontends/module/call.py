@@ -21,6 +21,7 @@ from tapestream.frontends.module.prepare import Prepared
 from tapestream.frontends.module.returned import Watched
 from tapestream.frontends.module.wide import adds_once
 from tapestream.ir.actions import Tier
+from tapestream.runner.ambient import mark_of_autocast
 from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.guards import Watch
 from tapestream.runner.runner import Runner
@@ -43,7 +44,7 @@ class StreamCall:
     ``asked``: the plans of such a call alone, which ``prepared`` goes back to. ``anchor``: part of the graph of every
     block that has trainable parameters. ``plain``: the plan leaves every parameter on the device and runs every block
     once, so that the blocks are nodes of the user's own graph and only their order and the bytes that they hold are our
-    concern.
+    concern. ``casts``: what calls have in common that share the casts of their weights, None where none are cast.
     """
 
     closed: bool | None = None
@@ -66,6 +67,8 @@ class StreamCall:
         self.done = 0  # block calls so far
         stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
         self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward"
+        casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
+        self.casts = mark_of_autocast(device) if casting else None
         self.anchor = torch.empty(0) if self.plain else self._anchored()
         self.closed = False
         self._views: dict[int, SegmentView] = {}

@@ -22,7 +22,7 @@ class Live:
     """Calls of one model that still await their backward, and the one whose backward is under way.
 
     ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
-    that it has reached are plain; ``before``: whether there were gradients of blocks when it began.
+    that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
     """
 
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
@@ -30,7 +30,7 @@ class Live:
     busy: bool = False
     task: int = -1
     several: bool = False
-    begun: dict[int, bool] = field(default_factory=dict)
+    begun: dict[int, tuple[bool, object | None]] = field(default_factory=dict)
     before: bool = False
 
     @contextlib.contextmanager
@@ -55,8 +55,9 @@ class Live:
             )
 
     def begins(self, call: "StreamCall") -> None:
-        """A backward reaches ``call``. Raise GradientError where autograd adds up the gradients of some calls and the
-        store those of others, and more than two parts come together: their sum would be made in another order."""
+        """A backward reaches ``call``. Raise GradientError where gradients of several calls would be added in another
+        way than in plain PyTorch: in another order, where autograd adds up those of some calls and the store those of
+        others, and more than two parts come together; or in another dtype, where the calls share an ``autocast``."""
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task, self.several, self.begun = task, len(self.calls) > 1, {}
@@ -64,8 +65,15 @@ class Live:
             self.before = self.several and any(p.grad is not None for p in parameters)
         if not self.several:
             return
-        self.begun[id(call)] = call.plain
-        if len(set(self.begun.values())) > 1 and len(self.begun) + self.before > 2:
+        if call.casts is not None and any(call.casts is casts for _, casts in self.begun.values()):
+            raise GradientError(
+                "this backward differentiates two calls of one model that were made within one autocast: plain PyTorch "
+                "casts the weights once for both and adds their gradients in 16 bits, a streamed model in 32; give "
+                "each call an autocast of its own (or cache_enabled=False), call backward() for each, or give "
+                "both batches to one call"
+            )
+        self.begun[id(call)] = call.plain, call.casts
+        if len({plain for plain, _ in self.begun.values()}) > 1 and len(self.begun) + self.before > 2:
             raise GradientError(
                 f"this backward differentiates {len(self.begun)} calls of one model or more"
                 f"{', beside gradients of an earlier one' if self.before else ''}; some of them fit the budget as they "
