@@ -52,8 +52,10 @@ def make(cls: type[nn.Module], config: Any) -> nn.Module:
     """The model, of random weights, in train mode, on the default device."""
     own = copy.deepcopy(config)
     if own.is_encoder_decoder:  # configurations that were never trained with may lack what shifting labels takes
+        words = own.get_text_config(decoder=True).vocab_size
         for name in ("decoder_start_token_id", "pad_token_id"):
-            if getattr(own, name, None) is None:
+            token = getattr(own, name, None)
+            if token is None or token >= words:  # made smaller by hand, the defaults left
                 setattr(own, name, 0)
     return cls(own).train()
 

@@ -95,7 +95,8 @@ def verify(model: nn.Module, batch: Any) -> None:
     """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit
     for bit.
 
-    ``batch``: as in `plan`; what the model returns is summed to a loss. Needs memory for the plain step. Weights,
+    ``batch``: as in `plan`. What is differentiated is the model's own loss (``loss`` in what it returns) or, where it
+    has none, the sum of all that it returns. Needs memory for the plain step. Weights,
     gradients, buffers and generators are afterwards as before. Raises GradientError naming the first parameter whose
     gradient differs.
     """
@@ -129,7 +130,9 @@ def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> 
     with undisturbed((Stage(0, model),), device):
         args, kwargs = arguments
         result = model(*args, **kwargs)
-        roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        roots = [t for t in tree_leaves(result if own is None else own) if isinstance(t, torch.Tensor)]
+        roots = [t for t in roots if t.requires_grad]
         loss = torch.stack([t.float().sum() for t in roots]).sum()
         torch.autograd.backward(loss)
     found = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
