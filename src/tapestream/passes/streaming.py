@@ -1,7 +1,7 @@
 """A computation whose parameter blocks come and go: the stays that follow from what is resident."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
@@ -35,6 +35,7 @@ class Streaming:
     base: Footprint
     runs: dict[Value, list[_Run]]
     sizes: dict[Value, int]
+    moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict)  # as asked for; the same for every choice
 
     @classmethod
     def of(
@@ -73,8 +74,16 @@ class Streaming:
             planner=self.schedule.planner,
         )
 
-    def stays_of(self, value: Value, *, resident: bool) -> Iterator[Stay]:
+    def stays_of(self, value: Value, *, resident: bool) -> tuple[Stay, ...]:
         """The stays of one value."""
+        if resident:
+            return tuple(self._stays(value, resident=True))
+        found = self.moving.get(value)
+        if found is None:
+            found = self.moving[value] = tuple(self._stays(value, resident=False))
+        return found
+
+    def _stays(self, value: Value, *, resident: bool) -> Iterator[Stay]:
         route, nbytes, end = self.routes[value.kind], self.sizes[value], len(self.computation) - 1
         if value.kind is Kind.GRADIENT:
             yield from self._gradient_stays(value, resident)
@@ -115,12 +124,16 @@ def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_
     runs: dict[Value, list[_Run]] = {}
     number = 0
     last: dict[Value, int] = {}
+    known: dict[Action, tuple[Value, ...]] = {}
     for position, action in enumerate(computation):
         if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
             continue
         number += 1  # the step phase counts, so that nothing stays across its start
-        for value in needs(action, profile):
-            updates = isinstance(action, Update)
+        wanted = known.get(action)
+        if wanted is None:
+            wanted = known[action] = tuple(needs(action, profile))
+        updates = isinstance(action, Update)
+        for value in wanted:
             found = runs.setdefault(value, [])
             if found and last[value] == number - 1:
                 found[-1] = _Run(found[-1].start, position, updates or found[-1].updates)

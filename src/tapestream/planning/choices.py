@@ -93,7 +93,9 @@ def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
         order = with_gradients(order)
     if limit is None:
         return [_Room(frozenset(order), None, terms.across)]
-    peaks = _peaks(streaming, order)
+    peaks = _peaks(streaming, order, limit)
+    if not peaks:
+        return []
     spare = limit - peaks[0]
     windows = (0, block, 2 * block, spare // 2, spare)
     rooms = []
@@ -121,16 +123,19 @@ def largest_block(profile: Profile) -> int:
     return max((block.parameters_nbytes + block.buffers_nbytes for block in profile.blocks), default=0)
 
 
-def _peaks(streaming: Streaming, order: list[Value]) -> list[int]:
-    """Device bytes at the peak with the first 0, 1, 2, .. values of ``order`` resident, the rest just in time."""
+def _peaks(streaming: Streaming, order: list[Value], limit: int) -> list[int]:
+    """Device bytes at the peak with the first 0, 1, 2, .. values of ``order`` resident, the rest just in time; up to
+    the last that is within ``limit``."""
     held = Occupancy(streaming.base, streaming.stays(frozenset()))
-    peaks = [int(held.nbytes.max())]
-    for value in order:
-        for stay in streaming.stays_of(value, resident=False):
-            held.add(stay, -1)
-        for stay in streaming.stays_of(value, resident=True):
-            held.add(stay)
-        peaks.append(int(held.nbytes.max()))
+    peaks: list[int] = []
+    for value in [None, *order]:
+        if value is not None:
+            held.add(streaming.stays_of(value, resident=False), -1)
+            held.add(streaming.stays_of(value, resident=True))
+        peak = int(held.nbytes.max())
+        if peak > limit:
+            break
+        peaks.append(peak)
     return peaks
 
 
