@@ -1,12 +1,15 @@
 """What a step costs: bytes and seconds, measured on the loop's own executor."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tapestream.costs import StageCost
+from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
@@ -26,6 +29,7 @@ _NODE_NBYTES = 450
 _GENERATORS_NBYTES = {True: 5_300, False: 0}
 _SAMPLE_SECONDS = 2e-3
 _MOST_STEPS = 8
+_SAMPLE_NBYTES = 2**20
 
 
 @as_recompute()
@@ -54,6 +58,14 @@ def cost_of(
         cost = _reversed(runner, own(state), number, watch)
         with watch.paused():
             seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
+            found = cost.recorded_seconds, cost.backward_seconds
+            if sum(found) < _SAMPLE_SECONDS:  # measuring their bytes took longer than they
+                several = 1 if ended else max(1, min(most, _SAMPLE_NBYTES // max(1, cost.saved_nbytes)) // chunk)
+                if several > 1:  # what a stage takes beside its steps is little in one of many
+                    runner, number = make(replace(body, chunk=several * chunk), None), 0
+                    runner.first_run = False
+                with suppress(GradientError):  # the loop itself will say so, where it comes to that step
+                    found = _fastest_reversal(runner, lambda: own(state), number)
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
     written = (held(slot) for slot in traits.buffers)
     buffers = sum(buffer.nbytes for buffer in written if isinstance(buffer, torch.Tensor))
@@ -61,8 +73,8 @@ def cost_of(
     return replace(
         cost,
         forward_seconds=seconds,
-        backward_seconds=cost.backward_seconds / chunk,
-        record_seconds=cost.recorded_seconds / chunk,
+        backward_seconds=found[1] / runner.body.chunk,
+        record_seconds=found[0] / runner.body.chunk,
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
     )
@@ -76,10 +88,7 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     nodes = next_sequence_number() - before
     inputs, outputs = _storages(runner, state), _storages(runner, out)
     output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
-    cotangents = [
-        torch.ones_like(leaf) if edge is not None else None
-        for leaf, edge in zip(runner.form.leaves(out), tape.edges, strict=True)
-    ]
+    cotangents = _cotangents(runner, out, tape)
     made = sum(g.nbytes for g in cotangents if g is not None)
     with watch.measured() as reversing:
         backward_seconds, found = timed(watch.device, lambda: runner.backward(tape, number, cotangents))
@@ -93,6 +102,26 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
         forward_extra_nbytes=max(0, recording.peak_nbytes - recording.end_nbytes),
         backward_extra_nbytes=max(0, reversing.peak_nbytes - returned) + max(0, made - output_nbytes),
     )
+
+
+def _fastest_reversal(runner: TensorSteps, state: Callable[[], Any], number: int) -> tuple[float, float]:
+    """Seconds to record a stage of small steps and to reverse it."""
+    device = runner.body.device
+    recording = reversing = float("inf")
+    spent = 0.0
+    while spent < _SAMPLE_SECONDS:
+        seconds, (out, tape) = timed(device, lambda: runner.record(state(), number))
+        recording, spent = min(recording, seconds), spent + seconds
+        given = _cotangents(runner, out, tape)
+        seconds, _ = timed(device, partial(runner.backward, tape, number, given))
+        reversing, spent = min(reversing, seconds), spent + seconds
+    return recording, reversing
+
+
+def _cotangents(runner: TensorSteps, out: Any, tape: Any) -> list[torch.Tensor | None]:
+    """Ones for each of a step's results that has a gradient."""
+    leaves = zip(runner.form.leaves(out), tape.edges, strict=True)
+    return [torch.ones_like(leaf) if edge is not None else None for leaf, edge in leaves]
 
 
 def _storages(runner: TensorSteps, state: Any) -> dict[int, int]:
