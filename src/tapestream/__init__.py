@@ -1,5 +1,7 @@
 """Gradients of any size in the memory you have: exact backpropagation under a byte budget."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
 from tapestream.errors import (
     BudgetError,
@@ -26,6 +28,11 @@ from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import recomputing
 from tapestream.simulate import Simulation, simulate
 from tapestream.storage.meter import track_memory
+
+try:
+    __version__ = version("tapestream")
+except PackageNotFoundError:  # run from its source, with PYTHONPATH
+    __version__ = "of no version"
 
 __all__ = [
     "BlockCost",

@@ -1,6 +1,7 @@
 """Folders that cannot be used, vanish or fill up: weights that can still be saved are."""
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 import torch
 from exact import assert_same, seed
 from streamable import WIDTH, Chained, Dense, Model, dense, numbers
-from streaming import budget_at, everything, loss_at, options_of, streamed
+from streaming import budget_at, everything, loss_at, options_of, streamed, train
 from torch import nn
 
 import tapestream as ts
-from tapestream.errors import StorageError
+from tapestream.errors import BudgetError, StorageError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Tier
 from tapestream.storage import disk
@@ -190,3 +191,28 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
         assert all(torch.isfinite(t).all() for t in everything(model).values() if t is not None)
         model.zero_grad()
         loss_at(model, CASE).backward()
+
+
+def test_a_disk_limit_below_the_parameters_is_told_at_once_with_all_of_them(tmp_path: Path) -> None:
+    """Not block by block; what a step needs beside them is told by its plan, and will do."""
+    case = Model(lambda: Chained([Dense(64) for _ in range(4)]), numbers(3, 64))
+    options = options_of("auto", tmp_path)
+    with (
+        pytest.raises(BudgetError, match=r"the parameters of the blocks take .* \((\d+) bytes\) in DISK") as told,
+        streamed(case, ts.Budget("1MiB", disk="1KiB"), **options),
+    ):
+        pass
+    found = re.search(r"\((\d+) bytes\)", str(told.value))
+    assert found is not None
+    parameters = int(found[1])
+    with streamed(case, ts.Budget("1MiB", disk=parameters), **options) as model:
+        held = handle_of(model).pool.held_nbytes(Tier.DISK)
+        assert held == parameters
+        torch.manual_seed(0)
+        ts.optimizer(model, torch.optim.AdamW)
+        with pytest.raises(BudgetError, match=r"Allow (\d+) bytes there") as least:
+            loss_at(model, case)
+    enough = re.search(r"Allow (\d+) bytes there", str(least.value))
+    assert enough is not None
+    with streamed(case, ts.Budget("1MiB", disk=int(enough[1])), **options) as model:
+        train(model, ts.optimizer(model, torch.optim.AdamW), case)

@@ -129,6 +129,7 @@ class Below:
 
 def check_home(home: str, folder: object, *, host: bool) -> None:
     """Raise InputError for a home that cannot be."""
+    check_folder(folder)
     if home not in _HOMES:
         raise InputError(f"home={home!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
     if home == "host" and not host:
@@ -140,6 +141,12 @@ def check_home(home: str, folder: object, *, host: bool) -> None:
         raise InputError("home='disk' was asked for without a folder; add folder='path/on/a/fast/disk'")
     if home in ("device", "host") and folder is not None:
         raise InputError(f"home={home!r} leaves nothing for folder={str(folder)!r}; use home='disk', or no folder")
+
+
+def check_folder(folder: object) -> None:
+    """Raise InputError for what cannot be the name of a folder."""
+    if not isinstance(folder, str | os.PathLike | None):
+        raise InputError(f"folder={folder!r} was given; it is the path of a folder, a str or pathlib.Path")
 
 
 def plan_with(below: Below, profile: Profile, room: Budget, planner: str, knobs: dict[str, Any]) -> Plan:

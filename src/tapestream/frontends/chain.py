@@ -15,7 +15,7 @@ from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.check import check_deterministic
-from tapestream.frontends.given import fit_given_plan
+from tapestream.frontends.given import check_knobs, fit_given_plan, listed, named_device
 from tapestream.ir.actions import PhaseKind, Tier
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
@@ -72,15 +72,14 @@ class Chain(nn.Module):
         **knobs: Any,
     ) -> None:
         super().__init__()
-        stages = list(stages)
-        if not stages:
-            raise InputError("Chain: at least one stage is needed, found none")
+        stages = listed(type(self).__name__, stages)
+        check_knobs(type(self).__name__, Chain.__init__, planner, knobs)
         self.stages = nn.ModuleList(s for s in stages if isinstance(s, nn.Module))
         self._stages = [Stage(k, stage) for k, stage in enumerate(stages)]
         self._modules_behind = also_reached(self._stages, self.stages)
         self.budget = Budget.of(budget)
         self.planner, self.verify, self.gradients_within = planner, verify, gradients_within
-        self._device = None if device is None else torch.device(device)
+        self._device = named_device(device)
         self._knobs, self._given, self._plans = knobs, plan, PlanCache()
         self._live = dict.fromkeys(Tier, 0)  # bytes of the budget that live calls hold
         check_home(home, folder, host=True)

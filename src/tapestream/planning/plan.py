@@ -70,6 +70,12 @@ class Plan:
         turn = profile.turn_seconds if backward else 0.0
         return seconds + turn + sum(profile.blocks[block].update_seconds for block in updated)
 
+    def __repr__(self) -> str:
+        return (  # print() shows all of it
+            f"<Plan by {self.planner or 'hand'} for {self.profile.runs} stages: {format_seconds(self.seconds)}, "
+            f"{format_nbytes(self.peak_nbytes)}>"
+        )
+
     def __str__(self) -> str:
         found, n = self.simulation, self.profile.runs
         rows = [

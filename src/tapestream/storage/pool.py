@@ -91,6 +91,15 @@ class Pool:
             self._peak[tier] = max(self._peak[tier], held + nbytes)
             return region
 
+    def check_room(self, tier: Tier, nbytes: int, what: str) -> None:
+        """Raise BudgetError where ``what`` takes more in ``tier`` than its limit, before anything is allocated."""
+        limit = self._limits.get(tier)
+        if limit is not None and nbytes > limit:
+            raise BudgetError(
+                f"{what} take {format_nbytes(nbytes)} ({nbytes} bytes) in {tier.name}, where {limit} bytes are "
+                "allowed; allow at least that much, and room for what else a step keeps there"
+            )
+
     def release(self, region: Region) -> None:
         """Take a region back. Raises StorageError when it is not one of this pool's regions in use."""
         with self._lock:

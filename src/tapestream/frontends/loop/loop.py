@@ -18,6 +18,7 @@ from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
+from tapestream.frontends.given import check_knobs
 from tapestream.frontends.loop import arrays
 from tapestream.frontends.loop.arguments import (
     check_options,
@@ -95,6 +96,7 @@ class Loop(nn.Module):
         if chunk is not None:
             chunk = whole("chunk", chunk, 1)
         check_options(adjoint, plan, compile)
+        check_knobs("Loop", Loop.__init__, planner, knobs)
         self._stage = Stage(0, step)
         self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
         self.budget = Budget.of(budget)

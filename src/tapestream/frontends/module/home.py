@@ -8,6 +8,7 @@ from torch import nn
 from tapestream.costs import Budget
 from tapestream.errors import InputError
 from tapestream.frontends.available import host_limit
+from tapestream.frontends.below import check_folder
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers, home_tiers
 
@@ -59,6 +60,7 @@ def _state_nbytes(model: nn.Module) -> int:
 
 
 def _check(name: str, folder: object, device: torch.device, engine: str) -> None:
+    check_folder(folder)
     if name not in ("auto", *_TIERS):
         raise InputError(f"home={name!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
     if name == "host" and device.type == "cpu" and engine != "fake_streams":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine
-from tapestream.errors import StorageError
+from tapestream.errors import BudgetError, StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.frontends.available import host_limit
@@ -28,6 +28,8 @@ from tapestream.storage.layout import unit_nbytes
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
 from tapestream.units import format_nbytes
+
+_PARAMETERS = "the parameters of the blocks"
 
 
 class Homes:
@@ -76,11 +78,11 @@ class Homes:
                 device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
             )
             undo.callback(self.states.close)
-            self._check_room(home, groups, blocks)
+            unit = unit_nbytes(moves=set(home.values()) != {Tier.DEVICE})
+            self._check_room(home, groups, blocks, unit)
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             undo.callback(self._disown)
-            unit = unit_nbytes(moves=set(home.values()) != {Tier.DEVICE})
             for number, members in enumerate(groups):
                 modules = [blocks[position] for position in members]
                 for module in modules:
@@ -119,16 +121,16 @@ class Homes:
 
     def reserve(self, values: Iterable[Value]) -> None:
         """See that the disk has room for these, so that no step finds it full: bytes that are not there yet are
-        reserved, and wait in the pool. Raises StorageError that says what all of them take."""
+        reserved, and wait in the pool. Raises BudgetError or StorageError that says what all of them take."""
         sizes = {value: self.store.blocks[value.index].nbytes_of(value.kind, value.part) for value in values}
         missing = [n for value, n in sizes.items() if n and not self.store.copies.has(value, Tier.DISK)]
         missing.sort(reverse=True)  # small ones fit between large ones
         regions: list[Region] = []
         try:
             regions.extend(self.pool.allocate(Tier.DISK, nbytes) for nbytes in missing)
-        except StorageError as error:
+        except (BudgetError, StorageError) as error:
             total, left = sum(sizes.values()), sum(missing[len(regions) :])
-            raise StorageError(
+            raise type(error)(
                 f"a step keeps {format_nbytes(total)} ({total} bytes) of the blocks' parameters, gradients and "
                 f"optimizer state on disk, the last {left} of which find no room: {error}"
             ) from error
@@ -171,10 +173,18 @@ class Homes:
         """Give every block memory of its own again and remove the files."""
         self._undo.close()
 
-    def _check_room(self, home: HomeTiers, groups: Sequence[Sequence[int]], blocks: Sequence[nn.Module]) -> None:
-        if self._folder is not None and home[Kind.PARAMETERS] is Tier.DISK:
-            inside = (parameters_of([blocks[position] for position in members]) for members in groups)
-            self._folder.check_room(sum(p.nbytes for found in inside for p in found), "the parameters of the blocks")
+    def _check_room(
+        self, home: HomeTiers, groups: Sequence[Sequence[int]], blocks: Sequence[nn.Module], unit: int
+    ) -> None:
+        """Raise BudgetError or StorageError where the blocks' parameters find no room at home, before any moves."""
+        tier = home[Kind.PARAMETERS]
+        inside = [parameters_of([blocks[position] for position in members]) for members in groups]
+        if tier is Tier.DEVICE or not inside:
+            return
+        if self._folder is not None and tier is Tier.DISK:
+            self._folder.check_room(sum(p.nbytes for found in inside for p in found), _PARAMETERS)
+        laid_out = [ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside)]
+        self.pool.check_room(tier, sum(b.nbytes_of(kind) for b in laid_out for kind in b.kinds), _PARAMETERS)
 
     def _disown(self) -> None:
         for block in self.store.blocks:

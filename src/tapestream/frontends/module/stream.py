@@ -9,6 +9,7 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
+from tapestream.frontends.given import check_knobs, named_device
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.home import Home, tiers_for
@@ -68,9 +69,9 @@ def stream(
     Plans are made at the first call. Raises InputError for a model, home or folder that cannot be used, StorageError
     when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
     """
-    if is_streamed(model):
-        raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    _check_model(model)
+    check_knobs("stream", stream, planner, knobs)
+    where = named_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(where)
     found = _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
@@ -109,6 +110,10 @@ def handle_of(model: nn.Module) -> Streamed:
     """The handle behind a streamed model. Raises InputError for any other model."""
     handle = getattr(model, _HANDLE, None)
     if not isinstance(handle, Streamed):
+        if not isinstance(model, nn.Module):
+            raise InputError(f"a streamed model is needed, found a {type(model).__name__}; give the model itself")
+        if hasattr(type(model), "plan"):
+            raise InputError(f"this {type(model).__name__} is no streamed model; print its .plan to see what it does")
         raise InputError(
             f"this {type(model).__name__} is not streamed; call tapestream.stream(model, budget=...) first"
         )
@@ -147,6 +152,14 @@ def _head(model: nn.Module, name: str | None, chunks: Chunks | None, blocks: Seq
         return None
     check_chunks("loss_chunks", chunks)
     return find_head(model, name, blocks)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(f"stream takes a torch.nn.Module, found {what}; ts.Program takes functions")
+    if is_streamed(model):
+        raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
 
 
 def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from tapestream.executor.program.seams import listener_now
 from tapestream.executor.program.tape import Tape
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
+from tapestream.frontends.given import named_device
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
@@ -102,7 +103,7 @@ class Program:
         self.function, self.planner = function, planner
         self._whole = taking_whole(function, opaque)
         self.budget, self.gradients_within = Budget.of(budget), gradients_within
-        self._device = None if device is None else torch.device(device)
+        self._device = named_device(device)
         if planner != "auto":
             planners[planner]  # refuses unknown names
         check_home(home, folder, host=True)
