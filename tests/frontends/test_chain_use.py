@@ -215,12 +215,11 @@ def test_the_least_budget_of_a_refusal_works_and_one_byte_less_does_not(planner:
 
 
 def test_texts_of_refusals() -> None:
-    x = leaf(3, 6)
     with pytest.raises(InputError, match=r"no planner 'roter'.*did you mean 'rotor'"):
         Chain(mlp(), planner="roter")
     with pytest.raises(InputError, match=r"no argument 'slotz'.*'revolve' has the knobs slots; did you mean 'slots'"):
         Chain(mlp(), planner="revolve", slotz=3)
-    with pytest.raises(InputError, match=r"'auto' has no knobs; planner='revolve' or"):
+    with pytest.raises(InputError, match=r"'auto' has no knobs; planner='periodic' or"):
         Chain(mlp(), slots=3)
     with pytest.raises(InputError, match=r"cannot read 'plenty' as a size in bytes.*for example '8GiB'"):
         Chain(mlp(), budget="plenty")
