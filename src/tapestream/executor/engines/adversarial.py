@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tapestream.errors import GradientError
+from tapestream.errors import GradientError, StorageError
 from tapestream.executor.engines.flight import Flight, describe
 from tapestream.executor.engines.protocol import EngineStatistics, Ticket
 from tapestream.executor.engines.threads import transfer
@@ -42,7 +42,11 @@ class AdversarialEngine:
             raise GradientError(
                 f"the source of the copy {describe(ticket)} was overwritten while in flight; wait for the copy first"
             )
-        transfer(ticket.source, ticket.target, ticket.nbytes)
+        try:
+            transfer(ticket.source, ticket.target, ticket.nbytes)
+        except StorageError as error:
+            self._flight.failed(ticket, error)
+            raise
 
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from time import perf_counter
 
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError, InputError, StorageError
 from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
 from tapestream.storage import Region
 
@@ -13,6 +13,7 @@ class Flight:
 
     def __init__(self) -> None:
         self._tickets: set[Ticket] = set()
+        self._failed: dict[Ticket, str] = {}  # what storage said of them
         self._filled: dict[Region, Ticket] = {}
         self._read: dict[Region, int] = {}
         self._bytes_moved: dict[Lane, int] = {}
@@ -37,9 +38,17 @@ class Flight:
         self._copies += 1
         return ticket
 
+    def failed(self, ticket: Ticket, error: Exception) -> None:
+        """The copy has come to nothing: whoever waits for it once more is told why, too."""
+        if isinstance(error, StorageError):
+            self._failed[ticket] = str(error)
+
     def end(self, ticket: Ticket) -> None:
-        """The copy is being waited for. Raises GradientError for a void ticket or regions released meanwhile."""
+        """The copy is being waited for. Raises GradientError for a void ticket or regions released meanwhile,
+        StorageError for one that failed before."""
         if ticket not in self._tickets:
+            if ticket in self._failed:
+                raise StorageError(self._failed[ticket])
             raise GradientError(f"the copy {describe(ticket)} is not in flight: it was waited for before, or abandoned")
         self._tickets.remove(ticket)
         del self._filled[ticket.target]

@@ -78,8 +78,9 @@ class DiskLanes:
         start = perf_counter()
         try:
             self._finish(ticket)
-        except Exception:  # not an interrupt
+        except Exception as error:  # not an interrupt
             flight.end(ticket)
+            flight.failed(ticket, error)
             raise
         finally:
             flight.waited_since(start)
