@@ -155,26 +155,39 @@ def test_a_region_released_in_flight_is_found_at_wait(engine, pool):
     engine.abandon()
 
 
-def test_a_failed_copy_raises_at_wait_and_the_engine_goes_on(engine, pool, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
+def broken(*_):
+    raise OSError(errno.EIO, "Input/output error")
 
+
+def test_a_failed_copy_raises_at_wait_and_the_engine_goes_on(engine, pool, monkeypatch):
     host, disk, back = pool.allocate(Tier.HOST, 8192), pool.allocate(Tier.DISK, 8192), pool.allocate(Tier.HOST, 8192)
     values = fill(host, 0)
     fill(disk, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
         patch.setattr(KernelQueue, "finish", lambda queue, pending: -errno.EIO)
-        ticket = engine.copy(disk, back)
-        for _ in range(2):  # whoever else waits for it is told the same
-            with pytest.raises(StorageError, match="Input/output error"):
-                engine.wait(ticket)
+        with pytest.raises(StorageError, match="Input/output error"):
+            engine.wait(engine.copy(disk, back))
     engine.abandon()
-    with pytest.raises(StorageError, match="Input/output error"):
-        engine.wait(ticket)
     engine.wait(engine.copy(host, disk))
     engine.wait(engine.copy(disk, back))
     assert torch.equal(content(back), values)
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_whoever_waits_for_a_failed_copy_once_more_is_told_why(engine, pool, monkeypatch, abandoned):
+    disk, back = pool.allocate(Tier.DISK, 8192), pool.allocate(Tier.HOST, 8192)
+    early = engine.copy(disk, back) if engine.name == "adversarial" else None  # reads the disk as a copy begins, too
+    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(KernelQueue, "finish", lambda queue, pending: -errno.EIO)
+    ticket = early or engine.copy(disk, back)
+    with pytest.raises(StorageError, match="Input/output error") as first:
+        engine.wait(ticket)
+    if abandoned:
+        engine.abandon()
+    with pytest.raises(StorageError) as second:
+        engine.wait(ticket)
+    assert str(second.value) == str(first.value)
 
 
 def test_a_file_cut_short_raises_at_wait(engine, pool):

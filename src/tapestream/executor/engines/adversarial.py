@@ -38,11 +38,11 @@ class AdversarialEngine:
     def wait(self, ticket: Ticket) -> None:
         """Copy now. Raises GradientError when the source was released, reused or overwritten since `copy`."""
         self._flight.end(ticket)
-        if checksum(ticket.source, ticket.nbytes) != self._checksums.pop(ticket):
-            raise GradientError(
-                f"the source of the copy {describe(ticket)} was overwritten while in flight; wait for the copy first"
-            )
         try:
+            if checksum(ticket.source, ticket.nbytes) != self._checksums.pop(ticket):
+                raise GradientError(
+                    f"the source of the copy {describe(ticket)} was overwritten while in flight; wait for the copy first"
+                )
             transfer(ticket.source, ticket.target, ticket.nbytes)
         except StorageError as error:
             self._flight.failed(ticket, error)
