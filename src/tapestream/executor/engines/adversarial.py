@@ -41,7 +41,7 @@ class AdversarialEngine:
         try:
             if checksum(ticket.source, ticket.nbytes) != self._checksums.pop(ticket):
                 raise GradientError(
-                    f"the source of the copy {describe(ticket)} was overwritten while in flight; wait for the copy first"
+                    f"the source of the copy {describe(ticket)} was overwritten while in flight; wait for it first"
                 )
             transfer(ticket.source, ticket.target, ticket.nbytes)
         except StorageError as error:
