@@ -14,6 +14,7 @@ from torch import nn
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines import EngineStatistics
+from tapestream.executor.program.collector import patient_collector
 from tapestream.executor.program.keeper import Keeper, held_nbytes
 from tapestream.executor.program.last import Last
 from tapestream.executor.program.moves import Moves
@@ -151,10 +152,11 @@ class Program:
             if not self._measures(prepared):
                 recorder.follow(self._noted.get(key))
         try:
-            found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
-            if any(record.packs):
-                self._finish(found, tape, watch, room, key, recorder.followed())
-                self._note(key, recorder)
+            with patient_collector():
+                found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
+                if any(record.packs):
+                    self._finish(found, tape, watch, room, key, recorder.followed())
+                    self._note(key, recorder)
         except BaseException:
             if isinstance(watch, Planned):
                 watch.give_up()
