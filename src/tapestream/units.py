@@ -9,6 +9,8 @@ _FACTOR = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_DAY = 86400
+_YEAR = 365 * _DAY
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -47,6 +49,22 @@ def parse_rate(text: str | float | int) -> float:
     return float(value)
 
 
+_FLOPS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kMGTP]?)\s*(?:FLOPs?(?:/s)?)?\s*", re.IGNORECASE)
+_SI = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+
+
+def parse_flops(text: str) -> float:
+    """FLOP/s from ``"60T"``, ``"60 TFLOP/s"`` or ``"6e13"``. Raises InputError on anything else, zero included."""
+    match = _FLOPS.fullmatch(text)
+    try:
+        value = float(match[1]) * _SI[match[2].lower()] if match else 0.0
+    except ValueError:  # "1.2.3"
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InputError(f"cannot read {text!r} as FLOP/s; write a positive number, such as 60T, 60TFLOP/s or 6e13")
+    return value
+
+
 def format_nbytes(nbytes: int | float) -> str:
     """``1536 -> "1.5 KiB"``: three significant digits, binary units, for people to read."""
     value, unit = float(nbytes), "B"
@@ -60,7 +78,13 @@ def format_nbytes(nbytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0123 -> "12.3 ms"``, ``75 -> "1 min 15 s"``."""
+    """``0.0123 -> "12.3 ms"``, ``75 -> "1 min 15 s"``; from ten hours on ``"12 h 5 min"``, then days, then years."""
+    if seconds > 2 * _YEAR:
+        return f"{seconds / _YEAR:,.1f} years"
+    if seconds > 2 * _DAY:
+        return "{} days {} h".format(*divmod(round(seconds / 3600), 24))
+    if seconds >= 36000:
+        return "{} h {} min".format(*divmod(round(seconds / 60), 60))
     if float(f"{seconds:.3g}") >= 60:
         return "{} min {} s".format(*divmod(round(seconds), 60))
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):

@@ -112,6 +112,13 @@ def test_the_tables_name_the_change_and_saved_plans_can_be_read(tmp_path: Path) 
     assert Plan.load(tmp_path / "plan.json").peak_nbytes <= 40 * 2**20
 
 
+def test_rates_may_be_written_as_they_are_shown() -> None:
+    rates = ("--flops", "60 TFLOP/s", "--link", "24 GB/s", "--disk-read", "500kB/s", "--disk-write", "2GB")
+    result = ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", *rates)
+    assert result.exit_code == 0, result.output
+    assert "link 24 GB/s, disk 500 kB/s in, 2 GB/s out, 60 TFLOP/s" in result.stdout
+
+
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", "--plot", str(tmp_path / "plan.png")).exit_code == 0
@@ -129,6 +136,10 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         ([*MODEL, "--budget", "1GiB", "--optimizer", "lamb"], "adamw"),
         ([*MODEL, "--budget", "1GiB", "--update", "never"], "backward"),
         ([*MODEL, "--budget", "1GiB", "--dtype", "fp8"], "bf16"),
+        ([*MODEL, "--budget", "1GiB", "--flops", "0"], "60TFLOP/s"),
+        ([*MODEL, "--budget", "1GiB", "--flops", "60"], "if TFLOP/s are meant, 60T"),
+        ([*MODEL, "--budget", "1GiB", "--link", "25"], "if GB/s are meant, 25GB/s"),
+        ([*MODEL, "--budget", "1GiB", "--disk-read", "3"], "--disk-read 3 was asked for"),
         ([*MODEL, "--budget", "1GiB", "--folder", "/no/such/folder"], "create it"),
     ],
 )

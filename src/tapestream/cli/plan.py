@@ -35,7 +35,7 @@ from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
-from tapestream.units import format_nbytes, format_seconds, parse_nbytes, parse_rate
+from tapestream.units import format_nbytes, format_seconds, parse_flops, parse_nbytes, parse_rate
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 _DAY = 86400
@@ -65,7 +65,7 @@ def plan(
     link: Annotated[str, typer.Option(help="RAM to GPU and back, each way.")] = "25GB/s",
     disk_read: Annotated[str, typer.Option(help="Reading the disk.")] = "3GB/s",
     disk_write: Annotated[str, typer.Option(help="Writing the disk.")] = "2GB/s",
-    flops: Annotated[float | None, typer.Option(help="FLOP/s reached; by default 1e14, on cpu 1e11.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Reached; by default 100TFLOP/s, on cpu 100GFLOP/s.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the plan here, with --compare the trade-off (.png, .pdf, .svg).")
@@ -91,15 +91,30 @@ def plan(
         ram=parse_nbytes(room) if room else psutil.virtual_memory().total,
         disk=parse_nbytes(disk) if disk else _free(folder),
         home=_HOMES[home],
-        link=parse_rate(link),
-        disk_read=parse_rate(disk_read),
-        disk_write=parse_rate(disk_write),
-        flops=flops or (1e14 if device == "cuda" else 1e11),
+        link=_rate("--link", link),
+        disk_read=_rate("--disk-read", disk_read),
+        disk_write=_rate("--disk-write", disk_write),
+        flops=_flops(("100T" if device == "cuda" else "100G") if flops is None else flops),
     )  # fmt: skip
     if compare:
         _compare(question, subject, costs, save, plot, json_)
     else:
         _answer(question, subject, costs, save, plot, json_)
+
+
+def _rate(option: str, text: str) -> float:
+    """Bytes per second; a number too small to be meant so is asked for its unit."""
+    rate = parse_rate(text)
+    if rate < 1e6 and text.strip()[-1].isdigit():
+        raise InputError(f"{option} {text} was asked for: that is {text} bytes a second; if GB/s are meant, {text}GB/s")
+    return rate
+
+
+def _flops(text: str) -> float:
+    flops = parse_flops(text)
+    if flops < 1e9 and text.strip()[-1].isdigit():
+        raise InputError(f"--flops {text} was asked for, less than 1e9 FLOP/s; if TFLOP/s are meant, {text}T")
+    return flops
 
 
 def _free(folder: Path | None) -> int | None:
