@@ -117,6 +117,8 @@ def test_a_module_with_its_arguments() -> None:
         (["programs:number"], "returned float"),
         (["programs:alone", "--budget", "1KiB"], "least found to work"),
         (["programs:alone", "--planner", "best"], "best"),
+        (["programs:fails", "--plot", "nodir/live.png"], "there is no folder 'nodir'; create it"),
+        (["programs:fails", "--plot", "live.docx"], "end its name in one of"),
     ],
 )
 def test_errors_are_one_line_with_advice(words: list[str], advice: str) -> None:

@@ -125,6 +125,33 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+PLACES = [
+    (["--plot", "nodir/x.png"], "there is no folder 'nodir'; create it"),
+    (["--plot", "x.docx"], "end its name in one of"),
+    (["--compare", "--plot", "nodir/x.png"], "there is no folder 'nodir'"),
+    (["--save", "nodir/x.json"], "there is no folder 'nodir'"),
+    (["--save", "."], "it is a folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), PLACES)
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_planned(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tapestream.cli.plan.costs_of", lambda *_: pytest.fail("planning began"))
+    result = ask(*MODEL, "--budget", "40MiB", *arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_a_file_that_may_not_be_written_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everything
+    result = ask(*MODEL, "--budget", "40MiB", "--save", str(tmp_path / "plan.json"))
+    assert (result.exit_code, "may not be written to" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [

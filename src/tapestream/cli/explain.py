@@ -13,6 +13,7 @@ from tapestream.cli.subject import imported
 from tapestream.errors import InputError, TapestreamError
 from tapestream.frontends.program.explanation import COLUMNS, Explanation, SavedTensor
 from tapestream.frontends.program.program import Program
+from tapestream.planning.picture import check_picture
 
 
 @reported
@@ -33,6 +34,8 @@ def explain(
     json_: Json = False,
 ) -> None:
     """Show the heaviest saved tensors of a program, the lines that make them, and what the plan does with each."""
+    if plot is not None:
+        check_picture(plot)
     torch.manual_seed(0)
     found = _explained(target, budget, planner)
     if plot is not None:

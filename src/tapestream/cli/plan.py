@@ -35,6 +35,7 @@ from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
+from tapestream.planning.picture import check_file, check_picture
 from tapestream.units import format_nbytes, format_seconds, parse_flops, parse_nbytes, parse_rate
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
@@ -81,6 +82,10 @@ def plan(
     allowed = budget or gpu or (ram if device == "cpu" else None)
     if allowed is None:
         raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
+    if save is not None:
+        check_file(save)
+    if plot is not None:
+        check_picture(plot)
     subject = subject_of(target, Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ())))
     costs = costs_of(subject, device)
     room = host_budget or ram
