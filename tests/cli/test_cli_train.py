@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tapestream.cli.saving import Saver
 from tapestream.frontends.saving.folder import Saves
 from tapestream.models import GPTConfig
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--width", "64", "--batch", "1", "--seq", "32", "--device", "cpu"]
 
 
@@ -228,3 +230,23 @@ def test_a_run_stops_with_all_its_steps_saved_whenever_the_signal_comes(
     assert sent
     assert taken < 6
     assert ts.load(tmp_path)["step"] == taken
+
+
+def test_ctrl_c_during_the_import_is_one_line_too(tmp_path: Path) -> None:
+    """The console script's entry point, before a package that presses Ctrl-C and has begun something."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["tapestream"].partition(":")
+    (tmp_path / "tapestream").mkdir()
+    (tmp_path / "tapestream" / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    print('went on')\n"
+        "except KeyboardInterrupt:\n    raise ImportError('torch failed to import')\n"
+    )
+    code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT / 'src')]}; import {module} as m; m.{function}()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "stopped\n")
+
+
+def test_the_console_script_is_the_command() -> None:
+    code = "import sys; from tapestream_command import main; sys.argv = ['tapestream', '--version']; main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stdout.split()[0], found.stderr) == (0, "tapestream", "")
