@@ -264,6 +264,9 @@ ERRORS = [
     (["unsound:net"], "nothing_of_that_name"),
     (["factories:net", "--dtype", "fp8"], "fp32 or bf16"),
     (["gpt9"], "module:factory"),
+    (["gpt9", "--layers", "3"], "choose one of gpt2-124m"),
+    (["resnet", "--layers", "110"], "name module:factory"),
+    (["dranet101"], "known by name to `tapestream train` alone"),
 ]
 
 
@@ -275,6 +278,12 @@ def test_errors_are_one_line_with_advice(command: str, arguments: list[str], adv
     assert advice in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert "Traceback" not in result.output
+
+
+def test_only_the_command_that_trains_resnets_speaks_of_them_in_its_help() -> None:
+    told = {name: ask(name, "--help").stdout.count("ResNet") for name in ("plan", "verify", "train")}
+    assert told["train"] > 1
+    assert told["plan"] == told["verify"] == 0
 
 
 @pytest.mark.parametrize(

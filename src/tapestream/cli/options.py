@@ -32,11 +32,13 @@ Target = Annotated[
         "config.json, or module:factory, a Python function that returns an nn.Module or (module, example_batch).",
     ),
 ]
-Layers = Annotated[
-    int | None, typer.Option(help="Transformer blocks, or layers of a ResNet as papers count them: 250002.")
+Layers = Annotated[int | None, typer.Option(help="Transformer blocks.")]
+Width = Annotated[int | None, typer.Option(help="Numbers per token between blocks.")]
+TrainedLayers = Annotated[
+    int | None, typer.Option("--layers", help="Transformer blocks, or layers of a ResNet as papers count them: 250002.")
 ]
-Width = Annotated[
-    int | None, typer.Option(help="Numbers per token between blocks, or channels of a ResNet's first stage.")
+TrainedWidth = Annotated[
+    int | None, typer.Option("--width", help="Numbers per token between blocks, or channels of a ResNet's first stage.")
 ]
 Heads = Annotated[int | None, typer.Option(help="Attention heads; by default of size 64, from width 2048 on 128.")]
 Workers = Annotated[
@@ -99,9 +101,9 @@ def make_config(
 ) -> GPTConfig:
     """The GPT that the options name. Raises InputError where they are not enough or contradict each other."""
     if model != "gpt":
+        named = GPTConfig.named(model)
         if layers or width or heads:
             raise InputError(f"{model} has its own size; leave --layers, --width and --heads out, or write 'gpt'")
-        named = GPTConfig.named(model)
         return GPTConfig(
             named.layers,
             named.width,

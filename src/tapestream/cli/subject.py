@@ -76,6 +76,11 @@ def subject_of(target: str, wish: Wish) -> Subject:
         config = huggingface.load(folder.expanduser())
         cls = huggingface.class_of(config)
         return _hugging_face(target, wish, config, cls, lambda: huggingface.make(cls, config))
+    if target.lower().startswith(("resnet", "dranet")):
+        raise InputError(
+            f"{target} was asked for: ResNets and DRANets are known by name to `tapestream train` alone; name "
+            "module:factory, a Python function that returns (model, example_batch), the model from tapestream.models"
+        )
     try:
         return _gpt(target, wish)
     except InputError as error:
