@@ -92,6 +92,11 @@ def scalar_batch():
     return Net(), 5
 
 
+def wide():
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    return nn.Sequential(layers, nn.Linear(8, 9999)), torch.randn(60, 8)
+
+
 not_a_function = 7
 """
 ROOM = ["--ram", "1GiB"]
@@ -372,3 +377,17 @@ def test_a_model_beyond_all_memory_is_refused_unmade() -> None:
     result = ask("verify", "gpt3-175b", "--device", "cpu")
     assert result.exit_code == 2
     assert "are free; verify fewer layers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (["gpt", "--layers", "2", "--width", "64", "--vocabulary", "5000", "--seq", "64"], "--vocabulary, --seq and"),
+        (["factories:wide"], "that: it grows with --batch"),
+    ],
+)
+def test_a_refusal_for_logits_names_options_not_calls(target: list[str], told: str) -> None:
+    result = ask("verify", *target, "--budget", "2MiB", "--device", "cpu")
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "loss_chunks" not in result.stderr

@@ -34,7 +34,7 @@ from tapestream.cli.options import (
     reported,
 )
 from tapestream.cli.subject import Subject, Wish, subject_of
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.divide import Division
 from tapestream.frontends.module.prepare import terms_of
@@ -75,7 +75,10 @@ def verify(
     with show.progress() as advance:
         found = []
         for number in range(steps):
-            found.append(_step(model, subject, number, chosen))
+            try:
+                found.append(_step(model, subject, number, chosen))
+            except BudgetError as error:
+                raise _advised(error, subject) from error
             advance("comparing", number + 1, steps, "")
     ts.unstream(model)
     _say(subject, found, chosen, json_)
@@ -109,6 +112,17 @@ def _check_room(subject: Subject, device: str) -> None:
             f"{subject.step(subject.batch)} and two copies of its gradients, and {format_nbytes(free)} are free; "
             "verify fewer layers of it, or a smaller --batch or --seq"
         )
+
+
+def _advised(error: BudgetError, subject: Subject) -> BudgetError:
+    """``error``, with options in place of arguments of Python."""
+    told, calls, _ = str(error).replace("(home=, folder=)", "(--home, --folder)").partition(": if it is a linear layer")
+    options = "--batch" if subject.sequence is None else "--seq and --batch"
+    if subject.config is not None:
+        options = f"--vocabulary, {options}"
+    if calls:
+        told = f"{told}: it grows with {options}"
+    return BudgetError(told, least_nbytes=error.least_nbytes, stage=error.stage)
 
 
 def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[str, Any]:
