@@ -142,11 +142,24 @@ def test_a_file_that_is_none_of_metrics_stays(resume: bool, there: bytes, tmp_pa
     assert (tmp_path / "metrics.jsonl").read_bytes() == there
 
 
-def test_metrics_of_a_run_before_make_way(tmp_path: Path) -> None:
+def test_metrics_of_a_run_before_make_way_and_are_kept(tmp_path: Path) -> None:
+    kept: list[str] = []
     for there in ("", '{"st', line(0) + line(1), line(0) + '{"step": 1, "lo'):
         (tmp_path / "metrics.jsonl").write_text(there)
-        assert train(tmp_path, *SMALL, "--steps", "1").exit_code == 0
+        found = train(tmp_path, *SMALL, "--steps", "1")
+        assert found.exit_code == 0
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+        kept += [there] * ("\n" in there)
+        assert [path.read_text() for path in sorted(tmp_path.glob("metrics-*.jsonl"))] == kept
+        assert (f"are in {tmp_path / f'metrics-{len(kept)}.jsonl'}" in found.stdout) == ("\n" in there)
+
+
+def test_a_run_that_goes_on_keeps_no_other_metrics(tmp_path: Path) -> None:
+    saves = ("--saves", str(tmp_path / "saves"))
+    for steps, resume in (("1", ()), ("2", ("--resume",))):
+        found = train(tmp_path, *SMALL, "--steps", steps, *saves, *resume, "--json")
+        assert json.loads(found.stdout)["earlier_metrics"] is None
+    assert list(tmp_path.glob("metrics-*")) == []
 
 
 def test_another_text_of_the_same_length_is_not_resumed(tmp_path: Path) -> None:
@@ -269,10 +282,10 @@ def test_a_signal_to_all_processes_saves_with_workers_too(number: signal.Signals
 def test_metrics_that_cannot_be_written_lose_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = cli_train.tell
 
-    def full(lines: Any, record: Any, first: int) -> str:
+    def full(lines: Any, record: Any, first: int, earlier: Any) -> str:
         if record.step == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return told(lines, record, first)
+        return told(lines, record, first, earlier)
 
     saves = ("--saves", str(tmp_path / "saves"), "--steps", "4")
     monkeypatch.setattr(cli_train, "tell", full)

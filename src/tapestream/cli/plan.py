@@ -82,10 +82,7 @@ def plan(
     allowed = budget or gpu or (ram if device == "cpu" else None)
     if allowed is None:
         raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
-    if save is not None:
-        check_file(save)
-    if plot is not None:
-        check_picture(plot)
+    _check_places(save, plot)
     subject = subject_of(target, Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ())))
     costs = costs_of(subject, device)
     room = host_budget or ram
@@ -105,6 +102,14 @@ def plan(
         _compare(question, subject, costs, save, plot, json_)
     else:
         _answer(question, subject, costs, save, plot, json_)
+
+
+def _check_places(save: Path | None, plot: Path | None) -> None:
+    """Before the work whose results they are for."""
+    if save is not None:
+        check_file(save)
+    if plot is not None:
+        check_picture(plot)
 
 
 def _rate(option: str, text: str) -> float:

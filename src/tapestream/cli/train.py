@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,8 @@ from tapestream.errors import InputError, StorageError
 from tapestream.frontends.available import free_nbytes
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
+_METRICS = "One line of JSON per step is written here; those of an earlier run stay beside it, in metrics-1.jsonl."
+
 
 @reported
 def train(
@@ -71,7 +75,7 @@ def train(
     update: Update = "step",
     rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, reached after a tenth of the steps.")] = 3e-4,
     seed: Seed = 0,
-    metrics: Annotated[Path, typer.Option(help="One line of JSON per step is written here.")] = Path("metrics.jsonl"),
+    metrics: Annotated[Path, typer.Option(help=_METRICS)] = Path("metrics.jsonl"),
     saves: Annotated[Path | None, typer.Option(help="The run is saved in this folder; the last two are kept.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps from save to save; 0: at the end or a signal.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save.")] = False,
@@ -96,25 +100,25 @@ def train(
         job, done = saver.begin(resume=resume)
         with writing(metrics, append=True) as lines:
             saver.check_metrics(metrics, lines)
-            progress = partial(_advanced, advance)
-            net, rule = streamed(job, progress)
+            earlier = None if done else place_of_earlier(metrics, lines)
+            net, rule = streamed(job, progress := partial(_advanced, advance))
             saver.holds({"model": net, "optimizer": rule, "batches": batches}, progress, load=resume)
             for record in run(job, net, rule, saver.guarding(batches), Measured(), first=done):
-                told = _told(lines, record, done, metrics, saver)
+                told = _told(lines, record, done, metrics, earlier, saver)
                 records.append(record)
                 advance("training", record.step + 1, steps, remark(record, allowed))
                 if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
                     break
-    last = _ended(job, records, metrics, json_)
+    last = _ended(job, records, metrics, earlier, json_)
     if saver.stopped_by is not None and last < steps:
         show.line(f"stopped and saved after step {last} of {steps}; go on with --resume")
         raise typer.Exit(128 + saver.stopped_by)
 
 
-def _told(lines: TextIO, record: Record, first: int, metrics: Path, saver: Saver) -> str:
+def _told(lines: TextIO, record: Record, first: int, metrics: Path, earlier: Path | None, saver: Saver) -> str:
     """`tell`. Raises StorageError where the disk is full, say, when what has been done is saved."""
     try:
-        return tell(lines, record, first=first)
+        return tell(lines, record, first, earlier)
     except OSError as error:
         with contextlib.suppress(OSError):
             lines.close()
@@ -122,13 +126,20 @@ def _told(lines: TextIO, record: Record, first: int, metrics: Path, saver: Saver
         raise StorageError(saver.lost(what, record.step + 1)) from error
 
 
-def _ended(job: Job, records: Sequence[Record], metrics: Path, json_: bool) -> int:
+def _ended(job: Job, records: Sequence[Record], metrics: Path, earlier: Path | None, json_: bool) -> int:
     """Say how it went; how many steps have been taken."""
     first, last = records[0], records[-1]
     if json_:
-        show.as_json({"job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics)})
+        show.as_json(
+            {
+                "job": job.to_json(), "first": first.to_json(), "last": last.to_json(), "metrics": str(metrics),
+                "earlier_metrics": None if earlier is None else str(earlier),
+            }
+        )  # fmt: skip
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
+        if earlier is not None:
+            show.line(f"those of an earlier run, which were there, are in {earlier}")
     if not math.isfinite(last.loss):
         since = max((record.step + 1 for record in records if math.isfinite(record.loss)), default=first.step)
         show.warning(f"the loss is no finite number since step {since}; is --rate {job.rate:g} too high?")
@@ -182,10 +193,24 @@ def _is_record(line: bytes) -> bool:
     return isinstance(found, dict) and {"step", "loss", "planned_peak_nbytes"} <= found.keys()
 
 
-def tell(lines: TextIO, record: Record, first: int) -> str:
+def place_of_earlier(path: Path, lines: TextIO) -> Path | None:
+    """Where the steps of an earlier run go that a new one finds in its file of metrics; None if there are none."""
+    lines.seek(0)
+    if not lines.readline().endswith("\n"):
+        return None
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def tell(lines: TextIO, record: Record, first: int, earlier: Path | None) -> str:
     """Write a line about a step, and give it; what is there of earlier runs goes with the first step taken, not
-    before."""
+    before, into the new file ``earlier``."""
     if record.step == first:
+        if earlier is not None:
+            # Read from `lines`: to open the file once more and close it would give up the lock.
+            lines.seek(0)
+            with earlier.open("x", encoding="utf-8") as copy:
+                shutil.copyfileobj(lines, copy)
         keep_steps(lines, first)
     told = json.dumps(record.to_json())
     lines.write(told + "\n")
