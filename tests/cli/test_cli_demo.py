@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tapestream.cli.app import make_app
-from tapestream.cli.demo import plain_nbytes
+from tapestream.cli.demo import _job, check_budget, plain_nbytes
 from tapestream.cli.loop import Job
 from tapestream.models import GPTConfig
 
@@ -56,6 +56,24 @@ def test_a_home_with_somebody_elses_files_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(make_app(), ["demo", "--quick", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert (tmp_path / "home" / "mine").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "40MiB"])
+def test_the_least_budget_is_told_before_any_child_starts(
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tapestream.cli.demo.child", lambda *_, **__: pytest.fail("a child was started"))
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--budget", budget]
+    result = CliRunner().invoke(make_app(), ["demo", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"--budget {budget} was asked for; the demo's model trains within 43MiB at least")
+    check_budget(_job(True, "cpu", "43MiB", tmp_path))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_budgets_that_are_taken_by_default_suffice(device: str, quick: bool, tmp_path: Path) -> None:
+    check_budget(_job(quick, device, None, tmp_path))
 
 
 def test_what_plain_pytorch_needs_is_at_least_parameters_gradients_and_adams_state() -> None:

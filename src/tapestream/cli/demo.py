@@ -13,12 +13,15 @@ import typer
 
 from tapestream.cli import show
 from tapestream.cli.children import child
+from tapestream.cli.costs import costs_of
 from tapestream.cli.data import BYTES
 from tapestream.cli.loop import Job, Record
 from tapestream.cli.options import Device, chosen_device, reported
 from tapestream.cli.picture import draw_memory
+from tapestream.cli.question import Question, refusal
+from tapestream.cli.subject import Arguments, Subject
 from tapestream.cli.train import remark, writing
-from tapestream.errors import InputError
+from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.outlining import outline
@@ -42,6 +45,7 @@ def demo(
     """Train a GPT under a hard memory limit in which plain PyTorch fails."""
     home = out / "home"
     job = _job(quick, chosen_device(device), budget, home)
+    check_budget(job)
     with removing(home):
         story = _play(job, out, compared=_COMPARED_STEPS if quick else 0)
     _close(job, story, out)
@@ -59,6 +63,33 @@ def _job(quick: bool, device: str, budget: str | None, home: Path) -> Job:
         warmup=10 if quick else 5, optimizer="adamw", update="backward", device=device,
         budget=budget or ("96MiB" if quick else "1GiB"), host_budget=None, home="disk", folder=str(home),
     )  # fmt: skip
+
+
+def check_budget(job: Job) -> None:
+    """Raise BudgetError for a budget within which the demo cannot train: under the hard limit that comes with it, a
+    child would fail in the midst of some allocation."""
+    config, allowed = job.config, parse_nbytes(job.budget or 0)
+    assert isinstance(config, GPTConfig)
+
+    def arguments(batch: int) -> Arguments:
+        return tuple(torch.zeros(batch, job.sequence, dtype=torch.int64) for _ in range(2)), {}
+
+    subject = Subject("the demo", lambda: GPT(config), arguments, job.batch, job.sequence, config)
+    outline = costs_of(subject, job.device).outline
+    rates = {"link": 1e9, "disk_read": 1e9, "disk_write": 1e9, "flops": 1e11}  # of no account for what fits
+    missing = refusal(
+        Question(
+            outline, job.batch, job.optimizer, job.update, job.device, budget=allowed, gpu=None, ram=None, disk=None,
+            home=Tier.DISK, **rates,
+        )
+    )  # fmt: skip
+    if missing is not None and missing.least_nbytes is not None:
+        least = -(-missing.least_nbytes // 2**20)
+        raise BudgetError(
+            f"--budget {job.budget} was asked for; the demo's model trains within {least}MiB at least: "
+            f"--budget {least}MiB",
+            least_nbytes=missing.least_nbytes,
+        )
 
 
 @dataclass(slots=True)
