@@ -112,6 +112,11 @@ def test_the_tables_name_the_change_and_saved_plans_can_be_read(tmp_path: Path) 
     assert Plan.load(tmp_path / "plan.json").peak_nbytes <= 40 * 2**20
 
 
+def test_what_runs_beside_the_blocks_is_named() -> None:
+    sizes = ("--layers", "3", "--width", "64", "--seq", "16", "--vocabulary", "5000")
+    assert "(the largest: Embedding of 1.22 MiB" in ask("gpt", *sizes, "--budget", "1MiB", "--ram", "1GiB").stdout
+
+
 def test_rates_may_be_written_as_they_are_shown() -> None:
     rates = ("--flops", "60 TFLOP/s", "--link", "24 GB/s", "--disk-read", "500kB/s", "--disk-write", "2GB")
     result = ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", *rates)

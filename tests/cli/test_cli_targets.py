@@ -107,6 +107,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A working folder with a module of factories, as users have one."""
     (tmp_path / "factories.py").write_text(FACTORIES)
     (tmp_path / "unsound.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "misspelt.py").write_text("import torch\ndef net(:\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield
@@ -267,6 +268,7 @@ ERRORS = [
     (["factories:scalar_batch"], "no tensor with a dimension of samples"),
     (["missing_module:net"], "set PYTHONPATH"),
     (["unsound:net"], "nothing_of_that_name"),
+    (["misspelt:net"], "misspelt.py has a syntax error in line 2: "),
     (["factories:net", "--dtype", "fp8"], "fp32 or bf16"),
     (["gpt9"], "module:factory"),
     (["gpt9", "--layers", "3"], "choose one of gpt2-124m"),

@@ -85,16 +85,18 @@ def test_the_machine_as_a_table(tmp_path: Path) -> None:
     assert CliRunner().invoke(make_app(), ["machine", "--folder", str(tmp_path / "no")]).exit_code == 2
 
 
-def test_ctrl_c_ends_a_command_with_130() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_command_with_their_status(number: signal.Signals) -> None:
     app = typer.Typer()
 
     @app.command()
     @reported
     def waits() -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+        time.sleep(1)
 
     result = CliRunner().invoke(app, [])
-    assert result.exit_code == 130
+    assert result.exit_code == 128 + number
     assert result.stderr.strip() == "stopped"
 
 

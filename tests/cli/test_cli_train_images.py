@@ -198,6 +198,7 @@ def test_masks_of_a_folder(tmp_path: Path) -> None:
         ({"model": "resnet", "layers": 20, "seq": 5}, "--seq 5"),
         ({"model": "gpt", "layers": 2, "width": 64, "size": 9}, "--size 9"),
         ({"model": "resnet", "layers": 20, "data": "shapes"}, "for dranet"),
+        ({"model": "resnet", "layers": 20, "data": "stdlib"}, "which is for gpt; use --data digits"),
         ({"model": "dranet", "layers": 35, "data": "digits"}, "for resnet"),
         ({"model": "resnet", "layers": 20, "data": "/nowhere"}, "no folder"),
         ({"model": "resnet", "layers": 21, "data": "shapes"}, "22"),

@@ -300,6 +300,11 @@ def test_signals_do_not_cut_transfers(folder):
     assert hits
 
 
+def test_a_folder_that_cannot_be_made_was_not_removed():
+    with pytest.raises(StorageError, match="it may not be written to; choose another folder"):
+        DiskFolder("/proc/tapestream")
+
+
 def test_a_folder_deleted_while_in_use(tmp_path):
     folder = DiskFolder(tmp_path)
     small, large = folder.allocate(8192), folder.allocate(SMALL_NBYTES + 1)

@@ -148,10 +148,12 @@ def _check_norms(backbone: ResNetConfig, batch: int, size: int) -> None:
 
 
 def _samples(data: str, size: int, classes: int | None, segments: bool) -> ClassFolders | Digits | MaskFolders | Shapes:
-    if data == ("digits" if segments else "shapes"):
+    kind = "dranet" if segments else "resnet"
+    owner = {"stdlib": "gpt", "digits": "resnet", "shapes": "dranet"}.get(data, kind)
+    if owner != kind:
         raise InputError(
-            f"--data {data} was asked for, which is for {'resnet' if segments else 'dranet'}; use "
-            f"--data {'shapes' if segments else 'digits'}, or a folder"
+            f"--data {data} was asked for, which is for {owner}; use --data {'shapes' if segments else 'digits'}, or a "
+            "folder"
         )
     if not segments:
         return Digits(size) if data == "digits" else ClassFolders(Path(data), size)

@@ -147,12 +147,12 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO)
 def reported(command: Callable[P, R]) -> Callable[P, R]:
     """Ends a command as people and scripts expect: exit 2 and one red line for tapestream's own errors, 130 for Ctrl-C.
 
-    SIGTERM is taken as Ctrl-C, so that both leave by way of Python's own end, where home files are removed.
+    SIGTERM (exit 143) is taken as Ctrl-C, so that both leave by way of Python's own end, where home files are removed.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = _on_sigterm(_interrupt)
+        before = _on_sigterm(interrupt)
         try:
             return command(*args, **kwargs)
         except TapestreamError as error:
@@ -166,7 +166,8 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             show.failure("stopped")
-            raise typer.Exit(130) from error
+            number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+            raise typer.Exit(128 + number) from error
         finally:
             _on_sigterm(before)
 
@@ -180,5 +181,10 @@ def _on_sigterm(handler: Any) -> Any:
         return None
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, taken as Ctrl-C."""
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """A handler of signals that end a command."""
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import tapestream as ts
 from tapestream.cli.loop import Batch, Job, Report
+from tapestream.cli.options import interrupt
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import is_save
@@ -179,7 +180,7 @@ class Saver:
             if self.stopped_by is not None:
                 os.write(2, b"\nstopping at once: steps since the last save are lost; --resume takes them again\n")
             if self.stopped_by is not None or not self._ready:
-                raise KeyboardInterrupt
+                interrupt(number, frame)
             self.stopped_by = signal.Signals(number)
             os.write(2, b"\nstopping with a save after this step; once more stops at once, without one\n")
         self._asked = True

@@ -166,6 +166,10 @@ def imported(target: str) -> Callable[[], Any]:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` would; an installed command does not look there
     try:
         module = importlib.import_module(name)
+    except SyntaxError as error:
+        raise InputError(
+            f"{target}: {error.filename} has a syntax error in line {error.lineno}: {error.msg}; correct it"
+        ) from error
     except Exception as error:
         raise InputError(
             f"{target}: module {name!r} cannot be imported ({type(error).__name__}: {error}); run the command in the "

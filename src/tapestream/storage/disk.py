@@ -270,7 +270,7 @@ class Extent:
 
 def _failure(action: str, path: Path, error: OSError) -> StorageError:
     match error.errno:
-        case errno.ENOENT:
+        case errno.ENOENT if not action.startswith("make"):
             advice = "the file or its folder was removed while in use; run again, and leave the folder alone meanwhile"
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return _no_room(action, path, error.strerror or str(error))
@@ -278,7 +278,7 @@ def _failure(action: str, path: Path, error: OSError) -> StorageError:
             advice = "the program may not open more files; raise `ulimit -n`"
         case errno.ENOTDIR | errno.EEXIST:
             advice = "a file is in the way; choose another folder"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
             advice = "it may not be written to; choose another folder"
         case _:
             advice = "the device may be failing; choose another folder"

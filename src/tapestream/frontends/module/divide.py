@@ -143,7 +143,7 @@ class Division:
         nbytes = sum(p.nbytes for p in module.parameters())
         return BudgetError(
             f"a budget of {format_nbytes(self.allowed)} was asked for, but what runs beside the repeated blocks needs "
-            f"{format_nbytes(self.outside + needed)} at its peak (the largest is a {type(module).__name__} of "
+            f"{format_nbytes(self.outside + needed)} at its peak (the largest: {type(module).__name__} of "
             f"{format_nbytes(nbytes)}, with its gradient); allow {self.outside + needed} bytes, or use a smaller batch",
             least_nbytes=self.outside + needed,
         )
