@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +95,18 @@ def test_every_option_and_command_in_the_readme_exists() -> None:
     assert {name for name, _ in shown} == set(known)
     for name, arguments in shown:
         assert set(re.findall(r"--[a-z-]+", arguments)) <= known[name], name
+
+
+def test_options_that_are_said_to_be_shared_are_shared_and_extras_exist() -> None:
+    commands = get_command(make_app()).commands.values()  # type: ignore[attr-defined]
+    said = re.search(r"Options that several commands take.*?`(.*?)`", README, re.DOTALL)
+    assert said is not None
+    for option in said[1].split():
+        assert sum(option in {o for p in command.params for o in p.opts} for command in commands) > 1, option
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.search(r"clone\[([\w,]+)\]", README)
+    assert named is not None
+    assert set(named[1].split(",")) <= set(extras)
 
 
 def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
