@@ -107,6 +107,7 @@ def draw(hyper: Hyper, losses: list[float], out: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     axes[0].plot(range(1, len(losses) + 1), losses)
     axes[0].set(xlabel="round", ylabel="loss on other examples")
+    axes[0].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     decay = hyper.decay.detach().exp().numpy()
     half = len(decay) // 2
     axes[1].bar(range(half), decay[:half], label="says something")

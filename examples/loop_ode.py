@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], dict[str, tup
         slower.step()
         with torch.no_grad():
             misfits.append(solve().item())
-        if number % max(1, given.rounds // 10) == 0:
+        if number % max(1, given.rounds // 10) == 0 or number == given.rounds - 1:
             print(f"round {number + 1}/{given.rounds}  misfit {misfits[-1]:.4f}", flush=True)
     found = compare(field, task, given)
     draw(field, task, misfits, found, given)
@@ -238,6 +238,7 @@ def draw(
     axes[0].legend()
     axes[1].semilogy(range(1, len(misfits) + 1), misfits)
     axes[1].set(xlabel="round", ylabel="misfit")
+    axes[1].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for name, (error, nbytes) in found.items():
         axes[2].loglog(nbytes / 2**20, max(error, 1e-16), "o", label=name)
     axes[2].set(xlabel="MiB", ylabel="relative error of the gradient")

@@ -91,6 +91,7 @@ def draw(losses: list[float], reach: list[float], out: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     left.plot(range(1, len(losses) + 1), losses, marker="o")
     left.set(xlabel="epoch", ylabel="loss per character (nats)")
+    left.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     right.semilogy(reach)
     right.set(xlabel="steps back", ylabel="gradient of the last loss")
     out.mkdir(parents=True, exist_ok=True)

@@ -123,6 +123,7 @@ def draw(true: Tensor, found: Tensor, misfits: list[float], out: Path) -> None:
     figure.colorbar(image, ax=list(axes[:2]), shrink=0.8)
     axes[2].semilogy(range(1, len(misfits) + 1), misfits)
     axes[2].set(xlabel="round", ylabel="relative misfit")
+    axes[2].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / "loop_wave.png", dpi=120)
     pyplot.close(figure)

@@ -67,6 +67,12 @@ def test_wave(tmp_path: Path) -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_ode_tells_its_last_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--steps", "8", "--rounds", "22", "--width", "2", "--until", "0.2", "--positions", "3"]
+    loop_ode.main([*sizes, "--tolerance", "1e-2", "--budget", "200KiB", "--out", str(tmp_path)])
+    assert "round 22/22" in capsys.readouterr().out
+
+
 def test_ode(tmp_path: Path) -> None:
     sizes = ["--steps", "150", "--rounds", "2", "--width", "4", "--until", "1.5", "--positions", "4"]
     misfits, found = loop_ode.main([*sizes, "--tolerance", "1e-4", "--budget", "200KiB", "--out", str(tmp_path)])

@@ -1,5 +1,6 @@
 """The example of a program: its gradient is plain PyTorch's, and what it fits improves."""
 
+import re
 from pathlib import Path
 
 import program_particles
@@ -39,3 +40,19 @@ def test_particles_that_are_recomputed_have_the_gradient_of_a_plain_loop() -> No
         assert torch.equal(ours, theirs)
     assert run.report is not None
     assert run.report.reruns > 0
+
+
+def test_the_small_command_of_the_docstring_recomputes() -> None:
+    command = re.search(r"--particles (\d+) --steps (\d+) .*--budget (\w+)", program_particles.__doc__ or "")
+    assert command is not None
+    positions = torch.rand(int(command[1]), 2, generator=torch.Generator().manual_seed(0)) - 0.5
+    run = ts.Program(program_particles.misfit, budget=command[3])
+    velocities = torch.zeros_like(positions).requires_grad_()
+    found = run.explain(positions, velocities, program_particles.rings(100), int(command[2]))
+    assert found.sums()["recomputed"][0] > 100
+
+
+def test_the_last_round_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--particles", "10", "--steps", "2", "--rounds", "22", "--budget", "400KiB"]
+    program_particles.main([*sizes, "--out", str(tmp_path)])
+    assert "round 22/22" in capsys.readouterr().out

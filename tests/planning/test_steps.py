@@ -10,8 +10,8 @@ from tapestream.costs import Link, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Kind, Tier, Value
 from tapestream.planning.auto import make_plan
-from tapestream.planning.picture import _shares
-from tapestream.planning.steps import Move, held, moves
+from tapestream.planning.picture import _shares, figure_of
+from tapestream.planning.steps import Move, draw_stages, held, moves
 
 LINKS = Machine({(Tier.HOST, Tier.DEVICE): Link(0.5), (Tier.DEVICE, Tier.HOST): Link(0.25)})
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -69,6 +69,15 @@ def test_shares_of_the_time_add_up(bars: list[tuple[float, float]]) -> None:
         at += gap + seconds
     shares = _shares(apart, at)
     assert sum(shares) * at / len(shares) == pytest.approx(sum(seconds for _, seconds in apart), abs=1e-6 * (at + 1))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_stages_are_counted_in_whole_numbers(stages: int) -> None:
+    axis = figure_of(4, 4).subplots()
+    plan = make_plan(Profile.uniform(stages), planner="store_all")
+    names = dict.fromkeys(Tier, "RAM")
+    draw_stages(axis, plan.schedule, plan.simulation.timeline.spans, stages, 1.0, names)
+    assert all(float(tick).is_integer() for tick in axis.get_yticks())
 
 
 def test_long_chains_are_drawn_and_too_long_ones_refused(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def draw_stages(
     axis.set_xlim(0, end * scale or 1.0)
     axis.set_ylim(0, stages)
     axis.set_ylabel("stage")
+    axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_it_is_text_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "live.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match=r"cannot draw into .*live\.nothing"):
         found.plot(tmp_path / "live.nothing")
+
+
+def test_many_stretches_leave_the_curves_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("tapestream.frontends.program.explanation.saved", lambda figure, _: figures.append(figure))
+    found = tight(Net()).explain(image())
+    for number in (60, 255):
+        replace(found, cuts=tuple(range(number))).plot("live.png")
+    for figure, height in zip(figures, (1.0, 0.1), strict=True):
+        (axis,) = figure.axes
+        ((_, (_, top)), *_) = axis.collections[-1].get_segments()
+        assert top <= height * axis.get_ylim()[1]
+        assert (top < 0.1 * axis.get_ylim()[1]) == (height < 1)
 
 
 def fails(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ _WORDS = {
 }  # fmt: skip
 _SHOWN = 20
 _BINS = 2000
-_FEW = 300
+_FEW = 60  # lines of full height that leave the curves to be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ class Explanation:
                 self.restarts, [0.97 * top] * len(self.restarts), "v", color="#d62728", label="restart checkpoints"
             )
         axis.set_xlabel("operation")
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.set_ylabel(unit)
         axis.set_title(self.summary().split(" Saved")[0], fontsize="medium")
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
