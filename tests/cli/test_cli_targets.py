@@ -147,6 +147,9 @@ BART: dict[str, Any] = {
     "vocab_size": 100, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
 }  # fmt: skip
+LED = {name: size for name, size in BART.items() if name != "max_position_embeddings"} | {
+    "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 8,
+}  # fmt: skip
 CLIP: dict[str, Any] = {
     "text_config": SMALL | {"vocab_size": 100, "max_position_embeddings": 16, "eos_token_id": 99},
     "vision_config": SMALL | {"image_size": 32, "patch_size": 8}, "projection_dim": 16,
@@ -363,6 +366,16 @@ def test_a_hugging_face_model_is_verified_under_a_tight_budget(name: str, budget
     assert result.exit_code == 0, result.output
     assert "every bit equal" in result.stdout
     assert "Equal to plain PyTorch in 1 steps" in result.stdout
+
+
+def test_a_model_that_reads_numbers_is_verified_though_it_cannot_be_planned_unrun(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "LEDForConditionalGeneration", **LED)
+    refused = ask("plan", folder, "--budget", "8MiB", "--seq", "16")
+    assert (refused.exit_code, "reads a number of type" in refused.stderr) == (2, True)
+    where = ["--device", "cpu", "--steps", "1", "--seq", "16", "--budget", "8MiB"]
+    result = ask("verify", folder, *where)
+    assert result.exit_code == 0, result.output
+    assert "every bit equal" in result.stdout
 
 
 def test_a_model_whose_bits_differ_from_run_to_run_is_found() -> None:

@@ -1,11 +1,11 @@
 """The ``tapestream`` command."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import torch
 import typer
 
+import tapestream
 from tapestream.cli.clean import clean
 from tapestream.cli.demo import demo
 from tapestream.cli.explain import explain
@@ -30,11 +30,7 @@ def make_app() -> typer.Typer:
 def _show_version(asked: bool) -> None:
     if not asked:
         return
-    try:
-        own = version("tapestream")
-    except PackageNotFoundError:  # run from its source, with PYTHONPATH
-        own = "of no version"
-    typer.echo(f"tapestream {own}, PyTorch {torch.__version__}")
+    typer.echo(f"tapestream {tapestream.__version__}, PyTorch {torch.__version__}")
     raise typer.Exit
 
 

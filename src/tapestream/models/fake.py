@@ -18,6 +18,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from tapestream.errors import InputError
 from tapestream.storage.meter import MemoryMeter
 
+
+class NeedsNumbers(InputError):
+    """What the code does depends on numbers in its tensors."""
+
+
 _Formula = Callable[..., int]
 
 
@@ -25,8 +30,8 @@ class FakeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so PyTor
     """Counts floating-point operations (``flops``), and the storages that operations make until they are freed.
 
     What kernels allocate for themselves is not seen. Storages that were there before cost nothing. A truth value that
-    the code reads is taken as false (an overflow that is looked for, a layer that is dropped by chance); InputError
-    when it reads a number.
+    the code reads is taken as false (an overflow that is looked for, a layer that is dropped by chance); `NeedsNumbers`
+    is raised when it reads a number.
     """
 
     def __init__(self) -> None:
@@ -140,7 +145,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 def _scalar(tensor: torch.Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return False
-    raise InputError(
+    raise NeedsNumbers(
         f"the model's forward reads a number of type {tensor.dtype} out of a tensor (.item(), int(), a loop over "
         "tensors), and what it does depends on it, so that it cannot be planned without running it: use "
         "tapestream.plan(model, batch) in Python"
