@@ -1,6 +1,7 @@
 """Python's cycle collector while a program is noted: patient, never off, and afterwards as it was."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -53,6 +54,28 @@ def test_what_the_program_sets_itself_stays() -> None:
 
     ts.Program(function)(torch.ones(3, requires_grad=True))
     assert gc.get_threshold() == (900, 5, 5)
+
+
+def test_programs_in_several_threads_leave_it_as_it_was() -> None:
+    both = threading.Barrier(2, timeout=60)
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        both.wait()
+        seen.append(gc.get_threshold())
+        both.wait()
+        return x.sin()
+
+    def run() -> None:
+        ts.Program(function, budget="1MiB")(torch.ones(3, requires_grad=True)).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [(7000, 10, 10)] * 2
+    assert gc.get_threshold() == USUAL
 
 
 class Cycle:
