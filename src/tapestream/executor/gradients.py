@@ -110,11 +110,11 @@ class GradientBook:
             if self.copies.tier_of(value) is Tier.DEVICE:
                 continue
             shown = self._gradients(this.index)
+            if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
+                continue
             if not self._shown(this.index) and not self._is_due(value):
                 self.copies.renew(value, self.copies.home_of(value))
                 self.copies.release(value, self.copies.home_of(value))
-            if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
-                continue
             if shown and not self._all_at_home(this.index, shown):
                 self._bring_home(value, shown)
 
