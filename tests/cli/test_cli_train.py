@@ -95,7 +95,11 @@ def test_signals_end_a_command_with_their_status(number: signal.Signals) -> None
         os.kill(os.getpid(), number)
         time.sleep(1)
 
-    result = CliRunner().invoke(app, [])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored, as behind nohup
+    try:
+        result = CliRunner().invoke(app, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 128 + number
     assert result.stderr.strip() == "stopped"
 

@@ -16,6 +16,7 @@ from torch import nn
 import tapestream as ts
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.saved import SavedTensors
+from tapestream.frontends import given
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir import Kind, Offload, Schedule, Tier
 from tapestream.passes.memory import block_values
@@ -56,7 +57,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> str:
         near = Tier.HOST if (Tier.DEVICE, Tier.HOST) in machine.links else Tier.DISK
         return saved_away(len(profile), near)
 
-    monkeypatch.setattr(auto, "planners", {"by hand": plan})
+    for module in (auto, given):
+        monkeypatch.setattr(module, "planners", {"by hand": plan})
     return "by hand"
 
 
