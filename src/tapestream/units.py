@@ -9,8 +9,9 @@ _FACTOR = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_DAY = 86400
-_YEAR = 365 * _DAY
+DAY = 86400
+"""Seconds."""
+_YEAR = 365 * DAY
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -81,7 +82,7 @@ def format_seconds(seconds: float) -> str:
     """``0.0123 -> "12.3 ms"``, ``75 -> "1 min 15 s"``; from ten hours on ``"12 h 5 min"``, then days, then years."""
     if seconds > 2 * _YEAR:
         return f"{seconds / _YEAR:,.1f} years"
-    if seconds > 2 * _DAY:
+    if seconds > 2 * DAY:
         return "{} days {} h".format(*divmod(round(seconds / 3600), 24))
     if seconds >= 36000:
         return "{} h {} min".format(*divmod(round(seconds / 60), 60))

@@ -214,6 +214,30 @@ class Named(nn.Module):
         return found
 
 
+class Told(nn.Module):
+    """Returns a loss for people to read, without a gradient, beside what is differentiated; ``wrong``: by a block that
+    gives other gradients when it runs again."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.inner = Chained([Wrong() if wrong and k == 2 else Dense() for k in range(6)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.inner(x)
+        return {"loss": found.detach().mean(), "found": found}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_verify_differentiates_the_rest_where_the_loss_has_no_gradient(wrong: bool, tmp_path: Path) -> None:
+    case = Model(lambda: Told(wrong), numbers(3, WIDTH))
+    with streamed(case, "1 MiB", planner="bisection", **options_of("auto", tmp_path)) as model:
+        if wrong:
+            with pytest.raises(GradientError, match="differs between the planned and the stored step"):
+                ts.verify(model, case.batch())
+        else:
+            ts.verify(model, case.batch())
+
+
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_plan_and_verify_take_a_mapping_as_arguments_by_name(kind: Any, tmp_path: Path) -> None:
     batch = kind({"x": torch.randn(3, WIDTH), "scale": torch.ones(())})

@@ -75,12 +75,12 @@ def check_budget(job: Job) -> None:
         return tuple(torch.zeros(batch, job.sequence, dtype=torch.int64) for _ in range(2)), {}
 
     subject = Subject("the demo", lambda: GPT(config), arguments, job.batch, job.sequence, config)
-    outline = costs_of(subject, job.device).outline
+    costs = costs_of(subject, job.device)
     rates = {"link": 1e9, "disk_read": 1e9, "disk_write": 1e9, "flops": 1e11}  # of no account for what fits
     missing = refusal(
         Question(
-            outline, job.batch, job.optimizer, job.update, job.device, budget=allowed, gpu=None, ram=None, disk=None,
-            home=Tier.DISK, **rates,
+            costs.outline, job.batch, job.optimizer, job.update, job.device, budget=allowed, gpu=None, ram=None,
+            disk=None, home=Tier.DISK, **rates,
         )
     )  # fmt: skip
     if missing is not None and missing.least_nbytes is not None:

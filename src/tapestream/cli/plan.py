@@ -36,10 +36,9 @@ from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.planning.picture import check_file, check_picture
-from tapestream.units import format_nbytes, format_seconds, parse_flops, parse_nbytes, parse_rate
+from tapestream.units import DAY, format_nbytes, format_seconds, parse_flops, parse_nbytes, parse_rate
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
-_DAY = 86400
 
 
 @reported
@@ -215,7 +214,7 @@ def _figures(question: Question, subject: Subject, found: Answer, changes: list[
             for tier in Tier
         },
         "disk_written_nbytes_per_step": found.written_nbytes,
-        "disk_written_nbytes_per_day": round(found.written_nbytes * _DAY / found.seconds),
+        "disk_written_nbytes_per_day": round(found.written_nbytes * DAY / found.seconds),
     }  # fmt: skip
 
 

@@ -112,10 +112,12 @@ class GradientBook:
             shown = self._gradients(this.index)
             if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
                 continue
-            if not self._shown(this.index) and not self._is_due(value):
+            own = self._own(this.index) if shown else ()
+            at_home = [gradient.data_ptr() in own for gradient in shown.values()]
+            if not any(at_home) and not self._is_due(value):
                 self.copies.renew(value, self.copies.home_of(value))
                 self.copies.release(value, self.copies.home_of(value))
-            if shown and not self._all_at_home(this.index, shown):
+            if not all(at_home):
                 self._bring_home(value, shown)
 
     def _bring_home(self, value: Value, shown: Mapping[int, torch.Tensor]) -> None:

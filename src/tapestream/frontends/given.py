@@ -1,30 +1,27 @@
 """What the user brings: plans, stages, devices; and arguments that nobody knows."""
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import InputError, ScheduleError
-from tapestream.planners import planners
+from tapestream.planners import keywords_of, nearest, planners
 from tapestream.planning.plan import Plan
 
 
-def check_knobs(what: str, function: Callable[..., Any], planner: str, given: Iterable[str]) -> None:
+def check_knobs(
+    what: str, function: Callable[..., Any], planner: str, given: Iterable[str], also: Iterable[str] = ()
+) -> None:
     """Raise InputError for a planner that there is not, and for arguments ``given`` beside those of ``function`` that
-    it does not have: a misspelt one is not to wait for the first call that plans."""
-    online = ["slots", "rule"] if what == "Loop" else []  # of a loop whose length is not known, by whatever planner
-    known = online if planner == "auto" else [*_keywords(planners[planner]), *online]
+    it does not have: a misspelt one is not to wait for the first call that plans. ``also``: what any planner takes."""
+    knobs = [] if planner == "auto" else keywords_of(planners[planner])
+    known = [*knobs, *also]
     for name in (name for name in given if name not in known):
-        close = get_close_matches(name, [*_keywords(function), *known], 1)
-        owners = [repr(other) for other in planners if name in _keywords(planners[other])]
-        has = f"has the knobs {', '.join(known)}" if known and planner != "auto" else "has no knobs"
-        meant = (
-            f"; planner={' or '.join(owners)} has it" if owners else f"; did you mean {close[0]!r}?" if close else ""
-        )
+        owners = [repr(other) for other in planners if name in keywords_of(planners[other])]
+        has = f"has the knobs {', '.join(known)}" if knobs else "has no knobs"
+        meant = f"; planner={' or '.join(owners)} has it" if owners else nearest(name, [*keywords_of(function), *known])
         raise InputError(f"{what} has no argument {name!r}, and planner={planner!r} {has}{meant}")
 
 
@@ -45,10 +42,6 @@ def listed(what: str, stages: Any) -> list[Any]:
         kind = "an empty one" if isinstance(stages, Iterable) else type(stages).__name__
         raise InputError(f"{what}: at least one stage is needed, in a list; found {kind}")
     return found
-
-
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    return [one.name for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
 
 
 def fit_given_plan(plan: Plan, profile: Profile, budget: Budget) -> Plan:

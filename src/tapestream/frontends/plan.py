@@ -96,9 +96,8 @@ def verify(model: nn.Module, batch: Any) -> None:
     for bit.
 
     ``batch``: as in `plan`. What is differentiated is the model's own loss (``loss`` in what it returns) or, where it
-    has none, the sum of all that it returns. Needs memory for the plain step. Weights,
-    gradients, buffers and generators are afterwards as before. Raises GradientError naming the first parameter whose
-    gradient differs.
+    has none, the sum of all that it returns. Needs memory for the plain step. Weights, gradients, buffers and
+    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
     """
     handle = handle_of(model)
     arguments = _arguments(batch)
@@ -131,13 +130,16 @@ def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> 
         args, kwargs = arguments
         result = model(*args, **kwargs)
         own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        roots = [t for t in tree_leaves(result if own is None else own) if isinstance(t, torch.Tensor)]
-        roots = [t for t in roots if t.requires_grad]
+        roots = _differentiable(own) or _differentiable(result)
         loss = torch.stack([t.float().sum() for t in roots]).sum()
         torch.autograd.backward(loss)
     found = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
     found["the loss"] = loss.detach()
     return found
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

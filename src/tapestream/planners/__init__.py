@@ -34,7 +34,7 @@ from tapestream.planners import (
 )
 from tapestream.planners._bound import least_seconds
 
-__all__ = ["Planner", "least_seconds", "planners"]
+__all__ = ["Planner", "keywords_of", "least_seconds", "nearest", "planners"]
 
 Planner: TypeAlias = Callable[..., Schedule]
 """``planner(profile, budget=None, machine=None, **knobs)``; unknown knobs raise InputError."""
@@ -42,7 +42,7 @@ Planner: TypeAlias = Callable[..., Schedule]
 
 def _with_known_knobs(name: str, plan: Planner) -> Planner:
     """``plan``, refusing knobs that it does not have."""
-    known = [knob.name for knob in signature(plan).parameters.values() if knob.kind is Parameter.KEYWORD_ONLY]
+    known = keywords_of(plan)
 
     @wraps(plan)
     def planner(
@@ -54,7 +54,7 @@ def _with_known_knobs(name: str, plan: Planner) -> Planner:
         for knob in knobs:
             if knob not in known:
                 has = f"its knobs are {', '.join(known)}" if known else "it has none"
-                raise InputError(f"planner {name!r} has no knob {knob!r}; {has}{_nearest(knob, known)}")
+                raise InputError(f"planner {name!r} has no knob {knob!r}; {has}{nearest(knob, known)}")
         for what, kind in ((profile, Profile), (machine, Machine | None)):
             if not isinstance(what, kind):
                 wanted = "a Profile" if kind is Profile else "a Machine or None"
@@ -68,7 +68,13 @@ def _with_known_knobs(name: str, plan: Planner) -> Planner:
     return planner
 
 
-def _nearest(word: str, words: list[str]) -> str:
+def keywords_of(function: Callable[..., object]) -> list[str]:
+    """The names of the arguments that it takes by name alone: of a planner, its knobs."""
+    return [one.name for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """The end of a message about ``word``, where one of ``words`` may have been meant."""
     close = get_close_matches(word, words, 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -84,7 +90,7 @@ class _Registry(Mapping[str, Planner]):
     def __getitem__(self, name: str) -> Planner:
         if name not in self:
             names = list(self)
-            raise InputError(f"there is no planner {name!r}; there are {', '.join(names)}{_nearest(str(name), names)}")
+            raise InputError(f"there is no planner {name!r}; there are {', '.join(names)}{nearest(str(name), names)}")
         return self._plans[name]
 
     def __contains__(self, name: object) -> bool:

@@ -3,7 +3,7 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -91,10 +91,11 @@ class Pool:
             self._peak[tier] = max(self._peak[tier], held + nbytes)
             return region
 
-    def check_room(self, tier: Tier, nbytes: int, what: str) -> None:
-        """Raise BudgetError where ``what`` takes more in ``tier`` than its limit, before anything is allocated."""
+    def check_room(self, tier: Tier, sizes: Iterable[int], what: str) -> None:
+        """Raise BudgetError where ``what``, of these ``sizes`` in bytes, takes more in ``tier`` than its limit, before
+        anything is allocated. Where there is none, ``sizes`` are not looked at."""
         limit = self._limits.get(tier)
-        if limit is not None and nbytes > limit:
+        if limit is not None and (nbytes := sum(sizes)) > limit:
             raise BudgetError(
                 f"{what} take {format_nbytes(nbytes)} ({nbytes} bytes) in {tier.name}, where {limit} bytes are "
                 "allowed; allow at least that much, and room for what else a step keeps there"

@@ -23,7 +23,7 @@ class _Patience:
         """Inside, the collector looks for cycles after as many operations as it would have without us.
 
         Notes live until backward, so to look through them finds nothing; and objects that have been looked at twice
-        make Python look through all that the process has, a tenth of a second for PyTorch's own modules.
+        make Python look through all that the process has, PyTorch's own modules included.
         """
         with self._lock:
             self._running += 1

@@ -96,7 +96,7 @@ class Loop(nn.Module):
         if chunk is not None:
             chunk = whole("chunk", chunk, 1)
         check_options(adjoint, plan, compile)
-        check_knobs("Loop", Loop.__init__, planner, knobs)
+        check_knobs("Loop", Loop.__init__, planner, knobs, also=("slots", "rule"))  # where its length is not known
         self._stage = Stage(0, step)
         self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
         self.budget = Budget.of(budget)

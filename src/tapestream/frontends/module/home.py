@@ -34,6 +34,7 @@ def tiers_for(
     home: str | Home, model: nn.Module, budget: Budget, *, folder: object, device: torch.device, engine: str
 ) -> HomeTiers:
     """The tiers that ``home`` means here. Raises InputError for one that cannot be."""
+    check_folder(folder)
     asked = home if isinstance(home, Home) else Home(home, home, home)
     room = host_limit(budget)
     parameters, tiers = list(model.parameters()), dict[Kind, Tier]()
@@ -60,7 +61,6 @@ def _state_nbytes(model: nn.Module) -> int:
 
 
 def _check(name: str, folder: object, device: torch.device, engine: str) -> None:
-    check_folder(folder)
     if name not in ("auto", *_TIERS):
         raise InputError(f"home={name!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
     if name == "host" and device.type == "cpu" and engine != "fake_streams":

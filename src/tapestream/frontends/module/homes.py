@@ -183,8 +183,8 @@ class Homes:
             return
         if self._folder is not None and tier is Tier.DISK:
             self._folder.check_room(sum(p.nbytes for found in inside for p in found), _PARAMETERS)
-        laid_out = [ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside)]
-        self.pool.check_room(tier, sum(b.nbytes_of(kind) for b in laid_out for kind in b.kinds), _PARAMETERS)
+        laid_out = (ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside))
+        self.pool.check_room(tier, (b.nbytes_of(kind) for b in laid_out for kind in b.kinds), _PARAMETERS)
 
     def _disown(self) -> None:
         for block in self.store.blocks:

@@ -66,8 +66,8 @@ def stream(
     ``model.get_output_embeddings()``). Where gradients are on, the logits that the model returns are then made when
     something else reads them, by the weights of that call: later than ``optimizer.step()`` raises GradientError.
 
-    Plans are made at the first call. Raises InputError for a model, home or folder that cannot be used, StorageError
-    when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
+    Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
+    StorageError or BudgetError when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
