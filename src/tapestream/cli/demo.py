@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import torch
 import typer
@@ -46,8 +46,8 @@ def demo(
     home = out / "home"
     job = _job(quick, chosen_device(device), budget, home)
     check_budget(job)
-    with removing(home):
-        story = _play(job, out, compared=_COMPARED_STEPS if quick else 0)
+    with removing(home), writing(out / "metrics.jsonl") as lines:
+        story = _play(job, lines, compared=_COMPARED_STEPS if quick else 0)
     _close(job, story, out)
     if story.problems:
         for problem in story.problems:
@@ -103,7 +103,7 @@ class Story:
     problems: list[str] = field(default_factory=list)
 
 
-def _play(job: Job, out: Path, compared: int) -> Story:
+def _play(job: Job, lines: TextIO, compared: int) -> Story:
     story, config = Story(), job.config
     assert isinstance(config, GPTConfig)
     show.line(
@@ -117,7 +117,7 @@ def _play(job: Job, out: Path, compared: int) -> Story:
     show.line("1. plain PyTorch in a process that may take the budget and no more", "bold")
     _try_plain(job, story)
     show.line("2. tapestream under the same limit", "bold")
-    _train(job, story, out, compared)
+    _train(job, story, lines, compared)
     if compared and not story.problems:
         show.line(f"3. plain PyTorch without a limit, {compared} steps, compared bit for bit", "bold")
         _compare(job, story, compared)
@@ -145,10 +145,9 @@ def _say_limit(message: dict[str, Any]) -> None:
     )
 
 
-def _train(job: Job, story: Story, out: Path, compared: int) -> None:
+def _train(job: Job, story: Story, lines: TextIO, compared: int) -> None:
     allowed = parse_nbytes(job.budget or 0)
     with (
-        writing(out / "metrics.jsonl") as lines,
         show.progress() as advance,
         child("stream", job, allowance=ALLOWANCE, compared=compared) as messages,
     ):
