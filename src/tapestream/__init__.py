@@ -15,7 +15,7 @@ from tapestream.frontends.chain import Chain
 from tapestream.frontends.join import Join
 from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.loss import linear_cross_entropy
-from tapestream.frontends.module.home import Home
+from tapestream.frontends.module.homes.home import Home
 from tapestream.frontends.module.optimizer import optimizer
 from tapestream.frontends.module.stream import stream, unstream
 from tapestream.frontends.plan import plan, report, verify

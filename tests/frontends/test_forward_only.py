@@ -16,8 +16,8 @@ from streaming import budget_at, everything, loss_at, options_of, streamed
 from torch import nn
 
 import tapestream as ts
-from tapestream.frontends.module.forward_only import Measured
-from tapestream.frontends.module.prepare import outside_nbytes
+from tapestream.frontends.module.calls.forward_only import Measured
+from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.storage.meter import track_memory
 

@@ -11,7 +11,7 @@ from streaming import TWO_HOPS, assert_exact, budget_at, loss_at, streamed
 
 import tapestream as ts
 from tapestream.errors import InputError
-from tapestream.frontends.module.home import tiers_for
+from tapestream.frontends.module.homes.home import tiers_for
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Kind, Tier
 

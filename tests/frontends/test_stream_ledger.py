@@ -15,7 +15,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError
-from tapestream.frontends.module.prepare import outside_nbytes
+from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
 from tapestream.storage.meter import track_memory

@@ -14,7 +14,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import InputError
-from tapestream.frontends.module.call import StreamCall
+from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.stream import handle_of
 
 HOME = {"device": "cpu", "home": "device"}

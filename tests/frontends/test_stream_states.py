@@ -26,7 +26,7 @@ import tapestream as ts
 from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines.threads import ThreadsEngine
 from tapestream.frontends.below import Below
-from tapestream.frontends.module import prepare
+from tapestream.frontends.module.plans import prepare
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Kind, Offload, Tier
 from tapestream.storage.meter import track_memory

@@ -11,7 +11,7 @@ from streaming import budget_at, options_of, streamed
 from torch import nn
 
 import tapestream as ts
-from tapestream.frontends.module.prepare import outside_nbytes
+from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models.gpt import GPT, GPTConfig
 from tapestream.storage.meter import track_memory

@@ -15,7 +15,7 @@ from streaming import options_of as all_options
 from torch import nn
 
 import tapestream as ts
-from tapestream.frontends.module.prepare import outside_nbytes
+from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.optim import parts
 from tapestream.optim.parts import GRAIN, Member, part_limits, state_parts

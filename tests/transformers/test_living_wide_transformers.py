@@ -17,7 +17,7 @@ from zoo import FAMILIES, LLAMA, Family, loss_of, words
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends.module import wide
+from tapestream.frontends.module.homes import wide
 from tapestream.frontends.module.stream import handle_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks, Hugging Face renamed it

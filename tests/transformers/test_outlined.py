@@ -18,7 +18,7 @@ from tapestream.cli.huggingface import without_packing
 from tapestream.cli.question import Question
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module import wide
+from tapestream.frontends.module.homes import wide
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models.outlining import outline
 

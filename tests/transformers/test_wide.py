@@ -7,8 +7,8 @@ import pytest
 from compare import TIGHT, Setting, assert_exact
 from zoo import FAMILIES
 
-from tapestream.frontends.module import wide
 from tapestream.frontends.module.blocks import find_blocks
+from tapestream.frontends.module.homes import wide
 
 CASTING = Setting(training=True, bfloat16=True, sdpa=False, tight=True, disk=True)
 # One weight for embedding and head, two, one for three uses, one with a bias that its parent holds too.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tapestream.frontends.module.divide import Division
+from tapestream.frontends.module.plans.divide import Division
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes

@@ -8,8 +8,8 @@ from typing import TypeAlias
 from tapestream.cli.answer import Answer
 from tapestream.costs import Budget, Link, Machine, Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module.divide import Division
-from tapestream.frontends.module.shared import find_shared
+from tapestream.frontends.module.plans.divide import Division
+from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.ir.actions import Tier
 from tapestream.models.outline import Outline
 from tapestream.units import format_nbytes

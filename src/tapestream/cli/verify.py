@@ -36,8 +36,8 @@ from tapestream.cli.options import (
 from tapestream.cli.subject import Subject, Wish, subject_of
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.module.divide import Division
-from tapestream.frontends.module.prepare import terms_of
+from tapestream.frontends.module.plans.divide import Division
+from tapestream.frontends.module.plans.prepare import terms_of
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models.fake import NeedsNumbers
 from tapestream.planning.auto import make_plan

@@ -7,9 +7,9 @@ from torch import nn
 
 from tapestream.costs import Budget, Carried, Machine, Profile, StageCost
 from tapestream.errors import InputError
-from tapestream.frontends.module.shared import find_shared
-from tapestream.frontends.module.step import Step
-from tapestream.frontends.module.terms import Terms, Update
+from tapestream.frontends.module.plans.shared import find_shared
+from tapestream.frontends.module.plans.step import Step
+from tapestream.frontends.module.plans.terms import Terms, Update
 from tapestream.ir.actions import Tier
 from tapestream.models.group_costs import block_costs, kept_nbytes
 

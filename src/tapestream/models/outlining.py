@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from tapestream.costs import StageCost
 from tapestream.errors import InputError, TapestreamError
-from tapestream.frontends.module.adopt import parameter_groups, parameters_of
-from tapestream.frontends.module.arguments import BlockRun, Link
 from tapestream.frontends.module.blocks import find_blocks
-from tapestream.frontends.module.wide import DirectUse, reads_parameters, wide_modules
+from tapestream.frontends.module.homes.adopt import parameter_groups, parameters_of
+from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, wide_modules
+from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
 from tapestream.models.outline import Outline, Segment
 from tapestream.planning.profile import collector_off
@@ -116,7 +116,7 @@ def _calling(observe: Callable[..., Any], position: int, base: type) -> Callable
 
 
 class _Outlining:
-    """One run of the model; the counterpart of `tapestream.frontends.module.observe.Observation` on fake tensors."""
+    """One run of the model; the counterpart of `frontends.module.observing.observe.Observation` on fake tensors."""
 
     def __init__(
         self, model: nn.Module, meter: FakeMeter, modules: Sequence[nn.Module], uses: Sequence[int | None], wide: int

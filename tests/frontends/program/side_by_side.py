@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import BudgetError
-from tapestream.executor.program import following
+from tapestream.executor.program.noting import following
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes

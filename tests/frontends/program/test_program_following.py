@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 from tapestream.errors import BudgetError, GradientError
-from tapestream.executor.program.last import BY_OPERATION
-from tapestream.executor.program.record import Record
-from tapestream.executor.program.recorder import Recorder
+from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.executor.program.record.last import BY_OPERATION
+from tapestream.executor.program.record.record import Record
 from tapestream.frontends.program import program as frontend
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
-from tapestream.executor.program.record import MIXED
+from tapestream.executor.program.record.record import MIXED
+from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Backward, Record
 from tapestream.storage.meter import track_memory

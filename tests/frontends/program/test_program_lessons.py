@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.lessons import Lessons
-from tapestream.executor.program.steps import ProgramSteps
+from tapestream.executor.program.record.lessons import Lessons
+from tapestream.executor.program.replay.steps import ProgramSteps
 from tapestream.frontends.program.program import Program
 
 Case = tuple[Callable[..., Any], list[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from side_by_side import compare, fix_seconds
 from test_program_record import Products
 from torch.nn import functional
 
-from tapestream.executor.program.needed import RUN, SAVE, SKIP, Needed
+from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.frontends.program.holds import NOTHING, Holding
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record

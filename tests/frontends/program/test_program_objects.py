@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tapestream.errors import BudgetError, GradientError, InputError
-from tapestream.executor.program import patterns
-from tapestream.executor.program.seams import listener_now
+from tapestream.executor.program.calls import patterns
+from tapestream.executor.program.calls.seams import listener_now
 from tapestream.frontends.program.program import Program
 
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.program.ambients import Ambients, surroundings
-from tapestream.executor.program.record import Ambient
+from tapestream.executor.program.record.ambients import Ambients, surroundings
+from tapestream.executor.program.record.record import Ambient
 from tapestream.frontends.program.program import Program
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError, StorageError
-from tapestream.executor.program.moves import Moves
+from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.program.sizes import Sizes
 
 WIDTH, BLOCKS = 48, 8

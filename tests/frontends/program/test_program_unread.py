@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tapestream.executor.program.record import Record
+from tapestream.executor.program.record.record import Record
 from tapestream.frontends.program.program import Program
 from tapestream.storage.meter import track_memory
 

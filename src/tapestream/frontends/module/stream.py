@@ -12,13 +12,13 @@ from tapestream.errors import InputError
 from tapestream.frontends.given import check_knobs, named_device
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.module.blocks import BlockNames, find_blocks
-from tapestream.frontends.module.home import Home, tiers_for
-from tapestream.frontends.module.later import calling
+from tapestream.frontends.module.calls.later import calling
+from tapestream.frontends.module.homes.home import Home, tiers_for
+from tapestream.frontends.module.homes.weights import Source
+from tapestream.frontends.module.homes.wide import wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.streamed import Site, Streamed
 from tapestream.frontends.module.swap import Swaps, swap_back
-from tapestream.frontends.module.weights import Source
-from tapestream.frontends.module.wide import wide_modules
 from tapestream.ir.actions import Kind, Tier
 from tapestream.planning.plan import Plan
 from tapestream.runner.passable import check_modules

@@ -15,23 +15,23 @@ from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.module.again import Beginning, cannot_begin_again, check_no_program
-from tapestream.frontends.module.beside import prepare_beside
-from tapestream.frontends.module.call import StreamCall, UnplannedBlock
-from tapestream.frontends.module.forward_only import ForwardOnly
-from tapestream.frontends.module.gathering import gathering
-from tapestream.frontends.module.homes import Homes
-from tapestream.frontends.module.known import Known
-from tapestream.frontends.module.left_out import check_called_by_chance
-from tapestream.frontends.module.live import Live, SegmentView
-from tapestream.frontends.module.node import apply_block
-from tapestream.frontends.module.observe import Observation, Observed, StaysPut
-from tapestream.frontends.module.pinned import Pinned
-from tapestream.frontends.module.prepare import Prepared, prepare, without_results
+from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again, check_no_program
+from tapestream.frontends.module.calls.beside import prepare_beside
+from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
+from tapestream.frontends.module.calls.forward_only import ForwardOnly
+from tapestream.frontends.module.calls.gathering import gathering
+from tapestream.frontends.module.calls.live import Live, SegmentView
+from tapestream.frontends.module.calls.node import apply_block
+from tapestream.frontends.module.homes.homes import Homes
+from tapestream.frontends.module.homes.known import Known
+from tapestream.frontends.module.homes.pinned import Pinned
+from tapestream.frontends.module.homes.weights import Source
+from tapestream.frontends.module.homes.wide import trains
+from tapestream.frontends.module.observing.left_out import check_called_by_chance
+from tapestream.frontends.module.observing.observe import Observation, Observed, StaysPut
+from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
+from tapestream.frontends.module.plans.terms import Update
 from tapestream.frontends.module.swap import class_of
-from tapestream.frontends.module.terms import Update
-from tapestream.frontends.module.weights import Source
-from tapestream.frontends.module.wide import trains
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.program.aliases import unseen
-from tapestream.executor.program.keeper import Keeper, Kept
-from tapestream.executor.program.lessons import Lessons
-from tapestream.executor.program.moves import Moves
-from tapestream.executor.program.record import Record
-from tapestream.executor.program.recorder import Recorder
-from tapestream.executor.program.seams import Deaf, heard_by
-from tapestream.executor.program.steps import ProgramSteps
-from tapestream.executor.program.tape import Tape
+from tapestream.executor.program.calls.seams import Deaf, heard_by
+from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.executor.program.record.aliases import unseen
+from tapestream.executor.program.record.keeper import Keeper, Kept
+from tapestream.executor.program.record.lessons import Lessons
+from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.tape import Tape
+from tapestream.executor.program.replay.moves import Moves
+from tapestream.executor.program.replay.steps import ProgramSteps
 from tapestream.frontends.program.orders import with_following
 from tapestream.frontends.program.results import found_in
 from tapestream.ir import (  # fmt: skip

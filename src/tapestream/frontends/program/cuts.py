@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy
 
 from tapestream.costs import Profile, StageCost
-from tapestream.executor.program.needed import RUN, Needed
-from tapestream.executor.program.record import Record
+from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.replay.needed import RUN, Needed
 from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256

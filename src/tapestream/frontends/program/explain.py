@@ -15,12 +15,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tapestream.costs import Budget
 from tapestream.errors import InputError
-from tapestream.executor.program.keeper import Entry, Keeper
-from tapestream.executor.program.patterns import Kinds
-from tapestream.executor.program.record import ALIVE, Record
-from tapestream.executor.program.recorder import Recorder
-from tapestream.executor.program.tape import Tape
-from tapestream.executor.program.values import address_of
+from tapestream.executor.program.calls.patterns import Kinds
+from tapestream.executor.program.calls.values import address_of
+from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.executor.program.record.keeper import Entry, Keeper
+from tapestream.executor.program.record.record import ALIVE, Record
+from tapestream.executor.program.record.tape import Tape
 from tapestream.frontends.below import Below
 from tapestream.frontends.program.call import Sweep, sweep
 from tapestream.frontends.program.cuts import Borders

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError
-from tapestream.executor.program.taken import TakingWhole
+from tapestream.executor.program.noting.taken import TakingWhole
 from tapestream.frontends.module.blocks import repeated_children
 
 Opaque: TypeAlias = type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] | Literal["auto"]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from tapestream.executor.program.record import Record
+from tapestream.executor.program.record.record import Record
 
 Numbers = NDArray[Any]
 

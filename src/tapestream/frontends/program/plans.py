@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
-from tapestream.executor.program.keeper import Kept
-from tapestream.executor.program.moves import Reads
-from tapestream.executor.program.tape import Tape
+from tapestream.executor.program.record.keeper import Kept
+from tapestream.executor.program.record.tape import Tape
+from tapestream.executor.program.replay.moves import Reads
 from tapestream.frontends.below import NEVER_MOVE, Below, plan_with
 from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots

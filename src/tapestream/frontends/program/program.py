@@ -14,15 +14,15 @@ from torch import nn
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines import EngineStatistics
-from tapestream.executor.program.collector import patient_collector
-from tapestream.executor.program.keeper import Keeper, held_nbytes
-from tapestream.executor.program.last import Last
-from tapestream.executor.program.moves import Moves
-from tapestream.executor.program.patterns import Kinds
-from tapestream.executor.program.record import Record
-from tapestream.executor.program.recorder import Recorder
-from tapestream.executor.program.seams import listener_now
-from tapestream.executor.program.tape import Tape
+from tapestream.executor.program.calls.patterns import Kinds
+from tapestream.executor.program.calls.seams import listener_now
+from tapestream.executor.program.noting.collector import patient_collector
+from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.executor.program.record.keeper import Keeper, held_nbytes
+from tapestream.executor.program.record.last import Last
+from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.tape import Tape
+from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import named_device

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from tapestream.executor.program.record import ALIVE, Record
+from tapestream.executor.program.record.record import ALIVE, Record
 from tapestream.executor.travel.cargo import SMALL_NBYTES
 from tapestream.frontends.program.parts import parts
 

@@ -6,11 +6,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tapestream.executor.program.keeper import Keeper
-from tapestream.executor.program.moves import Moves
-from tapestream.executor.program.record import Record
-from tapestream.executor.program.recorder import Recorder
-from tapestream.executor.program.tape import Tape
+from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.executor.program.record.keeper import Keeper
+from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.tape import Tape
+from tapestream.executor.program.replay.moves import Moves
 from tapestream.ir import Action
 
 

@@ -1,0 +1,1 @@
+"""What the calls of a program are: functions, constants, objects, what they write into."""

@@ -1,0 +1,1 @@
+"""A program while it runs: every call is noted."""

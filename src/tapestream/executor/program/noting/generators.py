@@ -1,0 +1,58 @@
+"""torch's random generators while a program runs: which operations draw, and whether anything unseen has."""
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.executor.program.calls.patterns import Call
+from tapestream.executor.program.calls.users import by_user
+from tapestream.executor.program.calls.whole import Whole
+from tapestream.executor.program.record.record import Record
+from tapestream.runner.ambient import TorchGenerators
+
+_SETTING = frozenset(("manual_seed", "manual_seed_all", "set_rng_state"))
+_BY_DATA = frozenset(
+    ("rrelu", "rrelu_", "rrelu_with_noise", "poisson", "binomial", "multinomial", "_standard_gamma",
+     "_sample_dirichlet")
+)  # fmt: skip
+"""Functions that draw as often as what their tensors hold says, maybe never: they are looked at in every call."""
+
+
+class Draws:
+    """Which operations of a program draw random numbers. Where something else changes what they draw (another thread,
+    an extension, a generator set by its own method), nothing may be run again.
+
+    A call is looked at until one like it, with the same constants and shapes, has drawn nothing; what users have
+    written, always.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record, self._state, self._seed = record, TorchGenerators.capture(), torch.initial_seed()
+
+    def before(self, call: Call) -> TorchGenerators | None:
+        """The states before a call; None where it does not draw."""
+        return None if call.quiet else TorchGenerators.capture()
+
+    def after(self, before: TorchGenerators, call: Call) -> bool:
+        """Whether the call has drawn, or has set a generator."""
+        function = call.pattern.function
+        name = getattr(function, "__name__", "")
+        now, sets = TorchGenerators.capture(), name in _SETTING
+        if sets:
+            self._seed = torch.initial_seed()
+        elif isinstance(function, Whole) and torch.initial_seed() != self._seed:
+            raise GradientError(
+                "Program: torch's random generator was set inside a module taken as one operation; set it outside, "
+                "or leave its class out of opaque"
+            )
+        if now.equals(before):
+            if not (sets or name in _BY_DATA or by_user(function)):
+                self._record.patterns.draws_nothing(call)
+            return False
+        if not (sets or before.equals(self._state)) or len(now.cuda) != len(before.cuda):
+            self._record.spoilt = self._record.spoilt or (
+                "torch's random generator was set or drawn from inside the program in a way that cannot be seen (by a "
+                "generator's own set_state, another thread, an extension, or where CUDA is used for the first time; "
+                "torch.manual_seed() and torch.set_rng_state() can be seen)"
+            )
+        self._state, self._record.draws_nbytes = now, now.nbytes
+        return True

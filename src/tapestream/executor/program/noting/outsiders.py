@@ -1,0 +1,92 @@
+"""`Outsiders`: the external tensors of a sweep that follows: taken one by one, noted in the record many at once."""
+
+from typing import Any
+
+import torch
+
+from tapestream.executor.program.calls.templates import PLAIN
+from tapestream.executor.program.calls.values import address_of
+from tapestream.executor.program.noting.numbering import Numbering
+from tapestream.executor.program.record.keeper import foreign
+from tapestream.executor.program.record.last import Last
+from tapestream.executor.program.record.record import Record, looks_of
+
+
+class Outsiders:
+    """``tensors`` by number, and the ``versions`` that they had when they were used last; ``shown``: by storage, those
+    that show it, by ``~k``; ``made``: ids of tensors that the program has made, of dead ones among them."""
+
+    def __init__(self, last: Last, record: Record, numbers: Numbering) -> None:
+        self.tensors, self.versions, self.made = list[torch.Tensor](), list[int](), set[int]()
+        self._last, self._record, self._numbers = last, record, numbers
+        self._addresses = list[int]()
+        self._storages: dict[int, int] = {}  # by address
+        self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
+
+    def takes(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: a leaf over
+        memory into which nothing was written, and none that the program has made."""
+        outside = self._last.outside
+        if number != len(self.tensors) or number == len(outside):
+            return False
+        then = outside[number]
+        if type(tensor) not in PLAIN or id(tensor) in self.made:
+            return False
+        if tensor.grad_fn is not None or then.storage in self._record.writes:
+            return False
+        if looks_of((tensor,)) != then.looks:
+            return False
+        memory: Any = tensor.untyped_storage()
+        if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
+            return False
+        if not self._shows(memory._cdata, then.storage):
+            return False
+        if not tensor.requires_grad and foreign(tensor):
+            self._record.arrays.outside(then.storage, tensor)  # as it is now
+        self._add(tensor, then.storage, memory._cdata)
+        return True
+
+    def _shows(self, address: int, storage: int) -> bool:
+        """Whether memory there is ``storage`` as far as external tensors know; it is then."""
+        known = self._storages.get(address)
+        if known is not None or storage in self.shown:
+            return known == storage
+        self._storages[address] = storage
+        self.shown[storage] = []
+        return True
+
+    def _add(self, tensor: torch.Tensor, storage: int, address: int) -> None:
+        self.shown[storage].append((~len(self.tensors), tensor))
+        self.tensors.append(tensor)
+        self.versions.append(tensor._version)
+        self._addresses.append(address)
+
+    def agree(self) -> bool:
+        """Whether those that were looked at closely meanwhile, and are in the record, are as they were last time."""
+        return all(map(self._agrees, range(len(self.tensors), len(self._record.externals))))
+
+    def _agrees(self, number: int) -> bool:
+        if number == len(self._last.outside):
+            return False
+        one, then = self._record.externals[number], self._last.outside[number]
+        tensor = one.tensor
+        if type(tensor) not in PLAIN or (one.looks, one.storage) != (then.looks, then.storage):
+            return False
+        address = address_of(tensor)
+        if not self._shows(address, one.storage):
+            return False
+        self._add(tensor, one.storage, address)
+        return True
+
+    def note(self) -> None:
+        """Have all in the record."""
+        record, numbers = self._record, self._numbers
+        for number in range(len(record.externals), len(self.tensors)):
+            tensor, then, address = self.tensors[number], self._last.outside[number], self._addresses[number]
+            numbers.know_storages(then.storage + 1, self._last.record.storage_nbytes)
+            if address_of(tensor) != address:
+                record.spoilt = record.spoilt or (
+                    f"the memory of a tensor of shape {tuple(tensor.shape)} was replaced inside the program by "
+                    "something that no torch call showed"
+                )
+            numbers.outside(tensor, then.storage, address, then.looks, self.versions[number], then.first_use)

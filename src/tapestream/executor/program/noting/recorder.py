@@ -1,0 +1,199 @@
+"""`Recorder`: takes note of every outermost torch call while a program runs, which is its first sweep.
+
+The program runs under plain autograd and its graph stays: only what nodes save is replaced by a number (see `Tape`). So
+its tensors look to Python, and to kernels that ask, as they always do, hooks and sums of gradients are plain autograd's
+own, and errors are PyTorch's. Tensors live as long as the program itself, the tape or a restart checkpoint holds them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from tapestream.errors import GradientError
+from tapestream.executor.program.calls.exposed import EXPOSING
+from tapestream.executor.program.calls.hidden import Hidden
+from tapestream.executor.program.calls.patterns import tensors_of
+from tapestream.executor.program.calls.seams import heard_by
+from tapestream.executor.program.calls.users import is_custom, kernel_of
+from tapestream.executor.program.calls.writes import QUESTIONS, SWITCHES, gives_back
+from tapestream.executor.program.noting.following import UNKNOWN
+from tapestream.executor.program.noting.noting import Noting, Operation
+from tapestream.executor.program.record.keeper import Keeper
+from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.tape import Handle, Tape
+from tapestream.runner.modes import exchange, modes_entered
+from tapestream.runner.passable import taking_over
+
+
+class Recorder(Noting, TorchFunctionMode):
+    """One sweep: hears of every outermost call, and of those that no function mode sees (see `Listener`)."""
+
+    only_watches = True
+
+    def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
+        super().__init__(record, keeper, tape, between)
+        self._inside = False
+        self._entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the program runs."""
+        here = [self]  # the graph holds both hooks as long as it lives: it must not hold all this
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            recorder = here[0]
+            listed = recorder.packs.listed
+            if listed is not None:
+                listed.append(tensor)
+                return recorder.packs.first + len(listed) - 1
+            # By an operation that no torch call showed: nothing could make it again.
+            return recorder.packs.add(tensor) if recorder._inside else (tensor.detach(), tensor._version)
+
+        try:
+            with saved_tensors_hooks(pack, self.tape.unpack), heard_by(self), self:
+                yield
+        finally:
+            here.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.following is not None and not self._inside:
+            self._inside = True
+            try:
+                result = self.following.call(func, args, kwargs)
+            finally:
+                self._inside = False
+            if result is not UNKNOWN:
+                return result
+        kwargs = kwargs or {}
+        if func in QUESTIONS or gives_back(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._inside:
+            if self._hidden is not None:
+                self._hidden.see(func, args, kwargs)
+                if is_custom(func):
+                    with self:  # in place of the call, which would be ours again
+                        return kernel_of(func, args, kwargs)(*args, **kwargs)
+            return func(*args, **kwargs)
+        self.flush()
+        if func is torch.Tensor.__deepcopy__:
+            return self._deep_copied(*args)
+        if func in SWITCHES and ((number := self.numbers.of(args[0])) is None or number < 0):
+            self.stop_following()
+            self.record.switched = True  # nothing that would have to run again: later calls are told which need one
+            return func(*args, **kwargs)
+        if func in EXPOSING:
+            self.stop_following()
+            self._exposed.note(args[0])
+        for kind in types:
+            if not issubclass(kind, torch.Tensor):  # the user's own, which hands its tensors on in calls of its own
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        if is_custom(func):
+            with self:
+                return self.opaque(func, args, kwargs)
+        result = self._call(func, args, kwargs)
+        if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
+            self.record.spoilt = self.record.spoilt or (
+                f"tensors of class {odd} take torch's calls into their own hands (__torch_function__, "
+                "__torch_dispatch__), which replays would go past"
+            )
+        return result
+
+    def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._call(_deep_copy, (tensor,), {})
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        """See `Listener`: a call of an autograd.Function, or of a custom operation."""
+        kwargs = kwargs or {}
+        if self._inside:
+            return function(*args, **kwargs)
+        with self.unheard():
+            self.flush()
+        self._hidden, k = Hidden(), len(self.record)
+        try:
+            with self.unheard():
+                out = self._call(function, args, kwargs)
+            self._inside = True
+            if len(self.record) > k:
+                if self._hidden.end(tensors_of((args, kwargs, out), [])):
+                    self.record.spoilt = f"running statistics were written into by {function.__name__}"
+                self.record.hidden[k] = self._hidden
+            return out
+        finally:
+            self._hidden, self._inside = None, False
+
+    def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `Listener`."""
+        if self._inside:
+            return function(*args)
+        with self.unheard():
+            return self._call(function, args, {}, always=True)
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, this mode is not entered. Where it is, as outside of torch's own calls of it, everything that the
+        recorder asks a tensor for comes to it as a call of its own."""
+        before, self._entered = self._entered, modes_entered()
+        try:
+            if self in self._entered:
+                exchange([mode for mode in self._entered if mode is not self])
+            yield
+        finally:
+            exchange(self._entered)
+            self._entered = before  # in the end nothing, since this is one of them and would hold itself
+
+    def _heard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that this mode is to see the inside of."""
+        modes = modes_entered()
+        try:
+            exchange(self._entered)
+            return function(*args, **kwargs)
+        finally:
+            exchange(modes)
+
+    def casts_cleared(self) -> None:
+        """See `Listener`."""
+        self._epoch += 1
+
+    def compiled(self) -> None:
+        """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""
+        if not self._inside or self._hidden is not None:
+            raise GradientError(
+                "Program: torch.compile, or a function or module compiled by it, is called inside, and what it "
+                "computes would not be noted; compile modules before the program runs, which are one operation each "
+                "then, name the module that calls it in opaque=[...], or call it uncompiled"
+            )
+
+    def scripted(self, name: str) -> None:
+        """See `Listener`. Raises GradientError: its interpreter changes graphs from call to call, and their bits."""
+        raise GradientError(
+            f"Program: {name}, made by torch.jit.script or torch.jit.trace, is called inside, and torch.jit runs "
+            "another graph of it the next time; call the function or module that it was made from"
+        )
+
+    def forget(self) -> None:
+        """At the end: hold nothing of the program, of which a last call may have failed."""
+        self.numbers.forget()
+        self.packs.begin(len(self.record))
+
+    # -- one call -------------------------------------------------------------------------------------------------
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any], *, always: bool = False) -> Any:
+        self._inside = True
+        try:
+            self.flush()
+            return self._noted(func, args, kwargs, always)
+        finally:
+            self._inside = False
+
+
+def _deep_copy(tensor: torch.Tensor) -> Any:
+    return tensor.__deepcopy__({})  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""What is known and kept of a program that has run: its record, restart checkpoints, tape."""

@@ -1,0 +1,134 @@
+"""What surrounds an operation of a program: noted while it runs, and the same again in replays."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tapestream.errors import GradientError, InputError
+from tapestream.executor.program.record.record import Ambient
+from tapestream.runner.kernels import KERNELS, ON_CPU, are_chosen, choose, fixed
+from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
+
+_C: Any = torch._C
+
+
+class Ambients:
+    """Numbers of ambients in ``found``, for devices of ``kinds``."""
+
+    def __init__(self, found: list[Ambient], kinds: Sequence[str]) -> None:
+        self._found, self._kinds = found, kinds
+        self._questions: list[Callable[[], Any]] = [
+            torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_cache_enabled,
+            torch.get_default_dtype,
+            *(functools.partial(torch.is_autocast_enabled, kind) for kind in kinds),
+            *(functools.partial(torch.get_autocast_dtype, kind) for kind in kinds),
+            *(get for get, _ in (ON_CPU if tuple(kinds) == ("cpu",) else KERNELS)),
+        ]  # fmt: skip
+        self._numbers: dict[Ambient, int] = {}
+        self._last: Any = None
+        self._number = 0
+
+    def now(self, epoch: int) -> int:
+        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode,
+        and where tangents are computed."""
+        if forward_ad._current_level >= 0:
+            raise InputError(
+                "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is at "
+                "work, whose tangents a replay would not have; take that part out of the program"
+            )
+        modes = others() if _C._len_torch_function_stack() else ()
+        answers = [*map(operator.call, self._questions)]
+        seen = answers, epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
+        if seen != self._last:  # comparing is cheaper than a hash
+            self._last, self._number = seen, self._number_of(*seen)
+        return self._number
+
+    def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> int:
+        (grad, inference, cache, dtype), kinds = answers[:4], len(self._kinds)
+        on, dtypes, kernels = answers[4 : 4 + kinds], answers[4 + kinds : 4 + 2 * kinds], answers[4 + 2 * kinds :]
+        if inference:
+            raise InputError("Program: inference mode is entered inside the program; use torch.no_grad() instead")
+        casts = tuple((kind, to if cast else None) for kind, cast, to in zip(self._kinds, on, dtypes, strict=True))
+        chosen = tuple(map(fixed, kernels))
+        ambient = Ambient(grad, casts, cache, dtype, epoch, chosen, modes, dispatching)
+        number = self._numbers.setdefault(ambient, len(self._found))
+        if number == len(self._found):
+            self._found.append(ambient)
+        return number
+
+
+@contextlib.contextmanager
+def surroundings(ambients: Iterable[Ambient]) -> Iterator[Callable[[Ambient], None]]:
+    """Gives what sets the surroundings of an operation, one of ``ambients``; afterwards all is as before."""
+    ambients = [*ambients]
+    if len(ambients) == 1 and _is_here(ambients[0]):
+        with torch.set_grad_enabled(ambients[0].grad):
+            yield _nothing
+        return
+    kinds = sorted({kind for ambient in ambients for kind, _ in ambient.casts})
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    cache, dtype, grad = torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.is_grad_enabled()
+    kernels, modes = [get() for get, _ in KERNELS], modes_entered()
+    epoch, again = [-1], Dispatching()
+
+    def enter(ambient: Ambient) -> None:
+        if ambient.epoch != epoch[0]:
+            torch.clear_autocast_cache()
+            epoch[0] = ambient.epoch
+        torch.set_grad_enabled(ambient.grad)
+        for kind, precision in ambient.casts:
+            torch.set_autocast_enabled(kind, precision is not None)
+            if precision is not None:
+                torch.set_autocast_dtype(kind, precision)
+        torch.set_autocast_cache_enabled(ambient.cache)
+        torch.set_default_dtype(ambient.dtype)
+        choose(ambient.kernels)
+        exchange(ambient.modes)
+        again.enter(ambient.dispatching)
+
+    try:
+        yield enter
+    finally:
+        again.leave()
+        exchange(modes)
+        torch.clear_autocast_cache()
+        torch.set_grad_enabled(grad)
+        for kind, on, precision in casts:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, precision)
+        torch.set_autocast_cache_enabled(cache)
+        torch.set_default_dtype(dtype)
+        choose(kernels)
+
+
+def _is_here(ambient: Ambient) -> bool:
+    """Whether all but the grad mode is as it is now, and nothing is cast, so that no cast is remembered either."""
+    if any(precision is not None or torch.is_autocast_enabled(kind) for kind, precision in ambient.casts):
+        return False
+    if (torch.is_autocast_cache_enabled(), torch.get_default_dtype()) != (ambient.cache, ambient.dtype):
+        return False
+    if not are_chosen(ambient.kernels) or tuple(modes_entered()) != ambient.modes:
+        return False
+    return dispatching() == ambient.dispatching
+
+
+def _nothing(ambient: Ambient) -> None:
+    """All is as it should be."""
+
+
+def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:
+    """``tensor`` was made inside by the node ``maker``, or (None) shows memory of one that was; no call showed how."""
+    if maker is None:
+        return GradientError(
+            f"Program: a tensor of shape {tuple(tensor.shape)} shows memory of a tensor made inside the program, and "
+            "no torch call showed how; clone() it"
+        )
+    return GradientError(
+        f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {maker}, which no torch call "
+        "showed (a C++ extension, say); wrap that call in a torch.autograd.Function"
+    )

@@ -1,0 +1,1 @@
+"""Stretches of a recorded program run again."""

@@ -1,0 +1,335 @@
+"""`ProgramSteps`: runs stretches of a recorded program again, from the values alive at their beginning.
+
+A stretch is recorded by running it as a graph of its own of which nothing but what it saves is kept: backward goes
+through the graph of the program's own run, and asks for that (see `Tape`).
+"""
+
+import contextlib
+import functools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tapestream.errors import GradientError, ScheduleError, TapestreamError
+from tapestream.executor.program.calls.patterns import Pattern, tensors_of
+from tapestream.executor.program.calls.writes import SWITCHES
+from tapestream.executor.program.record.ambients import surroundings
+from tapestream.executor.program.record.keeper import Entry, Kept
+from tapestream.executor.program.record.lessons import Lessons
+from tapestream.executor.program.record.record import Record, look
+from tapestream.executor.program.record.tape import Saved, inside
+from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
+from tapestream.runner.ambient import TorchGenerators
+from tapestream.runner.guards import Guard
+
+NAME = "the program"
+_TOGETHER = 256
+"""Operations that are run again at once, most: their graph holds no tensors, but its nodes take host memory."""
+
+
+class ProgramSteps:
+    """``cuts``: the operations before which stretches begin, and the end. ``saved``: see `Tape`.
+
+    ``stages`` and ``operations`` count those run again; ``draws``: they may draw random numbers. ``lessons`` of earlier
+    calls that have made the same operations.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        cuts: Sequence[int],
+        device: torch.device,
+        saved: dict[int, Saved],
+        lessons: Lessons | None = None,
+    ) -> None:
+        self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
+        self.stages = self.operations = 0
+        self._lessons = lessons
+        self._opaque = sorted(record.hidden)
+        self._most = -1  # after so many saved tensors an operation need not go on
+        self.users_code = record.runs_users_code()
+        self.draws = record.draws_nbytes > 0 or self.users_code
+        casts = any(to is not None for ambient in record.ambients for _, to in ambient.casts)
+        switches = any(one.function in SWITCHES for one in record.patterns.all)
+        self._tells_leaves = self.users_code or casts or switches
+        self._live: Kept | None = None
+        self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
+        self._root = torch.empty(0, requires_grad=True)
+        self._first: TorchGenerators | None = None
+
+    @functools.cached_property
+    def _needed(self) -> Needed:
+        return Needed(self.program)  # of no use where nothing runs again
+
+    @functools.cached_property
+    def _showing(self) -> dict[int, list[int]]:
+        return self.program.showing_written()
+
+    def forward(self, start: int, stop: int) -> None:
+        """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
+        while start < stop:
+            end = start + 1
+            while end < stop and self._go_together(start, end + 1):
+                end += 1
+            self._run(start, end, None)
+            start = end
+
+    def record(self, stage: int, *, go_on: bool = True) -> None:
+        """Run a stretch; what it saves is kept. Without ``go_on`` the state after it is not made, and only that is
+        computed which is needed for what it saves (see `Needed`)."""
+        self._run(stage, stage + 1, [], go_on=go_on)
+
+    def _go_together(self, start: int, stop: int) -> bool:
+        """What enters and leaves a stretch takes longer than a few small operations. Opaque ones may hold tensors in
+        their nodes, which go at the end of a stretch."""
+        first, end = self.cuts[start], self.cuts[stop]
+        return end - first <= _TOGETHER and bisect_left(self._opaque, first) == bisect_left(self._opaque, end)
+
+    def forget(self, stage: int) -> None:
+        """Drop what is left of what a stretch has saved."""
+        for operation in range(self.cuts[stage], self.cuts[stage + 1]):
+            self.saved.pop(operation, None)
+
+    def keep(self, stage: int) -> Kept:
+        """The live state as a restart checkpoint."""
+        live = self._live_at(stage)
+        self._own = frozenset()
+        return Kept(live.operation, live.entries, self._generators())
+
+    def _generators(self) -> TorchGenerators:
+        if self._first is None or self.program.draws_nbytes:
+            self._first = TorchGenerators.capture()
+        return self._first
+
+    def restore(self, kept: Kept) -> None:
+        """Make a restart checkpoint live."""
+        self._live = None
+        kept.check()
+        if self.draws:
+            assert kept.generators is not None
+            kept.generators.restore()
+        self._live, self._own = Kept(kept.operation, kept.entries, saves=kept.saves), frozenset()
+
+    def state(self) -> list[torch.Tensor]:
+        """What is live now."""
+        return [] if self._live is None else [entry.tensor for entry in self._live.entries.values()]
+
+    def leave(self, stage: int) -> None:
+        """The state before a stretch is not needed any more."""
+        if self._live is not None and self._live.operation == self.cuts[stage]:
+            self._live = None
+
+    def _live_at(self, stage: int) -> Kept:
+        if self._live is None or self._live.operation != self.cuts[stage]:
+            raise ScheduleError(f"the state before stage {stage} is not live")
+        return self._live
+
+    def _todo(self, first: int, end: int, live: Kept) -> bytearray:
+        """What to do with operations after which the program does not go on."""
+        there, saves = live.entries.keys(), live.saves.keys()
+        if self._lessons is None:
+            return self._needed.of(first, end, there, saves)
+        return self._lessons.needed((first, end), there, saves, lambda: self._needed.of(first, end, there, saves))
+
+    # -- stretches that are run at once ---------------------------------------------------------------------------
+
+    def _run(self, start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> None:
+        """Without saved tensors where ``into`` is None, without the state afterwards where not ``go_on``."""
+        record, first, end = self.program, self.cuts[start], self.cuts[stop]
+        live = self._live_at(start)
+        todo, self._most = None if go_on else self._todo(first, end, live), -1
+
+        def pack(tensor: torch.Tensor) -> None:
+            if into is not None:
+                into.append((tensor.detach(), tensor._version))
+                if len(into) == self._most:
+                    raise _Enough
+
+        values, left = self._entered(live, first, end)
+        own = {} if go_on else live.saves
+        del live  # what is used up on the way goes on the way
+        self._live = None
+        with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
+            self._replay(values, first, end, enter, into, todo, own)
+        self.stages += stop - start
+        if go_on:
+            self._own = self._own & left.keys() | values.keys()
+            for number, tensor in values.items():
+                storage = record.storage_of(number)
+                private = not record.storage_external[storage] or storage in record.writes
+                left[number] = Entry.of(tensor, storage, private=private)
+            self._live = Kept(end, left)
+
+    def _entered(self, state: Kept, first: int, end: int) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
+        """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may
+        write into; and the rest as it is."""
+        record, entries = self.program, state.entries
+        used = record.used_between(first, end) & entries.keys()
+        for number in tuple(used):
+            storage = entries[number].storage
+            if record.written_since(storage, first):  # what shows it is copied together
+                used.update(n for n in self._sharing(storage, entries) if n in entries)
+        shared = Kept(state.operation, {n: entries[n] for n in used if n not in self._own}).unshared(record)
+        with torch.enable_grad():
+            values = {n: self._entering(shared.entries.get(n) or entries[n], first) for n in used}
+        return values, {number: entry for number, entry in entries.items() if number not in used}
+
+    def _entering(self, entry: Entry, first: int) -> torch.Tensor:
+        """What stands for a value from operation ``first`` on. A leaf is made sooner than a `Guard`, and does as well
+        where nothing writes into it, says what it needs, or asks what it is: users' code, or autocast, which remembers
+        casts of leaves."""
+        tensor = entry.tensor.detach()
+        if not entry.requires:
+            return tensor
+        if self._tells_leaves or self.program.written_since(entry.storage, first):
+            return Guard.apply(self._root, tensor, NAME)  # type: ignore[no-any-return, no-untyped-call]
+        return tensor.requires_grad_()
+
+    def _sharing(self, storage: int, entries: dict[int, Entry]) -> Iterable[int]:
+        showing = self._showing[storage]
+        if len(showing) <= len(entries):
+            return showing
+        return [number for number, entry in entries.items() if entry.storage == storage]
+
+    def _replay(
+        self,
+        values: dict[int, torch.Tensor],
+        first: int,
+        end: int,
+        enter: Any,
+        into: Saved | None,
+        todo: bytearray | None,
+        own: dict[int, Saved],
+    ) -> None:
+        record = self.program
+        last_use, externals, idle = record.last_use, record.externals, record.unread.idle
+        before = -1
+        for k in range(first, end):
+            what = (SKIP if k in idle else RUN) if todo is None else todo[k - first]
+            numbers = record.arguments_of(k)
+            if what != SKIP:
+                if record.ambient[k] != before:
+                    enter(record.ambients[record.ambient[k]])
+                    before = record.ambient[k]
+                made = self._made(k, values, numbers, what, into)
+                results = record.results_of(k) if what == RUN else ()
+                if len(made) != len(results):
+                    raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
+                for number, tensor in zip(results, made, strict=True):
+                    if number >= 0 and number not in values and last_use[number] > k:
+                        values[number] = tensor
+                    del tensor
+                del made
+                self.operations += 1
+            if into is not None:
+                if what != RUN:
+                    into += own.get(k, ())
+                if into:
+                    self._took(k, into)
+            for n in numbers:
+                if (last_use[n] if n >= 0 else externals[~n].last_use) == k:
+                    values.pop(n, None)
+
+    def _made(
+        self, k: int, values: dict[int, torch.Tensor], numbers: Iterable[int], what: int, into: Saved | None
+    ) -> list[torch.Tensor]:
+        """The results of operation ``k``; none where only what it saves is asked for."""
+        record = self.program
+        pattern, hidden = record.pattern(k), record.hidden.get(k)
+        tensors = [values[n] if n in values else self._outside(n) for n in numbers]
+        if record.switched:  # a copy in a restart checkpoint has the need of when it was kept
+            needs = record.needs.get(k, {})
+            tensors = [
+                t if n >= 0 else _needing(t, needs.get(n, record.externals[~n].requires))
+                for t, n in zip(tensors, numbers, strict=True)
+            ]
+        if hidden is not None:
+            hidden.check(name_of(record, k), pattern.foreign)
+        if what == SAVE:
+            assert into is not None
+            self._save(k, pattern, tensors, into)
+            return []
+        made = _called(record, k, iter(tensors))
+        if hidden is not None:
+            hidden.check(name_of(record, k), pattern.foreign)
+        return made
+
+    def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved) -> None:
+        """Into ``into``, which is empty, what operation ``k`` saves of what it is given."""
+        known = None if self._lessons is None else self._lessons.saved(k, pattern, tensors)
+        if known is not None:
+            into += known
+            return
+        self._most = self.program.given[k]
+        with contextlib.suppress(_Enough):
+            _called(self.program, k, iter(tensors))
+        self._most = -1
+        if self._lessons is not None:
+            self._lessons.has_saved(k, pattern, tensors, into)
+
+    def _outside(self, number: int) -> torch.Tensor:
+        if number >= 0:
+            raise ScheduleError(f"value {number} is not there")
+        one = self.program.externals[~number]
+        if one.storage in self.program.unread.storages:  # to be written into again, whatever it holds
+            return one.held.clone()
+        if one.storage in self.program.writes:  # never the tensor itself: a replay may write into it
+            raise ScheduleError(
+                f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
+            )
+        return one.again()
+
+    def _took(self, k: int, into: Saved) -> None:
+        """Operation ``k`` has saved ``into``, which is emptied."""
+        packs = self.program.packs[k]
+        if packs and len(into) != packs:
+            raise changed(self.program, k, f"{len(into)} tensors to be saved instead of {packs}")
+        if packs and functools.reduce(look, (tensor for tensor, _ in into), 0) != self.program.looks[k]:
+            raise changed(self.program, k, "tensors of other shapes or dtypes to be saved")
+        if packs:  # 0: somebody else's hooks took them in the first sweep
+            self.saved[k] = into[:]
+        into.clear()
+
+
+def _needing(tensor: torch.Tensor, need: bool) -> torch.Tensor:
+    return tensor if tensor.requires_grad == need else tensor.detach().requires_grad_(need)
+
+
+def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        return tensors_of(record.pattern(k).call(given), [])
+    except (TapestreamError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if "allocate memory" in str(error):
+            raise
+        said = (str(error).splitlines() or [""])[0]
+        raise GradientError(
+            f"Program: {name_of(record, k)} failed when it was run again ({said}); what it does must depend on nothing "
+            "but its arguments: take it out of the program, or allow a budget that keeps all"
+        ) from error
+
+
+class _Enough(BaseException):
+    """All that is asked for has been saved."""
+
+
+def changed(record: Record, k: int, how: str) -> GradientError:
+    """A replay gave something else than the first run."""
+    return GradientError(
+        f"Program: {name_of(record, k)} gave {how} when it was run again; what it gives must depend on nothing but "
+        "its arguments and torch's global random generator"
+    )
+
+
+def name_of(record: Record, k: int) -> str:
+    """What to call operation ``k`` in messages."""
+    function = record.pattern(k).function
+    return f"operation {k} ({getattr(function, '__name__', function)})"
+
+
+def _refuse(nothing: None) -> torch.Tensor:
+    raise inside()

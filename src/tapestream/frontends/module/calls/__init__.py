@@ -1,0 +1,1 @@
+"""Calls of a streamed model, one autograd node per block."""

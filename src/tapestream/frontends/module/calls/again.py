@@ -1,0 +1,67 @@
+"""`Beginning`: a call whose plan is for other blocks begins again, where what has run of it left no trace."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import InputError
+from tapestream.executor.program.calls.seams import listener_now
+from tapestream.frontends.module.calls.call import UnplannedBlock
+from tapestream.runner.ambient import HostGenerators, TorchGenerators
+from tapestream.runner.private import may_change
+from tapestream.runner.stage import modules_below
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What there was when a call began. ``held``: buffers and parameters, each with its version."""
+
+    model: nn.Module
+    device: torch.device
+    generators: tuple[TorchGenerators, HostGenerators]
+    held: tuple[tuple[torch.Tensor | None, int], ...]
+
+    @classmethod
+    def take(cls, model: nn.Module, device: torch.device) -> "Beginning":
+        """As things are now."""
+        return cls(model, device, (TorchGenerators.capture(device), HostGenerators.capture()), _versions(model))
+
+    def restore(self, unplanned: UnplannedBlock, args: Any, kwargs: Any) -> None:
+        """Generators are again as they were.
+
+        Raises InputError where what has run would count twice: it wrote buffers or parameters (as versions tell,
+        or, for kernels that do not tell them, as the profiled call did), or may have written into an object among the
+        arguments.
+        """
+        same = all(a is b and v == w for (a, v), (b, w) in zip(self.held, _versions(self.model), strict=True))
+        if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            raise cannot_begin_again(unplanned) from None
+        torch_generators, host = self.generators
+        torch_generators.restore()
+        host.restore()
+
+
+def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
+    """The error that says so."""
+    return InputError(
+        f"block {unplanned.position} {unplanned.why}, and the call cannot begin again: keep the order of blocks and "
+        "the model's forward the same from call to call, or name other blocks with blocks=[...]"
+    )
+
+
+def _versions(model: nn.Module) -> tuple[tuple[torch.Tensor | None, int], ...]:
+    modules = modules_below(model)
+    held = [t for m in modules for t in (*m._buffers.values(), *m._parameters.values())]
+    return tuple([(t, 0 if t is None else t._version) for t in held])
+
+
+def check_no_program(model: nn.Module) -> None:
+    """Raise InputError inside a `Program`, for which such a call would be one that it can neither see nor repeat."""
+    if listener_now() is not None:
+        raise InputError(
+            f"a streamed {type(model).__name__} is called inside a ts.Program, which cannot run it again; call it "
+            "outside and hand its result in, or use the Program inside the streamed blocks"
+        )

@@ -1,0 +1,323 @@
+"""`StreamCall`: one live call of a streamed model; one autograd node per block call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from tapestream.errors import GradientError
+from tapestream.executor.blocks import BlockStore, Replaced
+from tapestream.executor.gradients import Sums
+from tapestream.executor.interpreter import Interpreter
+from tapestream.executor.lending import lending_hooks
+from tapestream.executor.stepped import SteppedGradient
+from tapestream.executor.travel.parcel import Parcels
+from tapestream.frontends.below import Below
+from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
+from tapestream.frontends.module.calls.live import Live, SegmentView
+from tapestream.frontends.module.homes.wide import adds_once
+from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.observing.returned import Watched
+from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.ir.actions import Tier
+from tapestream.runner.ambient import mark_of_autocast
+from tapestream.runner.checkpointing import checkpointing_off
+from tapestream.runner.guards import Watch
+from tapestream.runner.runner import Runner
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, take_apart, tensors_in
+
+
+class UnplannedBlock(Exception):
+    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: what has run of the call
+    wrote buffers."""
+
+    def __init__(self, position: int, written: bool, why: str) -> None:
+        super().__init__(position)
+        self.position, self.written, self.why = position, written, why
+
+
+class StreamCall:
+    """The interpreters of one call, one per segment, and where the call stands.
+
+    ``asked``: the plans of such a call alone, which ``prepared`` goes back to. ``anchor``: part of the graph of every
+    block that has trainable parameters. ``plain``: the plan leaves every parameter on the device and runs every block
+    once, so that the blocks are nodes of the user's own graph and only their order and the bytes that they hold are our
+    concern. ``casts``: what calls have in common that share the casts of their weights, None where none are cast.
+    """
+
+    closed: bool | None = None
+
+    def __init__(
+        self,
+        store: BlockStore,
+        asked: Prepared,
+        prepared: Prepared,
+        device: torch.device,
+        live: Live,
+        below: Below,
+    ) -> None:
+        self._below, self._parcels = below, list[Parcels]()
+        below.settle()
+        self.store, self.asked, self.prepared, self.device, self.live = store, asked, prepared, device, live
+        self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
+        self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
+        self._traits: list[list[Traits]] = [[] for _ in prepared.segments]
+        self.done = 0  # block calls so far
+        stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
+        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward"
+        casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
+        self.casts = mark_of_autocast(device) if casting else None
+        self.anchor = torch.empty(0) if self.plain else self._anchored()
+        self.closed = False
+        self._views: dict[int, SegmentView] = {}
+        self._ended: set[int] = set()  # shared blocks whose owner's backward has run
+        self._differentiating = False
+        self._returned = Watched()
+        self.link = Link()
+        self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
+        live.calls.add(self)
+
+    def _anchored(self) -> torch.Tensor:
+        root = torch.empty(0, requires_grad=True).view(0)
+        blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
+        parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not hooked(p)]
+        anchor: torch.Tensor = Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
+        assert root.grad_fn is not None
+        assert anchor.grad_fn is not None
+        self._ends = root.grad_fn, anchor.grad_fn
+        self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
+        for name, node in self._watched.items():
+            node.register_prehook(refusing(name, root.grad_fn))
+        return anchor
+
+    def watched(self, result: Any) -> Any:
+        """``result`` of the model. Whether the user still holds it is looked at when backward begins."""
+        self._returned = self.asked.returned.watch(result)
+        return result
+
+    def end_forward(self) -> None:
+        """The model has returned. What it returned must not be held from here: dropping it ends the call."""
+        self.link = Link()
+        self._replaced = self.store.replaced()
+
+    def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
+        """A block call at the place that `place_of` gave. Raises UnplannedBlock where the plan has it linked otherwise
+        (guessed, where the profiled call left it out)."""
+        planned = self.prepared.segments[segment]
+        begun = self.interpreters[segment] is not None
+        if run.linked != begun:
+            raise self._unplanned(
+                position,
+                f"got {'the' if run.linked else 'another tensor than the'} output of the block before it, other than "
+                "when the model was profiled (was that output changed in place?)",
+            )
+        if k not in self.prepared.once[segment]:
+            run.keep_arguments(clone=planned.clones[k])
+        if not begun:
+            self._begin(segment, take_apart(run.tensors)[0])
+        self.stages[segment][k], self._traits[segment][k] = stage, planned.traits[k]
+
+    def place_of(self, position: int) -> tuple[int, int]:
+        """(segment, stage) of the block that is called next. Blocks in between are left out of this call: their stages
+        hand the state on.
+
+        Raises UnplannedBlock when the plan has it nowhere after the last one.
+        """
+        for number in range(self.done, len(self.prepared.order)):
+            segment, k = self.prepared.order[number]
+            if self.prepared.segments[segment].positions[k] == position:
+                self.done = number + 1
+                return segment, k
+        raise self._unplanned(position, "was called where the profiled call of this model had none")
+
+    def _unplanned(self, position: int, why: str) -> UnplannedBlock:
+        run = self.prepared.order[: self.done]
+        blocks_wrote = any(self.prepared.segments[segment].traits[k].buffers for segment, k in run)
+        return UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside, why)
+
+    def has_place(self, position: int) -> bool:
+        """Whether the plan has a call of this block still to come."""
+        rest = self.prepared.order[self.done :]
+        return any(self.prepared.segments[segment].positions[k] == position for segment, k in rest)
+
+    def run_plain(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One block call of a ``plain`` call, as in plain PyTorch. The last one's graph keeps this call alive."""
+        self.place_of(position)
+        out = original(*args, **kwargs)
+        for tensor in tensors_in(out):  # of every block: which is the last one is known afterwards only
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._end_plain)
+        return out
+
+    def _end_plain(self, cotangents: Any) -> None:
+        """A backward has begun; when it ends, the tape is gone unless it was to be retained."""
+        self._returned.look()
+        self.live.begins(self)
+        if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._differentiating = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _begin(self, segment: int, state: State) -> None:
+        planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
+        stages = self.stages[segment] = list(planned.stages)
+        uses = [self.store.uses[position] for position in planned.positions]
+        borrowed = {b for b, shared in self.prepared.shared.items() if shared.owner != segment}
+        unread = {k for k, cost in enumerate(planned.costs) if not cost.reads_parameters}
+        view = SegmentView(self.store, uses, borrowed, unread)
+        self._views[segment] = view
+        store = self.store  # not self: a call that holds itself would outlive its result
+        once, watch = self.prepared.once[segment], Watch()
+        runner = Runner(stages, planned.traits, self.device, once=once, resident=False, watch=watch)
+        left_out = Traits(draws_host=False, casts_twice=False)
+        runner.traits = self._traits[segment] = [left_out] * len(stages)
+        stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
+        parcels, moving = None, self.prepared.moving[segment]
+        if moving is not None:
+            parcels = self._below.parcels(())
+            self._parcels.append(parcels)
+        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels, moving=moving or ())
+        travel = interpreter.travel
+        runner.hooks = lambda k: lending_hooks(store, uses[k], stages[k].name, watch, travel.hooks(stages[k], k))
+        interpreter.begin(state)
+        self.interpreters[segment] = interpreter
+
+    def forward(self, segment: int, k: int) -> State:
+        """Run one block."""
+        interpreter = self.interpreters[segment]
+        assert interpreter is not None
+        return interpreter.run_stage(k)
+
+    def backward(self, segment: int, k: int, cotangents: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Differentiate one block."""
+        interpreter = self.interpreters[segment]
+        if interpreter is None or self.closed:
+            raise GradientError(
+                "this call was differentiated a second time, but its tape is gone after one backward "
+                "(retain_graph=True is not supported); run the "
+                "forward again"
+            )
+        if not self._differentiating:
+            self._begin_backward()
+        self._seed(segment, k, interpreter.sums)
+        try:
+            with checkpointing_off():
+                return interpreter.run_backward(k, cotangents)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _seed(self, segment: int, k: int, sums: Sums) -> None:
+        """Let the backward of a block go on from what others of this backward have added up."""
+        position = self.prepared.segments[segment].positions[k]
+        block = self.store.uses[position]
+        if block is None:
+            return
+        shared = self.prepared.shared.get(block)
+        if shared is not None and block in self._ended and segment != shared.owner:
+            raise GradientError(
+                f"backward reached {self.prepared.segments[segment].stages[k].name} after the first use of its shared "
+                "parameters, other than in the reverse order of the forward; use the model without stream(...)"
+            )
+        if self.store.gradients.together:
+            self.store.gradients.seed(block, sums)
+        elif shared is not None:
+            view = self._views[segment]
+            once = adds_once(self.store.modules[position])
+            self.store.gradients.seed(block, view.seeds if once else sums)
+            if (segment, k) == shared.places[0]:
+                self._ended.add(block)
+
+    def _begin_backward(self) -> None:
+        self._differentiating = True
+        self._returned.look()
+        self.live.begins(self)
+        if self.prepared.update == "backward":
+            self._check_no_gradients()
+        self.store.adopt_replaced(but=self._replaced)
+        root, anchor = self._ends
+        wanted = torch._C._will_engine_execute_node(root)
+        if not wanted and torch._C._will_engine_execute_node(anchor):
+            raise GradientError(
+                "gradients of chosen parameters of streamed blocks were asked for, by autograd.grad() or "
+                "backward(inputs=...); they arrive in their home, not there: call backward() and read .grad, or "
+                "freeze the others with requires_grad_(False)"
+            )
+        for view in self._views.values():
+            view.wanted = wanted
+        before, self.live.differentiated = self.live.differentiated, self
+        if before is not None:
+            before.finish(publish=False)
+        elif len(self.live.calls) > 1:
+            self.store.gradients.together = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _check_no_gradients(self) -> None:
+        """A block's update within backward sees what this backward makes, and nothing that was there before."""
+        for block in (one for one in self.store.blocks if one.index not in self.prepared.pinned):
+            for p in block.parameters:
+                if p.grad is not None and not isinstance(p.grad, SteppedGradient):
+                    raise GradientError(
+                        f"a parameter of shape {tuple(p.shape)} in block {block.index} has a gradient from before this "
+                        "backward, which its update within backward would leave out; call zero_grad() first, or use "
+                        "update='step'"
+                    )
+
+    def finish(self, *, publish: bool = True) -> None:
+        """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become
+        visible (if ``publish``)."""
+        if self.closed:
+            return
+        try:
+            for interpreter in self.interpreters:
+                if interpreter is not None:
+                    interpreter.finish_backward()
+                    self._collect(interpreter)
+        finally:
+            self._close(publish=publish)
+
+    def _collect(self, interpreter: Interpreter) -> None:
+        """Gradients of blocks whose first stage the backward did not reach."""
+        for block in self.store.blocks if all(view.wanted for view in self._views.values()) else ():
+            self.store.take_gradients(block.index, interpreter.sums)
+
+    def _end(self) -> None:
+        if not self.closed:
+            self._close()
+
+    def abort(self) -> None:
+        """After an exception: nothing of this call is left."""
+        if not self.closed:
+            self.store.gradients.clear()
+            self._close()
+
+    def _close(self, *, publish: bool = True) -> None:
+        self.closed = True
+        self.interpreters = [None] * len(self.interpreters)
+        self.link = Link()
+        if self.live.differentiated is self and publish:
+            self.live.differentiated = None
+        self.live.calls.discard(self)
+        try:
+            while self._parcels:
+                self._parcels.pop().close()
+        finally:
+            self.store.settle(publish=publish)
+
+    def __del__(self) -> None:
+        if self.closed is None:  # never made: Ctrl-C came
+            return
+        self.live.calls.discard(self)
+        while self._parcels:
+            self._below.leave(self._parcels.pop())
+        # What was returned has been dropped. While others use the store it is settled by them.
+        if not self.closed and not self.live.calls and not self.live.busy:
+            self._close()
+
+
+def _handed_on(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A block that is left out of a call."""
+    return state

@@ -1,0 +1,140 @@
+"""Calls of a streamed model that are under way, and the store as one of their chains sees it."""
+
+import contextlib
+import weakref
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tapestream.errors import GradientError
+from tapestream.executor.blocks import BlockStore
+from tapestream.executor.gradients import Sums
+from tapestream.frontends.module.plans.prepare import Prepared
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.calls.call import StreamCall
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """Calls of one model that still await their backward, and the one whose backward is under way.
+
+    ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
+    that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
+    """
+
+    calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
+    differentiated: "StreamCall | None" = None
+    busy: bool = False
+    task: int = -1
+    several: bool = False
+    begun: dict[int, tuple[bool, object | None]] = field(default_factory=dict)
+    before: bool = False
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception
+        has left ends first."""
+        if self.differentiated is not None and not self.busy:
+            self.differentiated.abort()
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+    def check_none(self, what: str, prepared: Prepared | None) -> None:
+        """Raise GradientError where another forward would see weights that an awaited backward changes."""
+        if prepared is not None and prepared.update == "backward" and self.calls:
+            raise GradientError(
+                f"{what} before the backward of the first: with update='backward' the first backward changes the "
+                f"weights that the "
+                "second forward has used; call backward() first, or use update='step'"
+            )
+
+    def begins(self, call: "StreamCall") -> None:
+        """A backward reaches ``call``. Raise GradientError where gradients of several calls would be added in another
+        way than in plain PyTorch: in another order, where autograd adds up those of some calls and the store those of
+        others, and more than two parts come together; or in another dtype, where the calls share an ``autocast``."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task, self.several, self.begun = task, len(self.calls) > 1, {}
+            parameters = (p for block in call.store.blocks for p in block.parameters)
+            self.before = self.several and any(p.grad is not None for p in parameters)
+        if not self.several:
+            return
+        if call.casts is not None and any(call.casts is casts for _, casts in self.begun.values()):
+            raise GradientError(
+                "this backward differentiates two calls of one model that were made within one autocast: plain PyTorch "
+                "casts the weights once for both and adds their gradients in 16 bits, a streamed model in 32; give "
+                "each call an autocast of its own (or cache_enabled=False), call backward() for each, or give "
+                "both batches to one call"
+            )
+        self.begun[id(call)] = call.plain, call.casts
+        if len({plain for plain, _ in self.begun.values()}) > 1 and len(self.begun) + self.before > 2:
+            raise GradientError(
+                f"this backward differentiates {len(self.begun)} calls of one model or more"
+                f"{', beside gradients of an earlier one' if self.before else ''}; some of them fit the budget as they "
+                "are and others only as plans that recompute, so that the parts of gradients would be added in another "
+                "order than in plain PyTorch: give all batches to one call, call backward() for each loss, or allow "
+                "more, so that all of them are stored"
+            )
+
+
+class SegmentView:
+    """The store as one segment's interpreter sees it: stages numbered within the segment.
+
+    ``borrowed``: blocks that another segment's plan owns; they come for each run and go after it, and what is added up
+    for them is left to that other. ``unread``: stages whose backward needs no parameters. ``seeds``: sums for the
+    stage at hand that its backward does not start from but is added to.
+    """
+
+    def __init__(
+        self, store: BlockStore, uses: list[int | None], borrowed: Container[int] = (), unread: Container[int] = ()
+    ) -> None:
+        self._store, self._uses, self._borrowed, self._unread = store, uses, borrowed, unread
+        self.wanted = True  # whether the backward at hand asks for gradients of parameters
+        self.seeds: Sums = {}
+        self._running: int | None = None
+        self._brought = False
+        self._last_use = {b: k for k, b in reversed(list(enumerate(uses))) if b is not None}
+        self.start, self.wait, self.free = store.start, store.wait, store.free
+        self.update, self.has_gradient = store.update, store.has_gradient
+
+    def compute_begins(self, stage: int, *, backward: bool = False) -> None:
+        block = self._running = None if backward and stage in self._unread else self._uses[stage]
+        there = block is None or self._store.copies.on_device(block)
+        self._store.compute_begins(block)
+        self._brought = block in self._borrowed and not there
+
+    def compute_ended(self, stage: int) -> None:
+        block = self._running
+        self._store.compute_ended(block)
+        if self._brought and block is not None:
+            self._store.give_back(block)
+            self._brought = False
+
+    def forward_ended(self) -> None:
+        """The turn begins, which nobody calls a stage: released regions must not linger beside it either."""
+        self._store.compute_begins(None)
+
+    def backward_ended(self, stage: int, sums: Sums) -> None:
+        block = self._uses[stage]
+        for key, (parameter, seed) in self.seeds.items():
+            made = sums.get(key)
+            sums[key] = parameter, seed if made is None else _added(made[1], seed)
+        self.seeds = {}
+        if not self.wanted:
+            sums.clear()
+        elif block is not None and self._last_use[block] == stage:
+            if block in self._borrowed:
+                self._store.gradients.take(block, sums)
+            else:
+                self._store.take_gradients(block, sums)
+
+
+def _added(gradient: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """The sum that autograd makes of a seed and the one gradient that follows. A matrix product is nobody else's."""
+    return gradient.add_(seed) if gradient.dim() > 1 else seed + gradient

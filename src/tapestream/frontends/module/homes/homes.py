@@ -1,0 +1,191 @@
+"""`Homes`: the storage of one streamed model, from adopting its blocks to giving everything back."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from tapestream.costs import Budget, Machine
+from tapestream.errors import BudgetError, StorageError
+from tapestream.executor.blocks import BlockStore
+from tapestream.executor.engines import make_engine
+from tapestream.frontends.available import host_limit
+from tapestream.frontends.below import Below
+from tapestream.frontends.module.homes.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
+from tapestream.frontends.module.homes.real import Maker
+from tapestream.frontends.module.homes.weights import Source, Weights
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.homes import HomeTiers
+from tapestream.planning.measure import measure_machine
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.disk import DiskFolder
+from tapestream.storage.heap import free_at_once, keep_freed
+from tapestream.storage.layout import unit_nbytes
+from tapestream.storage.pool import Pool
+from tapestream.storage.regions import Region
+from tapestream.units import format_nbytes
+
+_PARAMETERS = "the parameters of the blocks"
+
+
+class Homes:
+    """The folder, the pool, the copy engine and the store of a model's blocks.
+
+    Making it brings everything outside blocks to ``device``, then block by block home: one block more than the homes
+    is ever held.
+    When that fails the parameters are where they were, and the folder is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        wide: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        budget: Budget,
+        home: HomeTiers,
+        folder: str | os.PathLike[str] | None,
+        engine: str,
+        weights: Source | None,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self._path = folder
+        self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
+        self._speeds: Future[Machine] | None = None
+        with ExitStack() as undo:
+            undo.callback(keep_freed)
+            free_at_once()
+            groups, uses = parameter_groups(model, blocks, wide)
+            saved = None if weights is None else Weights(weights, model, blocks)
+            blocks = [*blocks, *wide]
+            check_own_bytes(model, blocks)
+            maker = Maker(model, blocks, saved)
+            self.engine = make_engine(engine, device)
+            undo.callback(self.engine.close)
+            self._folder = None if folder is None else DiskFolder(folder)
+            if self._folder is not None:
+                undo.callback(self._folder.close)
+            limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
+            self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
+            undo.callback(self.pool.close)
+            # States have memory and lanes of their own: what one engine still reads must not be given to another.
+            self.states = Below(
+                device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
+            )
+            undo.callback(self.states.close)
+            unit = unit_nbytes(moves=set(home.values()) != {Tier.DEVICE})
+            self._check_room(home, groups, blocks, unit)
+            maker.outside(device)
+            self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
+            undo.callback(self._disown)
+            for number, members in enumerate(groups):
+                modules = [blocks[position] for position in members]
+                for module in modules:
+                    maker.block(module, device)
+                self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
+                progress("moving blocks home", number + 1, len(groups))
+            for position, use in enumerate(uses):
+                if use is None:
+                    maker.block(blocks[position], device)
+            for adopted in self.store.blocks:
+                mark(adopted.parameters)
+                undo.callback(unmark, adopted.parameters)
+            if device.type != "cpu" or Tier.DISK not in home.values():
+                keep_freed()  # else RAM stays scarce
+            self._undo = undo.pop_all()
+
+    @property
+    def folder(self) -> DiskFolder | None:
+        """This run's own folder."""
+        return self._folder
+
+    def check_room_for_updates(self, budget: Budget, gradients: bool) -> None:
+        """Raise StorageError where the disk cannot hold the optimizer's state, nor the ``gradients`` that are sent
+        home, even if as much as the ``budget`` allows stays on the device."""
+        kinds = (Kind.OPTIMIZER_STATE, Kind.GRADIENT) if gradients else (Kind.OPTIMIZER_STATE,)
+        total = sum(
+            block.nbytes_of(kind, part)
+            for kind in kinds
+            if self.store.homes[kind] is Tier.DISK
+            for block in self.store.blocks
+            if block.trainable
+            for part in range(block.updates if kind is Kind.OPTIMIZER_STATE else 1)
+        )
+        if self._folder is not None:
+            self._folder.check_room(total - (budget.device_nbytes or 0), "gradients and the optimizer's state")
+
+    def reserve(self, values: Iterable[Value]) -> None:
+        """See that the disk has room for these, so that no step finds it full: bytes that are not there yet are
+        reserved, and wait in the pool. Raises BudgetError or StorageError that says what all of them take."""
+        sizes = {value: self.store.blocks[value.index].nbytes_of(value.kind, value.part) for value in values}
+        missing = [n for value, n in sizes.items() if n and not self.store.copies.has(value, Tier.DISK)]
+        missing.sort(reverse=True)  # small ones fit between large ones
+        regions: list[Region] = []
+        try:
+            regions.extend(self.pool.allocate(Tier.DISK, nbytes) for nbytes in missing)
+        except (BudgetError, StorageError) as error:
+            total, left = sum(sizes.values()), sum(missing[len(regions) :])
+            raise type(error)(
+                f"a step keeps {format_nbytes(total)} ({total} bytes) of the blocks' parameters, gradients and "
+                f"optimizer state on disk, the last {left} of which find no room: {error}"
+            ) from error
+        finally:
+            for region in regions:
+                self.pool.release(region)
+            if len(regions) < len(missing):
+                self.pool.trim(Tier.DISK)
+
+    def begin_measuring(self, *, wanted: bool) -> None:
+        """Where ``wanted``, let `measured` find its answer beside what is done until then: a disk is busy, hardly a
+        processor. Not on a GPU, of which profiling counts the bytes."""
+        beside = self._speeds is None and self.store.device.type == "cpu"
+        if wanted and beside and self.store.home is not Tier.DEVICE:
+            thread = ThreadPoolExecutor(1, "tapestream-speeds")
+            self._speeds = thread.submit(self._measure)
+            thread.shutdown(wait=False)
+
+    def measured(self) -> Machine:
+        """Speeds of the links that blocks pass. The first step waits for it."""
+        speeds, self._speeds = self._speeds, None
+        return self._measure() if speeds is None else speeds.result()
+
+    def _measure(self) -> Machine:
+        if self.store.home is Tier.DEVICE:
+            return Machine()
+        folder = self._path if Tier.DISK in self.store.homes.values() else None
+        return measure_machine(self.store.device, folder, quick=True)
+
+    def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
+        """Bytes moved per lane and seconds waited since the last call of this."""
+        moved, waited = Counter[tuple[Tier, Tier]](), 0.0
+        for now in (self.engine.statistics(), self.states.statistics()):
+            moved.update(now.bytes_moved)
+            waited += now.wait_seconds
+        (before, waited_before), self._counted = self._counted, (moved, waited)
+        return {lane: n - before[lane] for lane, n in moved.items()}, waited - waited_before
+
+    def close(self) -> None:
+        """Give every block memory of its own again and remove the files."""
+        self._undo.close()
+
+    def _check_room(
+        self, home: HomeTiers, groups: Sequence[Sequence[int]], blocks: Sequence[nn.Module], unit: int
+    ) -> None:
+        """Raise BudgetError or StorageError where the blocks' parameters find no room at home, before any moves."""
+        tier = home[Kind.PARAMETERS]
+        inside = [parameters_of([blocks[position] for position in members]) for members in groups]
+        if tier is Tier.DEVICE or not inside:
+            return
+        if self._folder is not None and tier is Tier.DISK:
+            self._folder.check_room(sum(p.nbytes for found in inside for p in found), _PARAMETERS)
+        laid_out = (ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside))
+        self.pool.check_room(tier, (b.nbytes_of(kind) for b in laid_out for kind in b.kinds), _PARAMETERS)
+
+    def _disown(self) -> None:
+        for block in self.store.blocks:
+            self.store.disown(block.index)

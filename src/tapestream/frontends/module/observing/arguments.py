@@ -1,0 +1,218 @@
+"""A block's call taken apart: which tensors are the chain's state, what is bound to this call, what comes out."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import InputError
+from tapestream.frontends.module.observing.hooks import Captured, capturing, hooked
+from tapestream.runner.ambient import recomputing
+from tapestream.runner.private import Before, detached, may_change, take_over, tensors_in
+from tapestream.runner.state import State, take_apart
+from tapestream.runner.trees import is_instance, tree_flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the block before left behind, and what the caller holds of it.
+
+    ``tensors``: the entries of the state (its distinct tensors), as they enter the next block's node; ``slots``: which
+    of them lies at each place of the flat tuple that the block before returned (what it returns and hooks have seen
+    too is there twice). ``sides``: entries that every block of
+    the chain hands on (an encoder's output, say), so that their gradients are added in the order of plain autograd.
+    ``names``: by ``id`` of a tensor that the caller holds: its entry, itself, and its version when it was handed out.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    slots: tuple[int, ...] = ()
+    sides: tuple[int, ...] = ()
+    names: dict[int, tuple[int, torch.Tensor, int]] = field(default_factory=dict)
+
+    def entry(self, tensor: torch.Tensor) -> int | None:
+        """Which entry of the state ``tensor`` is, None when it is none, or was changed in place since."""
+        found = self.names.get(id(tensor))
+        return None if found is None or tensor._version != found[2] else found[0]
+
+
+class BlockRun:
+    """One call of a block as a function from state to state: a flat tuple of tensors each.
+
+    ``linked``: everything that carries a gradient came from the block before. ``tensors``: the state's, with their
+    graph. Objects that the block may change (key-value caches) are its own in every run but the first; ``writes``:
+    it has written into tensors in them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        link: Link,
+    ) -> None:
+        self.name = name
+        self._original, self._hooked = original, hooked(modules)
+        leaves, self._spec, self._apart = _taken_apart(args, kwargs, link)
+        self._opened = any(_holds_container(value) for value in (*args, *kwargs.values()))
+        self.linked, here, self._picks = _recognised(name, leaves, link)
+        self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
+        self._places = tuple(here.slots.index(entry) for entry in range(len(here.tensors)))
+        for at in self._picks:
+            leaves[at] = None  # the call's function lives until its backward and must not keep the state
+        self._leaves = leaves
+        self._changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
+        self._changed: list[Any] = []
+        self._before: Before | None = None
+        self._clone = self.writes = False
+        self._first = True
+        self._template: State | None = None
+        self._captured: Captured | None = None
+        self._inner: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Tensors beside the state that the call's function needs, and holds, until its backward."""
+        return tensors_in(self._leaves)
+
+    @property
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """The state as the block before returned it, or its tensors where this is the first: what a call takes."""
+        return tuple(self.tensors[entry] for entry in self._slots)
+
+    def keep_arguments(self, *, clone: bool, graph: bool = True) -> None:
+        """The block will run again: remember objects among its arguments as they are now; tensors in them with the
+        ``graph`` in which others have left them, so that a gradient through one of them is refused and not lost."""
+        self._clone = clone
+        if self._changing:
+            things = [self._leaves[at] for at in self._changing]
+            self._before = Before.take(things if graph else detached(things), clone=clone)
+
+    def __call__(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Run the block: its output tensors, what hooks are to see, and what it hands on."""
+        leaves = list(self._leaves)
+        for at, entry in self._picks.items():
+            leaves[at] = state[self._places[entry]]
+        if recomputing() and self._before is not None:
+            for at, copied in zip(self._changing, self._before.copies(self.name, clone=self._clone), strict=True):
+                leaves[at] = copied
+        changing = [leaves[at] for at in self._changing]
+        held = [(t, t._version) for t in tensors_in(changing)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        with capturing(self._hooked) as captured:
+            out = self._original(*args, **kwargs)
+        if self._opened:
+            self._check_containers((args, kwargs), leaves)
+        self.writes = self.writes or any(t._version != version for t, version in held)
+        found, live = take_apart(out, lambda instance: all(instance is not one for one in changing))
+        if self._first:
+            self._template = State((), found.requires, found.others, found.slots, found.spec)
+            self._captured, self._inner = captured, state
+            if recomputing() and not self._changed:  # of the first such run: a later one must not free its tensors
+                self._changed = list(detached(changing))
+        return (*live, *captured.tensors, *(state[self._places[entry]] for entry in self._sides))
+
+    def _check_containers(self, given: Any, before: list[Any]) -> None:
+        """Raise InputError where the block has put something into a list or dictionary: it got one of its own."""
+        after, spec = tree_flatten(given, lambda instance: all(instance is not leaf for leaf in before))
+        if spec != self._spec or any(now is not was for now, was in zip(after, before, strict=True)):
+            raise InputError(
+                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), which "
+                "the caller would not see; let it return what it makes, or give it an object with attributes of its own"
+            )
+
+    def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:
+        """After the first run, which gave ``state``: what the caller gets, made of ``outputs``, and the next link."""
+        template, captured = self._template, self._captured
+        assert template is not None
+        assert captured is not None
+        outer = {id(self._inner[place]): t for place, t in zip(self._places, self.tensors, strict=True)}
+        inner, names_before = self._inner, self._names
+        self._inner, self._names, self.tensors = (), {}, ()
+        self._first, self._template, self._captured, self._changed = False, None, None, []
+        flat = [outputs[slot] for slot in state.slots]
+        own, shown = len(template.requires), len(captured.tensors)
+        names = {id(t): (entry, t, t._version) for entry, t in enumerate(outputs)}
+        for number, entry in enumerate(self._sides):
+            now = state.slots[own + shown + number]
+            names.update({key: (now, t, version) for key, (was, t, version) in names_before.items() if was == entry})
+        sides = tuple(state.slots[own + shown :])
+        captured.show(flat[own : own + shown], outer, self.name, flat[:own])
+        del inner  # until here, or an id in ``outer`` might be another tensor's
+        return template.tree(flat[:own]), Link(tuple(outputs), tuple(state.slots), sides, names)
+
+    def following(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of this call with what the block has made of its state in place of that: what a next block of
+        the same kind would be given."""
+        leaves, spec = tree_flatten((args, kwargs), lambda instance: id(instance) in self._apart)
+        for at, entry in self._picks.items():
+            if entry not in self._sides and entry < len(link.tensors):
+                leaves[at] = link.tensors[entry]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def take_over(self) -> int:
+        """After a run on private copies: let the caller's objects have what it did to them.
+
+        Returns the bytes of tensors that they hold now and did not before.
+        """
+        held = _nbytes([self._leaves[at] for at in self._changing])
+        for at, changed in zip(self._changing, self._changed, strict=True):
+            take_over(self._leaves[at], changed)
+        return max(0, _nbytes([self._leaves[at] for at in self._changing]) - held)
+
+
+def _holds_container(value: Any) -> bool:
+    """Whether it is, or holds in tuples, what is taken apart for each run and can be changed."""
+    if isinstance(value, tuple):
+        return any(map(_holds_container, value))
+    return isinstance(value, (list, dict, deque)) or is_instance(value)
+
+
+def _taken_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], link: Link
+) -> tuple[list[Any], pytree.TreeSpec, set[int]]:
+    """Leaves of a call's arguments, their structure, and ids of the dataclasses taken apart for that: those of which
+    the block before has returned a tensor, frozen ones, and all where there is no other tensor. Others are objects that
+    the block may change (a cache)."""
+    apart: set[int] = set()
+    alone = not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+
+    def opens(instance: Any) -> bool:
+        frozen = type(instance).__dataclass_params__.frozen
+        if alone or frozen or any(link.entry(t) is not None for t in tensors_in([instance])):
+            apart.add(id(instance))
+        return id(instance) in apart
+
+    return *tree_flatten((args, kwargs), opens), apart
+
+
+def _nbytes(things: Sequence[Any]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(things)}.values())
+
+
+def _recognised(name: str, leaves: Sequence[Any], link: Link) -> tuple[bool, Link, dict[int, int]]:
+    """(whether the call goes on from ``link``, the state that it enters with, which argument is which entry)."""
+    tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise InputError(f"{name} was called without any tensor; pass its state as an argument")
+    known = {at: entry for at, t in tensors if (entry := link.entry(t)) is not None}
+    wanting = [at for at, t in tensors if t.requires_grad]
+    if known and all(at in known for at in wanting):
+        return True, link, known
+    floating = [at for at, t in tensors if t.is_floating_point() or t.is_complex()]
+    main = next(iter((*floating, tensors[0][0])))
+    entering = [(main, leaves[main]), *((at, leaves[at]) for at in wanting)]
+    distinct = list({id(t): t for _, t in entering}.values())
+    number = {id(t): entry for entry, t in enumerate(distinct)}
+    names = {id(t): (entry, t, t._version) for entry, t in enumerate(distinct)}
+    picks = {at: number[id(t)] for at, t in tensors if id(t) in number}
+    n = len(distinct)
+    return False, Link(tuple(distinct), tuple(range(n)), tuple(range(1, n)), names), picks

@@ -1,0 +1,350 @@
+"""`Observation`: the model's first call with new shapes, block by block, each profiled where it stands."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tapestream.costs import StageCost
+from tapestream.errors import InputError
+from tapestream.executor.blocks import BlockStore
+from tapestream.frontends.check import check_deterministic
+from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters
+from tapestream.frontends.module.lazy_logits import LazyLogits
+from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.observing.hooks import ReplacedOutput, hooks_unchanged
+from tapestream.frontends.module.observing.left_out import LeftOut
+from tapestream.frontends.module.observing.returned import Turn, references, still_held
+from tapestream.frontends.module.observing.written import parameters_unwritten
+from tapestream.frontends.module.swap import class_of
+from tapestream.ir.actions import Tier
+from tapestream.planning.profile import Profiled, collector_off, profile_stage
+from tapestream.planning.travellers import Travellers
+from tapestream.runner.ambient import Autocast, unchanged_generators
+from tapestream.runner.belongings import unchanged
+from tapestream.runner.buffers import BufferSnapshot, buffer_slots
+from tapestream.runner.graph import leaves_behind
+from tapestream.runner.guards import Guard, hooks_off
+from tapestream.runner.private import tensors_in
+from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State, storages, take_apart
+from tapestream.runner.trees import tree_leaves
+from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
+
+
+class StaysPut(Exception):
+    """The module of parameter block ``block``, outside the repeated ones, cannot run as one of these."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block)
+        self.block = block
+
+
+@dataclass(slots=True)
+class Segment:
+    """Blocks called one after the other, each on what the one before returned and nothing else with a gradient.
+
+    ``clones``: per block, whether it writes into tensors inside objects among its arguments (a cache of fixed size).
+    """
+
+    positions: list[int] = field(default_factory=list)
+    costs: list[StageCost] = field(default_factory=list)
+    traits: list[Traits] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    clones: list[bool] = field(default_factory=list)
+    initial_nbytes: int = 0
+    travellers: Travellers | None = None
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one observed call gave.
+
+    ``before_nbytes``: tape of what runs before blocks (embeddings), and what blocks have left in objects (a cache),
+    ``left_nbytes``; ``turn``: what runs after the last of them. ``writes_outside``: whether what runs outside blocks
+    wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
+    ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
+    gradients are made when the backward of all blocks has ended.
+    """
+
+    segments: list[Segment]
+    before_nbytes: int
+    left_nbytes: int
+    turn: Turn
+    writes_outside: bool
+    used_directly: frozenset[int]
+    used_first: frozenset[int]
+
+
+class Observation:
+    """Profiles one call of the model without side effects: generators, buffers and gradients are afterwards as
+    before."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: BlockStore,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        progress: Callable[[str, int, int], None],
+        *,
+        wide: int,
+        verify: bool,
+    ) -> None:
+        """``wide``: the position of the first of the blocks that are modules outside of the repeated ones."""
+        self.model, self.store, self.blocks, self.device = model, store, blocks, device
+        self.progress, self.verify, self._wide = progress, verify, wide
+        self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
+        self._profiled = Profiled()
+        self.segments: list[Segment] = []
+        self._link = Link()
+        self._left_out = LeftOut(model, blocks[:wide])
+        self._root = torch.empty(0, requires_grad=True)
+        self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
+        self._meter: MemoryMeter | None = None
+        self._before_nbytes = self._left_nbytes = 0
+        self._watch: MemoryWatch | None = None
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._alive: list[torch.Tensor] = []  # what a call that is not observed holds until its backward
+        self._outputs: list[tuple[StorageWeakRef, int]] = []  # of all blocks
+        self._first: frozenset[int] | None = None  # ids of leaves behind what the first block is given
+        self._later: set[int] = set()
+
+    def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        """Call the model once; `observe` sees its blocks (none of them, if the model drops all)."""
+        inside = {id(m) for block in self.blocks for m in block.modules()}
+        outside = [m for m in self.model.modules() if id(m) not in inside]
+        snapshot = BufferSnapshot.take(buffer_slots(outside))
+        try:
+            with (
+                unchanged(outside),
+                parameters_unwritten(self.model, outside),
+                unchanged_generators(self.device),
+                hooks_unchanged(list(self.model.modules())),
+                self._uncached(),
+                watch_memory(self.device) as self._watch,
+            ):
+                try:
+                    self._measure_outside()
+                    turn = self._turn([original(*args, **kwargs)])
+                    self._observe_the_rest()
+                finally:
+                    self._stop_measuring()
+                    self._alive.clear()
+            written = bool(snapshot.changed())
+        finally:
+            snapshot.put_back()
+            self._profiled.put_back()
+        return Observed(
+            self.segments, self._before_nbytes + self._left_nbytes, self._left_nbytes, turn, written,
+            frozenset(self._direct.found), (self._first or frozenset()) - self._later,
+        )  # fmt: skip
+
+    def _uncached(self) -> contextlib.AbstractContextManager[None]:
+        """Casts made here must not be found by the call itself: a weight's parts would be added in another order."""
+        autocast = Autocast.capture(self.device)
+        return autocast.entered(cache=False) if autocast.enabled else contextlib.nullcontext()
+
+    def _turn(self, returned: list[Any]) -> Turn:
+        """Differentiate what the model ``returned`` down to the last block's output, as the user's backward will. The
+        list is emptied on the way: only it may hold that."""
+        found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad]
+        roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
+        roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
+        self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
+        leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
+        inside = {id(p) for block in self.blocks for p in block.parameters()}
+        # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
+        weights = [p for p in self.model.parameters() if p.requires_grad and p.dim() < 2 and id(p) not in inside]
+        forward, results = self._stop_measuring(), references(returned)
+        assert forward is not None
+        assert self._watch is not None
+        states = still_held(self._outputs)  # those among the results are the blocks' business
+        with self._watch.measured() as dropping:
+            found.clear()
+            returned.clear()
+        states += still_held(results)  # by the graph: the first plan is for those who hold all
+        self._measure_outside()
+        start = time.perf_counter()
+        made: tuple[torch.Tensor | None, ...] = ()
+        if roots and leaves:
+            with hooks_off(weights):
+                wanted: list[Any] = [*leaves, *weights]
+                seeds = [torch.ones_like(t) for t in roots]
+                made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        seconds = time.perf_counter() - start
+        backward = self._stop_measuring()
+        assert backward is not None
+        given = [t for t in made[: len(leaves)] if t is not None]
+        cotangents = sum(storages(given).values())  # the simulator counts them itself
+        # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
+        loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)
+        return Turn.of(forward, dropping, backward, cotangents, loss, seconds)
+
+    def _measure_outside(self, *held: torch.Tensor) -> None:
+        """Measure until the next block. ``held``: what the caller is about to drop, kept so long, as the section does
+        not make room by that."""
+        assert self._watch is not None
+        self._held = held
+        self._outside = contextlib.ExitStack()
+        if self._wide < len(self.blocks):
+            self._outside.enter_context(self._direct)
+        self._outside.enter_context(collector_off())
+        self._meter = self._outside.enter_context(self._watch.measured())
+
+    def _stop_measuring(self) -> MemoryMeter | None:
+        meter, outside = self._meter, self._outside
+        self._meter = self._outside = None
+        if outside is not None:
+            outside.close()
+        self._held = ()
+        return meter
+
+    def observe(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Profile one block, and what its container has left out before it; returns its output, cut off from the
+        graph."""
+        if position >= self._wide:
+            block = self.store.uses[position]
+            if block is not None and self._direct.keeps(self.blocks[position], args, kwargs):
+                self.store.lend(block)
+                return original(*args, **kwargs)
+            try:
+                return self._observe(position, original, args, kwargs)[0]
+            except ReplacedOutput as error:
+                if block is None:
+                    raise
+                raise StaysPut(block) from error
+        for other in self._left_out.before(position):
+            args, kwargs = self._observe_left_out(other, args, kwargs, None)
+        result, run = self._observe(position, original, args, kwargs)
+        self._left_out.note(position, args, kwargs, run, self._link, self.segments[-1])
+        return result
+
+    def _observe_left_out(
+        self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any], segment: Segment | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Profile a block that this call has dropped. Returns what the next block would be given: if this one cannot
+        be run here, the same."""
+        block, link = self.blocks[position], self._link
+        base = class_of(block)
+        try:
+            _, run = self._observe(position, lambda *a, **k: base.__call__(block, *a, **k), args, kwargs, segment)
+        except Exception:
+            self._link = link
+            if not self.segments[-1].positions:  # it was to be the first of another
+                self.segments.pop()
+            self._stop_measuring()
+            self._measure_outside()
+            return args, kwargs
+        return self._left_out.note(position, args, kwargs, run, self._link, segment or self.segments[-1])
+
+    def _observe_the_rest(self) -> None:
+        """What containers have left out after the last of their blocks that was called."""
+        for other, args, kwargs, link, segment in self._left_out.rest():
+            self._link = link
+            self._measure_outside()
+            self._observe_left_out(other, args, kwargs, segment)
+
+    def _refuse_shown(self, position: int, block: int) -> None:
+        """A block that returns its own bytes must not leave the device: always raises."""
+        if position >= self._wide:
+            raise StaysPut(block)
+        name = type(self.blocks[position]).__name__
+        raise InputError(
+            f"block {position} ({name}) returns one of its parameters, or a view of it, whose memory is another's as "
+            "soon as the block has left the device; return a copy: clone() it"
+        )
+
+    def _observe(
+        self,
+        position: int,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        segment: Segment | None = None,
+    ) -> tuple[Any, BlockRun]:
+        meter, watch = self._stop_measuring(), self._watch
+        assert watch is not None
+        behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
+        if self._first is None:
+            self._first = behind
+        else:
+            self._later |= behind
+        bare = Stage(position, self.blocks[position])
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
+        run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
+        state, _ = take_apart(run.flat)
+        if meter is not None:
+            self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
+        if segment is None and not run.linked:
+            self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state)))
+            self._alive += state.tensors
+        segment = segment or self.segments[-1]
+        stage = bare.calling(run)
+        block = self.store.uses[position]
+        brought = block is not None and self.store.lend(block)
+        try:
+            if self.verify:
+                check_deterministic([stage], state, self.device)
+            cost, traits, out = profile_stage(stage, state, watch, self._profiled)
+            if block is not None and self.store.home is not Tier.DEVICE and _shows(out, self.blocks[position]):
+                self._refuse_shown(position, block)
+        finally:
+            if block is not None and brought:
+                self.store.give_back(block)
+        _check_own(position, self.blocks[position], traits)
+        segment.positions.append(position)
+        segment.costs.append(replace(cost, reads_parameters=reads_parameters(self.blocks[position])))
+        # What a block leaves in objects must keep its graph, by which a later use of it is refused.
+        segment.traits.append(replace(traits, plain_forward=False))
+        segment.stages.append(bare)
+        segment.clones.append(run.writes)
+        assert segment.travellers is not None
+        segment.travellers.follow(state, out)
+        self._left_nbytes += run.take_over()
+        # Nodes, not leaves: what runs outside may change its input in place.
+        last = tuple(
+            Guard.apply(self._root, t, bare.name) if requires else t.detach()  # type: ignore[no-untyped-call]
+            for t, requires in zip(out.tensors, out.requires, strict=True)
+        )
+        self._outputs += references(last)
+        result, self._link = run.finish(out, last)
+        self._alive += run.held
+        self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
+        self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
+        return result, run
+
+
+def _shows(out: State, block: nn.Module) -> bool:
+    """Whether what a block returns lies in the memory of one of its parameters."""
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    return not own.isdisjoint(storages(out.tensors))
+
+
+def _nbytes(state: State) -> int:
+    return sum(storages(state.tensors).values())
+
+
+def _parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int]:
+    """The block of each parameter of the blocks at ``positions``, by ``id``."""
+    blocks = {block for position in positions if (block := store.uses[position]) is not None}
+    return {id(p): block for block in blocks for p in store.blocks[block].parameters}
+
+
+def _check_own(position: int, block: nn.Module, traits: Traits) -> None:
+    """A gradient has to belong to a parameter of the block."""
+    own = {id(p) for p in block.parameters()}
+    strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
+    if strangers:
+        raise InputError(
+            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that takes "
+            "a gradient and is not one of its parameters; make it a parameter of the block, or detach() it"
+        )

@@ -1,0 +1,1 @@
+"""From what has been seen of a model to plans within its budget."""

@@ -1,0 +1,295 @@
+"""`Division`: the device budget divided between the segments of one call, and the plans that keep to it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tapestream.costs import Budget, Profile
+from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.below import NEVER_MOVE
+from tapestream.frontends.given import fit_given_plan
+from tapestream.frontends.module.plans.shared import Shared
+from tapestream.frontends.module.plans.terms import Positioned, Terms
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.homes import home_tiers
+from tapestream.passes.memory import block_values
+from tapestream.passes.residence import idle_nbytes
+from tapestream.planning.auto import make_plan
+from tapestream.planning.plan import Plan
+from tapestream.units import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """``profiles``: of the segments, each as if it were alone beside ``outside`` bytes that are always there, all
+    within ``allowed`` bytes. ``shared``: blocks that several segments use. ``resident``: block values that stay on the
+    device, None where the plans decide.
+
+    Chains of repeated blocks share the budget: what each cannot do without, and of the rest in proportion to its
+    needs. A segment of wide modules alone (an embedding, a head) runs while the chains before it wait with their tape
+    and those after it have none, so it uses the same bytes as they: it is their *guest*.
+    """
+
+    terms: Terms
+    segments: Sequence[Positioned]
+    profiles: Sequence[Profile]
+    allowed: int
+    outside: int
+    shared: Mapping[int, Shared]
+    resident: frozenset[Value] | None = None
+
+    def plans(self) -> list[Plan]:
+        """One for each segment. Raises BudgetError with a device budget that works."""
+        if not self._guests:
+            return self._chains(self._hosts, self.allowed, self.outside, self.resident)
+        ample = None if self.resident is not None else self._ample()
+        if ample is not None and not any(map(_loses, ample)):
+            return ample
+        try:
+            tight = self._tight()
+        except BudgetError:
+            if ample is None:
+                raise
+            return ample
+        return tight if ample is None or _seconds(tight) < _seconds(ample) else ample
+
+    def peak_nbytes(self, plans: Sequence[Plan]) -> int:
+        """Most device bytes that a step by ``plans``, which are those of `plans`, holds."""
+        hosts, guests = [plans[number] for number in self._hosts], [plans[number] for number in self._guests]
+        beside = hosts[0].profile.outside_nbytes  # what guests keep lies there, where they come and go
+        if beside == self.outside:
+            return beside + sum(plan.peak_nbytes - beside for plan in plans)
+        lying = beside - self.outside + sum(map(self._idle_nbytes, hosts))
+        turns = [plan.peak_nbytes - _kept_nbytes(plan.profile) + lying for plan in guests]
+        return max(beside + sum(plan.peak_nbytes - beside for plan in hosts), *turns)
+
+    @property
+    def _guests(self) -> list[int]:
+        wide = [self.terms.is_wide(segment) for segment in self.segments]
+        return [] if all(wide) else [number for number, one in enumerate(wide) if one]
+
+    @property
+    def _hosts(self) -> list[int]:
+        return [number for number in range(len(self.segments)) if number not in self._guests]
+
+    # -- with everything of the guests on the device -----------------------------------------------------------------
+
+    def _ample(self) -> list[Plan] | None:
+        """Plans with all block values of guests on the device throughout, None where that does not fit."""
+        guests: dict[int, Plan] = {}
+        for number in self._guests:
+            profile = self.profiles[number]
+            every = frozenset(value for value, _ in block_values(profile))
+            guests[number] = self._guest(profile, None, every)
+        taken = sum(plan.peak_nbytes - self.outside for plan in guests.values())
+        try:
+            hosts = self._chains(self._hosts, self.allowed - taken, self.outside, None)
+        except BudgetError:
+            return None
+        return self._in_order(guests, dict(zip(self._hosts, hosts, strict=True)))
+
+    # -- with nothing of the guests on the device but while they run -------------------------------------------------
+
+    def _tight(self) -> list[Plan]:
+        """Plans of which guests take what the hosts leave, when it is their turn."""
+        room = self.allowed - self.outside
+        resident = frozenset[Value]() if self.resident is None else self.resident
+        least = {number: self._least_of_guest(self.profiles[number], resident) for number in self._guests}
+        kept = {number: _kept_nbytes(self.profiles[number]) for number in self._guests}
+        together = sum(kept.values())
+        needed = max(least[number] + together - kept[number] for number in least)
+        raised = {host: self._with_turn(host, least, kept) for host in self._hosts}
+        try:
+            hosts = self._chains(
+                self._hosts, self.allowed, self.outside + together, self.resident, raised, max(0, room - needed)
+            )
+        except BudgetError as error:
+            if error.least_nbytes is None or error.least_nbytes >= self.outside + needed:
+                raise
+            raise self._no_room_for_guests(needed) from None
+        lying = sum(map(self._idle_nbytes, hosts)) if self.resident is None else 0
+        if needed + lying > room:
+            raise self._no_room_for_guests(needed + lying)
+        guests = {
+            number: self._guest(self.profiles[number], self.outside + least[number], resident) for number in least
+        }
+        return self._in_order(guests, dict(zip(self._hosts, hosts, strict=True)))
+
+    def _with_turn(self, host: int, least: dict[int, int], kept: dict[int, int]) -> Profile:
+        """The profile of ``host`` where guests that follow it, up to the next host, run in its turn."""
+        following = [h for h in self._hosts if h > host]
+        end = following[0] if following else len(self.segments)
+        guests = [number for number in least if host < number < end]
+        profile = self.profiles[host]
+        turn = max((least[number] - kept[number] for number in guests), default=0)
+        made = sum(  # by the guests, and with the host's cotangent too
+            shared.waiting_nbytes((host, len(profile) - 1), self.profiles[shared.owner].blocks[block])
+            for block, shared in self.shared.items()
+        )
+        return replace(
+            profile,
+            outside_nbytes=self.outside + sum(kept.values()),
+            turn_nbytes=max(profile.turn_nbytes, turn - made),
+        )
+
+    def _idle_nbytes(self, plan: Plan) -> int:
+        """Bytes of block values that a host leaves on the device while guests before it run, and their updates."""
+        return idle_nbytes(plan.schedule, plan.profile, self.terms.update)
+
+    def _no_room_for_guests(self, needed: int) -> BudgetError:
+        largest = max(self._guests, key=lambda number: sum(n for _, n in block_values(self.profiles[number])))
+        module = self.terms.modules[self.segments[largest].positions[0]]
+        nbytes = sum(p.nbytes for p in module.parameters())
+        return BudgetError(
+            f"a budget of {format_nbytes(self.allowed)} was asked for, but what runs beside the repeated blocks needs "
+            f"{format_nbytes(self.outside + needed)} at its peak (the largest: {type(module).__name__} of "
+            f"{format_nbytes(nbytes)}, with its gradient); allow {self.outside + needed} bytes, or use a smaller batch",
+            least_nbytes=self.outside + needed,
+        )
+
+    # -- chains of repeated blocks -----------------------------------------------------------------------------------
+
+    def _chains(
+        self,
+        numbers: Sequence[int],
+        allowed: int,
+        outside: int,
+        resident: frozenset[Value] | None,
+        profiles: dict[int, Profile] | None = None,
+        idle: int | None = None,
+    ) -> list[Plan]:
+        """Plans for the segments ``numbers`` within ``allowed`` bytes, ``outside`` of them taken; what they leave on
+        the device while none of them runs is within ``idle`` bytes."""
+        chosen = [(profiles or self.profiles)[number] for number in numbers]
+        terms = self.terms
+        if terms.given is not None:
+            if len(chosen) > 1:
+                raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
+            return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
+        shares = self._divided(chosen, allowed, outside)
+        lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
+        return [
+            self._plan(profile, outside + nbytes, resident, left)
+            for profile, nbytes, left in zip(chosen, shares, lying, strict=True)
+        ]
+
+    def _divided(self, profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:
+        """Bytes for each chain beside what is always there: what it cannot do without, and of the rest in proportion
+        to its needs.
+
+        Raises BudgetError when the sum of the least is too much.
+        """
+        room = allowed - outside
+        if len(profiles) == 1 and room > 0:
+            return [room]  # the planner's own message is the best one
+        least = [_least(partial(self._plan, profile), outside) for profile in profiles]
+        if sum(least) > room:
+            raise BudgetError(
+                f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
+                f"their gradients and optimizer "
+                f"state, buffers, embeddings) takes {format_nbytes(outside)} and the blocks need at least "
+                f"{format_nbytes(sum(least))} beside it; allow "
+                f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
+                least_nbytes=outside + sum(least),
+            )
+        return [a + b for a, b in zip(least, _shares(profiles, room - sum(least)), strict=True)]
+
+    def _plan(
+        self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None, idle: int | None = None
+    ) -> Plan:
+        terms = self.terms
+
+        def plan_by(planner: str) -> Plan:
+            beside = 0 if planner in ("auto", *NEVER_MOVE) else self._passing_nbytes
+            try:
+                return make_plan(
+                    profile, self._budget(None if nbytes is None else max(1, nbytes - beside)), terms.machine(),
+                    planner=planner, update=terms.update, home=terms.home, resident=resident,
+                    idle_nbytes=idle, **terms.knobs,
+                )  # fmt: skip
+            except BudgetError as error:
+                if not beside or error.least_nbytes is None:
+                    raise
+                raise BudgetError(
+                    f"{error}; and {beside} bytes more for what passes through several states, which the model holds, "
+                    "too", least_nbytes=error.least_nbytes + beside, stage=error.stage,
+                ) from None  # fmt: skip
+
+        plan = plan_by(terms.planner)
+        if terms.planner == "auto" and self._states_may_go(plan):
+            with suppress(BudgetError, InputError):
+                other = plan_by("offload")
+                if other.seconds < plan.seconds:
+                    plan = replace(other, alternatives=(*plan.alternatives, *other.alternatives))
+        return plan
+
+    def _states_may_go(self, plan: Plan) -> bool:
+        """Whether moving states may be faster: stages run more often than with every state at hand."""
+        home = home_tiers(self.terms.home)[Kind.PARAMETERS]
+        again = plan.simulation.forwards >= 2 * len(plan.profile)
+        return again and home is not Tier.DEVICE and not self._passing_nbytes
+
+    @property
+    def _passing_nbytes(self) -> int:
+        """What passes through several states (an encoder's output) is the model's, too: moving it makes no room."""
+        known = (getattr(segment, "travellers", None) for segment in self.segments)  # outlines know of none
+        return sum(travellers.nbytes for travellers in known if travellers is not None)
+
+    def _guest(self, profile: Profile, nbytes: int | None, resident: frozenset[Value]) -> Plan:
+        """A plan for a guest: the user's planner and its knobs are for chains."""
+        terms = self.terms
+        return make_plan(
+            profile, self._budget(nbytes, guest=True), terms.machine(),
+            update=terms.update, home=terms.home, resident=resident,
+        )  # fmt: skip
+
+    def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
+        return _least(lambda nbytes: self._guest(profile, nbytes, resident), self.outside)
+
+    def _budget(self, nbytes: int | None, *, guest: bool = False) -> Budget:
+        """On the host, guests take no more than their values do, and hosts leave them that."""
+        host = self.terms.budget.host_nbytes
+        if host is not None:
+            theirs = sum(n for number in self._guests for _, n in block_values(self.profiles[number]))
+            host = min(host, theirs) if guest else max(host - theirs, host // 2)
+        return Budget(nbytes, host=host, disk=self.terms.budget.disk_nbytes)
+
+    def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:
+        merged = {number: plan for plans in found for number, plan in plans.items()}
+        return [merged[number] for number in range(len(self.segments))]
+
+
+def _least(plan: Callable[[int], Plan], outside: int) -> int:
+    """Bytes beside ``outside`` that ``plan``, given a budget, cannot do without."""
+    try:
+        plan(outside + 1)
+    except BudgetError as error:
+        if error.least_nbytes is None:
+            raise  # the host or the disk is too small
+        return error.least_nbytes - outside
+    return 1
+
+
+def _kept_nbytes(profile: Profile) -> int:
+    """Bytes that a segment holds from its forward to its backward, when nothing of it is recomputed."""
+    return profile.initial_nbytes + sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
+
+
+def _loses(plan: Plan) -> bool:
+    """Whether it recomputes or moves anything, so that with more room it could be faster."""
+    return bool(plan.simulation.bytes_moved) or plan.simulation.forwards > plan.profile.runs
+
+
+def _seconds(plans: Sequence[Plan]) -> float:
+    return sum(plan.seconds for plan in plans)
+
+
+def _shares(profiles: Sequence[Profile], nbytes: int) -> list[int]:
+    needs = [
+        sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
+        + sum(b.parameters_nbytes + b.buffers_nbytes + b.gradient_nbytes for b in profile.blocks)
+        for profile in profiles
+    ]
+    total = max(1, sum(needs))
+    return [nbytes * need // total for need in needs]

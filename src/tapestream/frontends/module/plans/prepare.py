@@ -1,0 +1,298 @@
+"""From an observed call to plans: one per segment of linked blocks, together within the budget."""
+
+from collections.abc import Container, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tapestream.costs import BlockCost, Profile
+from tapestream.errors import BudgetError
+from tapestream.executor.travel.travel import moved_saved, moves_tape
+from tapestream.frontends.module.observing.observe import Observed, Segment
+from tapestream.frontends.module.observing.returned import Returned
+from tapestream.frontends.module.plans.divide import Division
+from tapestream.frontends.module.plans.shared import Shared, shared_blocks
+from tapestream.frontends.module.plans.step import Step
+from tapestream.frontends.module.plans.terms import Terms, Update
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.schedule import run_once
+from tapestream.passes.memory import block_values
+from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
+from tapestream.planning.plan import Plan
+from tapestream.storage.blocks import ParameterBlock
+from tapestream.units import format_nbytes
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.streamed import Streamed
+
+# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves.
+_UPDATE_BYTES_PER_SECOND = 5e9
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Gradients of ``parameters`` that only what runs before the first block uses (an embedding): they are made when
+    all tapes are gone. ``nbytes`` of them find room in what the first block's backward had last."""
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def there(self) -> bool:
+        """Whether an earlier backward has left some."""
+        return any(p.grad is not None for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Plans for one kind of call. ``order``: per block call, its segment and its stage there; ``once``: per segment,
+    stages that its plan runs a single time. ``resident``, ``at_step``: what is on the device between two steps, and
+    when the step phase begins. ``held_nbytes``: most device bytes that such a call holds beside
+    ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
+    ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
+    ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
+    ``moving``: per segment, the stages whose saved tensors its plan moves, None where it moves no states either.
+    ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
+    nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
+    values that have bytes there at some moment. ``returned``: what such calls give beside their loss.
+    """
+
+    segments: tuple[Segment, ...]
+    plans: tuple[Plan, ...]
+    order: tuple[tuple[int, int], ...]
+    once: tuple[frozenset[int], ...]
+    resident: frozenset[Value]
+    at_step: frozenset[Value]
+    update: Update
+    shared_nbytes: int
+    held_nbytes: int
+    writes_outside: bool
+    main: int
+    shared: Mapping[int, Shared]
+    profiles: tuple[Profile, ...]
+    pinned: frozenset[int]
+    watched: Mapping[str, nn.Parameter]
+    late: "Late"
+    on_disk: frozenset[Value]
+    moving: tuple[Container[int] | None, ...]
+    returned: Returned = field(default_factory=Returned)
+
+    @property
+    def plan(self) -> Plan:
+        """That of the main segment."""
+        return self.plans[self.main]
+
+
+def prepare(handle: "Streamed", observed: Observed) -> Prepared:
+    """Plan every segment. The device budget left beside what is always there is divided by the segments' needs.
+
+    Raises BudgetError (with what would help) when one does not fit.
+    """
+    segments = observed.segments
+    shared = shared_blocks(segments, handle.store.uses)
+    profiles = _profiles(handle, observed, shared)
+    late = _late(handle, observed, profiles[0])
+    outside = profiles[0].outside_nbytes - late.nbytes
+    profiles = [replace(profile, outside_nbytes=outside) for profile in profiles]
+    allowed = handle.budget.device_nbytes
+    assert allowed is not None
+    try:
+        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
+    except BudgetError as error:
+        if handle.cut_finer():
+            return prepare(handle, observed)
+        error = _without_cache(error, observed.left_nbytes)
+        raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
+    found = assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
+    return replace(found, returned=Returned(observed.turn.results_nbytes))
+
+
+def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[object, Prepared]) -> Prepared:
+    """``found``, or where calls of its kind find what they return dropped when backward begins, and the plan is not the
+    user's own, plans with that room, which are kept in ``known``."""
+    if not found.returned.dropped or handle.given is not None:
+        return found
+    key = id(found), "without results"
+    if key not in known:
+        known[key] = found
+        with suppress(BudgetError):  # a planner's list need not hold what fitted before
+            known[key] = _with_room(handle, found)
+    return known[key]
+
+
+def _with_room(handle: "Streamed", found: Prepared) -> Prepared:
+    less = found.returned.nbytes
+    profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
+    other = planned_again(handle, found, profiles, profiles[0].outside_nbytes, found.late)
+    return replace(other, returned=found.returned)
+
+
+def planned_again(
+    handle: "Streamed",
+    prepared: Prepared,
+    profiles: Sequence[Profile],
+    outside: int,
+    late: Late,
+    resident: frozenset[Value] | None = None,
+    there: int = 0,
+) -> Prepared:
+    """Plans for the call of ``prepared`` with other ``profiles``, beside ``outside`` bytes. ``resident``: what lies on
+    the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
+    allowed = handle.budget.device_nbytes
+    assert allowed is not None
+    segments, shared = prepared.segments, prepared.shared
+    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
+    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, late, there)
+
+
+def terms_of(handle: "Streamed") -> Terms:
+    """On what terms the calls of this model are planned."""
+    return Terms(
+        handle.blocks, handle.wide, handle.budget, handle.machine, handle.store.homes, handle.update,
+        planner=handle.planner, knobs=handle.knobs, given=handle.given,
+    )  # fmt: skip
+
+
+def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
+    """Bytes that the head, its logits and the loss make."""
+    last = observed.segments[-1]
+    made = last.costs if terms_of(handle).is_wide(last) else []
+    return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
+
+
+def _without_cache(error: BudgetError, left_nbytes: int) -> BudgetError:
+    """``error``, with what helps where blocks leave something in objects, as key-value caches are filled by default."""
+    if 20 * left_nbytes < (error.least_nbytes or 0) or not left_nbytes:
+        return error
+    return BudgetError(
+        f"{error}. What blocks leave in objects that they are given (keys and values, in a cache) takes "
+        f"{format_nbytes(left_nbytes)} of that: a transformers model keeps none where it is called with "
+        "use_cache=False",
+        least_nbytes=error.least_nbytes, stage=error.stage,
+    )  # fmt: skip
+
+
+def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
+    """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
+    if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
+        return error
+    return BudgetError(
+        f"{error}. What runs after the blocks (the head, its logits, the loss) makes {format_nbytes(turn_nbytes)} of "
+        "that: if it is a linear layer and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits",
+        least_nbytes=error.least_nbytes,
+        stage=error.stage,
+    )
+
+
+def assembled(
+    handle: "Streamed",
+    allowed: int,
+    segments: Sequence[Segment],
+    plans: Sequence[Plan],
+    profiles: Sequence[Profile],
+    shared: Mapping[int, Shared],
+    writes_outside: bool,
+    late: Late,
+    gathered_nbytes: int = 0,
+) -> Prepared:
+    """What follows from ``plans`` within ``allowed`` bytes; ``gathered_nbytes``: of gradients that earlier backwards
+    have left on the device."""
+    resident, at_step = (
+        frozenset().union(*(resident_of(p.schedule, p.profile, handle.update, moment(p.schedule)) for p in plans))
+        for moment in (at_start, at_step_of)
+    )
+    order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
+    once = tuple(run_once(plan.schedule) for plan in plans)
+    staying = [_staying_nbytes(plan) for plan in plans]
+    inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
+    outside = outside_nbytes(handle) + gathered_nbytes
+    before = profiles[0].outside_nbytes + late.nbytes - outside
+    held = outside + sum(staying)
+    pinned = handle.pinned.values()
+    main = next((s for s, segment in enumerate(segments) if min(segment.positions) < handle.wide), 0)
+    return Prepared(
+        tuple(segments), tuple(plans), order, once, resident | pinned, at_step | pinned, handle.update, held,
+        min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
+        handle.pinned.blocks, _watched(handle), late,
+        frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
+        tuple(moved_saved(p.schedule) if moves_tape(p.schedule) else None for p in plans),
+    )  # fmt: skip
+
+
+def _staying_nbytes(plan: Plan) -> int:
+    """Bytes of block values that a plan leaves on the device throughout."""
+    staying = staying_of(plan.schedule)
+    return sum(nbytes for value, nbytes in block_values(plan.profile) if value in staying)
+
+
+def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
+    """Trained parameters, by name, that get their gradients from calls of their modules alone: they come and go, or are
+    updated as soon as these arrive."""
+    blocks = set(handle.store.uses)
+    if handle.update != "backward" and handle.store.homes[Kind.GRADIENT] is Tier.DEVICE:
+        blocks = set(handle.store.uses[handle.wide :])
+    coming = blocks - handle.pinned.blocks
+    found = {id(p) for block in handle.store.blocks if block.index in coming for p in block.parameters}
+    return {name: p for name, p in handle.model.named_parameters() if p.requires_grad and id(p) in found}
+
+
+def outside_nbytes(handle: "Streamed") -> int:
+    """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
+    parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
+    total = sum(p.nbytes * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
+    return total + sum(b.nbytes for b in handle.model.buffers())
+
+
+def _update_speed(handle: "Streamed") -> float:
+    """Bytes that an update reads and writes per second. What hides behind updates must not be thought to for longer
+    than they take."""
+    moves = handle.store.home is not Tier.DEVICE
+    found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
+    return found or _UPDATE_BYTES_PER_SECOND
+
+
+def _block_cost(handle: "Streamed", block: ParameterBlock, speed: float) -> BlockCost:
+    """Bytes and seconds of one parameter block under the handle's optimizer, updated at ``speed`` bytes per second."""
+    parameters = block.layout.nbytes
+    parts = tuple(part.nbytes for part in block.state_parts) if handle.update else ()
+    gradient, state = parameters if block.trainable else 0, sum(parts)
+    return BlockCost(
+        parameters,
+        gradient_nbytes=gradient,
+        optimizer_state_nbytes=state,
+        buffers_nbytes=block.frozen_layout.nbytes,
+        update_seconds=(2 * parameters + gradient + 2 * state) / speed,
+        update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
+        state_parts=parts,
+    )
+
+
+def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
+    """What is late, where all lies on the device: the last backward of all is that of the ``first`` chain's stage 0,
+    and what it holds beside what stays, more than an update takes, is free afterwards."""
+    if handle.store.home is not Tier.DEVICE or handle.update == "backward":
+        return Late()
+    outside = handle.outside_parameters()
+    late = tuple(p for p in outside if p.requires_grad and id(p) in observed.used_first)
+    cost, updating = first.stages[0], max((block.update_extra_nbytes for block in first.blocks), default=0)
+    room = cost.saved_nbytes + cost.cotangent_bytes + cost.backward_extra_nbytes - updating
+    return Late(late, min(sum(p.nbytes for p in late), max(0, room)))
+
+
+def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
+    """The chains of the segments."""
+    outside, speed = outside_nbytes(handle) + observed.before_nbytes, _update_speed(handle)
+    step = Step(
+        terms_of(handle), observed.segments, handle.store.uses,
+        [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
+        observed.turn.nbytes, observed.turn.seconds,
+    )  # fmt: skip
+    found = []
+    for number, segment in enumerate(observed.segments):
+        assert segment.travellers is not None
+        stages = list(segment.costs)
+        carried = segment.travellers.carried(stages)
+        found.append(step.profile(number, stages, segment.initial_nbytes, carried))
+    return found
