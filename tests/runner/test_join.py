@@ -21,7 +21,7 @@ def test_a_cotangent_leaves_with_the_strides_that_a_view_gives_it() -> None:
     leaves = tuple(stages[0].parameters())
     traits = with_dense([Traits(leaves=leaves), Traits(mutates=frozenset({0}))], written)
     runner = Runner(stages, traits, CPU)
-    _, tape = runner.record(1, runner.forward(0, state))
+    _, tape = runner.record(1, [runner.forward(0, [state])])
     turned = torch.randn(3, 2, 4).transpose(0, 1)
     (cotangent,), pairs = runner.backward(1, tape, [turned], {})
     assert cotangent is not None

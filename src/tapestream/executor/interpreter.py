@@ -36,10 +36,9 @@ from tapestream.runner.state import State
 class Interpreter:
     """One live call: the cursor in its schedule, the states, tapes and cotangents that exist now.
 
-    ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call). ``tail``: the
-    first of the stages that are recorded as one graph (see `tail_of`), None for none. ``moving``: stages whose saved
-    tensors the schedule moves (see `moved_saved`); ``parcels`` (None: nothing moves by stage) owns what is below the
-    device.
+    ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call). ``moving``: stages
+    whose saved tensors the schedule moves (see `moved_saved`); ``parcels`` (None: nothing moves by stage) owns what is
+    below the device.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Interpreter:
         *,
         blocks: Blocks | None = None,
         parcels: Parcels | None = None,
-        tail: int | None = None,
         moving: Container[int] = frozenset(),
     ) -> None:
         self.schedule, self.runner, self.blocks = schedule, runner, blocks
@@ -59,7 +57,6 @@ class Interpreter:
             runner.hooks = lambda k: travel.hooks(stages[k], k)
         self.live: State | None = None
         self.live_index = 0
-        self.tail = tail
         self.cotangents: dict[int, Gradients] = {}
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begun: Callable[[int], Gradients] | None = None  # by stage: where the sums of its inputs' gradients begin
@@ -218,8 +215,6 @@ class Interpreter:
                 if self._inside < stop - start:
                     return
                 self._inside = 0
-            case Record(stage) if stage == self.tail:
-                self._record_tail(stage)
             case Record(stage):
                 self._record(stage)
             case Backward(stage):
@@ -241,48 +236,42 @@ class Interpreter:
         self._next()
 
     def _forward(self, k: int) -> None:
-        state = self._live(k)
+        states = self._given(k)
         self._compute_begins(k)
-        self.live = self.runner.forward(k, state)
+        self.live = self.runner.forward(k, states)
         self.live_index = k + 1
         self._compute_ended(k)
 
     def _record(self, k: int) -> None:
-        state = self._live(k)
+        states = self._given(k)
         self._compute_begins(k)
         needed = self._output_needed(k)
-        out, tape = self.runner.record(k, state, output_needed=needed)
+        out, tape = self.runner.record(k, states, output_needed=needed)
         self.travel.recorded(k, tape)
         self.live, self.live_index = out if needed else None, k + 1
         self._compute_ended(k)
 
-    def _record_tail(self, k: int) -> None:
-        """Stage ``k`` and all after it; the last of their records is left pending."""
-        states, self.live = [self._live(k)], None
-        n = len(self.runner.stages)
-        self.live, self.travel.tapes[n - 1] = self.runner.record_tail(k, states)
-        self.live_index = n
-        for _ in range(k + 1, n):
-            self._next()
+    def _given(self, k: int) -> list[State]:
+        """State ``k`` for the runner, which is held on to only while a stage of one part runs: see `Runner`."""
+        states = [self._live(k)]
+        if len(self.runner.stages[k].parts) > 1:
+            self.live = None
+        return states
 
     def _backward(self, k: int) -> None:
         if self.live_index == k + 1:
             self.live = None
         tape = self.travel.consume(k)
         given = self.cotangents.pop(k + 1)
-        first = tape.first
-        begun = self.begun(first) if self.begun is not None else []
+        begun = self.begun(k) if self.begun is not None else []
         if not any(g is not None for g in given):
-            self.cotangents[first] = begun or [None] * len(tape.inputs)
+            self.cotangents[k] = begun or [None] * len(tape.inputs)
         else:
             self._compute_begins(k, backward=True)
-            self.cotangents[first], pairs = self.runner.backward(k, tape, given, self.sums, begun)
+            self.cotangents[k], pairs = self.runner.backward(k, tape, given, self.sums, begun)
             self.sums.update({id(leaf): (leaf, total) for leaf, total in pairs})
             self._compute_ended(k)
-        for _ in range(first, k):  # one graph: its other backwards are done
-            self._next()
-        for stage in range(first, k + 1):
-            self.runner.forget(stage)
+        self.runner.forget(k)
         if self.blocks is not None:
             self.blocks.backward_ended(k, self.sums)
 

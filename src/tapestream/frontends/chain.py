@@ -91,6 +91,8 @@ class Chain(nn.Module):
                 "make a plan for this chain (plan=None)"
             )
 
+    _fusing = True  # stages that a plan never parts may be run as one
+
     def __getstate__(self) -> dict[str, Any]:
         # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.
         return {**self.__dict__, "_plans": PlanCache(), "_live": dict.fromkeys(Tier, 0), "_below": None}
@@ -153,7 +155,9 @@ class Chain(nn.Module):
         else:
             plan = plan_with(below, profile, room, self.planner, self._knobs_for(traits, initial))
         check_lanes(plan, below)
-        return self._plans.add(initial, self._mode(), device, plan, traits, last, live=live)
+        return self._plans.add(
+            initial, self._mode(), device, plan, self._stages, traits, last, live=live, fusing=self._fusing
+        )
 
     def _knobs_for(self, traits: Sequence[Traits], initial: State) -> dict[str, Any]:
         return self._knobs
@@ -249,16 +253,14 @@ class Call:
     """One live call: the interpreter, and the bytes that it holds of the chain's budget until it dies."""
 
     def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
-        runner = Runner(chain._stages, prepared.traits, device, once=prepared.once)
-        # Under autocast each stage casts its weights by itself; the last stages of a Join are of several branches.
-        alone = runner.autocast.enabled or prepared.plan.profile.ends
-        tail = None if alone else prepared.tail
+        run = prepared.run
+        runner = Runner(run.stages, run.traits, device, once=prepared.once)
         self.below, parcels = chain._below_on(device), None
         if prepared.plan.simulation.bytes_moved:
             parcels = self.below.parcels((*initial.tensors, *prepared.leaves))
         self.parcels = parcels
         self.interpreter: Interpreter | None = Interpreter(
-            prepared.plan.schedule, runner, tail=tail, parcels=parcels, moving=prepared.moving
+            run.schedule, runner, parcels=parcels, moving=prepared.moving
         )
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None
@@ -302,10 +304,10 @@ class Call:
     def _run_forward(self, interpreter: Interpreter) -> State:
         interpreter.begin(self.initial)
         interpreter.run_phase(PhaseKind.FORWARD)
-        return interpreter.hand_over(len(self.chain._stages))
+        return interpreter.hand_over(len(interpreter.runner.stages))
 
     def _run_backward(self, interpreter: Interpreter, cotangents: Gradients) -> Gradients:
-        interpreter.cotangents[len(self.chain._stages)] = cotangents
+        interpreter.cotangents[len(interpreter.runner.stages)] = cotangents
         interpreter.run_phase(PhaseKind.BACKWARD)
         return interpreter.cotangents[0]
 

@@ -25,8 +25,8 @@ def check_deterministic(stages: Sequence[Stage], state: State, device: torch.dev
                 calls_autograd=True,
             )
             runner = Runner([stage], [cautious], device)
-            first = runner.forward(0, state)
-            second = runner.forward(0, state)
+            first = runner.forward(0, [state])
+            second = runner.forward(0, [state])
         if not first.same_structure(second):
             raise GradientError(f"{stage.name} returned two structures for one input")
         for a, b in zip(first.tensors, second.tensors, strict=True):

@@ -79,6 +79,8 @@ class Join(Chain):
                 stage = self._stages[k]
                 stage.name = f"branch {i}, {stage.name.replace(f'stage {k}', f'stage {k - start}')}"
 
+    _fusing = False  # each branch has an end of its own
+
     def forward(self, *states: Any) -> Any:
         """The head's result, or the last states of all branches; differentiable like any other tensor."""
         if len(states) != len(self._spans):

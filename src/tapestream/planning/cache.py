@@ -6,13 +6,13 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tapestream.executor.tail import tail_of
+from tapestream.executor.fused import Shorter, fused
 from tapestream.executor.travel.travel import moved_saved
 from tapestream.ir.schedule import run_once
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.private import may_change, tensors_in
-from tapestream.runner.stage import Traits
+from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State
 
 # A smaller input may use the plan of a larger one down to this share of its elements: below, a plan of its own
@@ -46,16 +46,15 @@ class ByShape(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a call needs to know: the plan, the stages' traits, the last state as a template, stages run once, the
-    first of those that may be recorded as one graph, and those whose saved tensors move."""
+    """All that a call needs to know: the plan, what is run by it (see `fused`), the last state as a template, and of
+    what is run those stages that are once, and those whose saved tensors move."""
 
     plan: Plan
-    traits: Sequence[Traits]
+    run: Shorter
     output: State
     leaves: tuple[torch.Tensor, ...]
     shapes: tuple[torch.Size, ...]
     once: frozenset[int]
-    tail: int
     moving: Container[int]
 
     @property
@@ -86,12 +85,14 @@ class PlanCache:
         mode: object,
         device: torch.device,
         plan: Plan,
+        stages: Sequence[Stage],
         traits: Sequence[Traits],
         output: State,
         *,
         live: object = 0,
+        fusing: bool = True,
     ) -> Prepared:
-        """Remember a new plan and what belongs to it."""
+        """Remember a new plan and what belongs to it. ``fusing``: stages may be run as one (see `fused`)."""
         leaves = {id(leaf): leaf for trait in traits for leaf in trait.leaves}
         # Only the structure of the last state is needed: its bytes must not stay.
         bare = State(
@@ -101,10 +102,12 @@ class PlanCache:
             output.slots,
             output.spec,
         )
-        once = run_once(plan.schedule)
-        moving = moved_saved(plan.schedule)
-        tail = tail_of(plan.schedule, once, traits, moving)
-        prepared = Prepared(plan, traits, bare, tuple(leaves.values()), shapes_of(state), once, tail, moving)
+        run = Shorter(plan.schedule, [*stages], [*traits])
+        if fusing and not Autocast.capture(device).enabled:  # where each stage casts its weights by itself
+            reading = {k for k, cost in enumerate(plan.profile.stages) if cost.reads_input}
+            run = fused(*run, reading)
+        once, moving = run_once(run.schedule), moved_saved(run.schedule)
+        prepared = Prepared(plan, run, bare, tuple(leaves.values()), shapes_of(state), once, moving)
         self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
         self.last = plan
         return prepared

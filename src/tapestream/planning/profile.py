@@ -120,7 +120,7 @@ def profile_stage(
         runner = Runner([stage], [traits], device)
         if out is None:
             snapshot.put_back()
-            out = runner.forward(0, state)
+            out = runner.forward(0, [state])
         kind = (looks[0] if uneven else looks, escapes, _kind_of(state, out, traits))
         known = _as_known(alike, kind, traits, saves)
         if known is not None:
@@ -129,7 +129,7 @@ def profile_stage(
         if steady:
             runner.ran(0)
         elif 0 not in runner.seen:
-            out = runner.forward(0, state)  # the first run leaves behind what recomputes need
+            out = runner.forward(0, [state])  # the first run leaves behind what recomputes need
         skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
@@ -192,10 +192,9 @@ def _discover(
         before = [t._version for t in inputs]
         tree = _called(stage, state.tree(inputs), reading)
         observed.inside = False
-    mutates = (i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
+    mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     check_passable(stage.name, out, live)
-    mutated = frozenset(mutates)
     _check_aliases(stage.name, state, mutated)
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
@@ -218,6 +217,7 @@ def _discover(
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
         reads=reading.found,
+        saves=len(looks[1]),
     )
     drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
     lives = observed.something_lives()

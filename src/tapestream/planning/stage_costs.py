@@ -31,7 +31,7 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     if first and device.type == "cuda":
         _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
     with watch.measured() as meter:
-        seconds, out = timed(device, lambda: runner.forward(0, state))
+        seconds, out = timed(device, lambda: runner.forward(0, [state]))
     output_nbytes = _made_nbytes(state, out)
     cost, tape = _measure_record(runner, state, output_nbytes, watch)
     backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
@@ -55,8 +55,8 @@ def settled(runner: Runner, state: State, out: State, cost: StageCost, device: t
     forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
     end = time.perf_counter() + _SETTLING_SECONDS
     for _ in range(_MOST_RUNS):
-        forward = min(forward, timed(device, lambda: runner.forward(0, state))[0])
-        seconds, (_, tape) = timed(device, lambda: runner.record(0, state))
+        forward = min(forward, timed(device, lambda: runner.forward(0, [state]))[0])
+        seconds, (_, tape) = timed(device, lambda: runner.record(0, [state]))
         record = min(record, seconds)
         run = partial(runner.backward, 0, tape, _cotangents(tape, out), {})
         backward = min(backward, timed(device, run)[0])
@@ -78,7 +78,7 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
 
     runner.hooks = lambda _: (pack, lambda tensor: tensor)
     with watch.measured() as meter:
-        seconds, (out, tape) = timed(watch.device, lambda: runner.record(0, state))
+        seconds, (out, tape) = timed(watch.device, lambda: runner.record(0, [state]))
     runner.hooks = None
     inputs, outputs = storages(state.tensors), storages(out.tensors)
     saved = max(0, meter.end_nbytes - output_nbytes)
@@ -119,7 +119,7 @@ def measure_skewed(
     try:
         runner = Runner([stage], [traits], watch.device, once=(0,))
         with watch.measured() as meter:
-            out = runner.forward(0, state)
+            out = runner.forward(0, [state])
         snapshot.put_back()
         output_nbytes = _made_nbytes(state, out)
         runner = Runner([stage], [traits], watch.device, once=(0,))

@@ -19,7 +19,7 @@ def try_without_graph(runner: Runner, state: State, out: State) -> None:
         return
     runner.traits = [replace(known, plain_forward=True)]
     try:
-        plain = runner.forward(0, state)
+        plain = runner.forward(0, [state])
     except RuntimeError:  # the stage differentiates something of its own
         runner.traits = [known]
         return

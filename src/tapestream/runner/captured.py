@@ -4,7 +4,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,3 +30,16 @@ def leaves_captured(function: Any) -> list[torch.Tensor]:
     """Tensors that a function closes over and that may get a ``.grad``, parameters of modules aside."""
     found = cell_contents(function) if inspect.isfunction(function) else ()
     return [one for one in found if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]
+
+
+class InTurn:
+    """Functions from state to state, one after the other."""
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
+        self.functions = tuple(functions)
+
+    def __call__(self, state: Any) -> Any:
+        """The last one's result."""
+        for function in self.functions:
+            state = function(state)
+        return state

@@ -6,13 +6,13 @@ change the bits of kernels after them. Where nothing else uses b, as in a linear
 ReLU in place after it, it is enough to make the strides the same.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tapestream.runner.captured import InTurn
 from tapestream.runner.graph import flows_alone
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
@@ -90,7 +90,7 @@ def join(stages: Sequence[Stage], stretches: Sequence[range]) -> list[Stage]:
         last = stretch[-1]
         for k in stretch[:-1]:
             joined[k] = Stage(k, _pass_on)
-        joined[last] = Stage(last, functools.partial(_in_turn, tuple(stages[k].function for k in stretch)))
+        joined[last] = Stage(last, InTurn([stages[k].function for k in stretch]))
         joined[last].name = f"stages {stretch[0]} to {last} (joined: {stages[last].name} writes into a view)"
     return joined
 
@@ -101,10 +101,4 @@ def with_dense(traits: Sequence[Traits], written: Written) -> list[Traits]:
 
 
 def _pass_on(state: Any) -> Any:
-    return state
-
-
-def _in_turn(functions: tuple[Callable[[Any], Any], ...], state: Any) -> Any:
-    for function in functions:
-        state = function(state)
     return state

@@ -1,6 +1,5 @@
 """`Runner`: forward, record and backward of single stages within one live call."""
 
-import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -13,12 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
-from tapestream.runner.graph import next_sequence_number, reached_leaves, user_of
+from tapestream.runner.fused import PartBorders
+from tapestream.runner.graph import reached_leaves, user_of
 from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, hooks_off, mark
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.seen import Seen, first_run, written
 from tapestream.runner.stage import Stage, Traits
-from tapestream.runner.state import State, replica, take_apart, tensors_in
+from tapestream.runner.state import State, replica, take_apart
 from tapestream.runner.stills import Look
 from tapestream.runner.unneeded import End, LeftOut, end_left_out
 
@@ -30,24 +30,25 @@ Sums = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(slots=True)
 class Tape:
-    """One recorded stage (``first``), or several in one graph from ``first`` on, ready for its backward.
+    """One recorded stage, ready for its backward.
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``edges``: where each output's
     cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
-    for a stand-in the weight it stands for. ``watch``: the guard between the stages of one graph.
+    for a stand-in the weight it stands for. ``watch``: the guard between the parts of the stage.
     """
 
-    first: int
     inputs: list[GradientEdge | None]
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
-    watch: Watch | None = None
+    watch: Watch
 
 
 class Runner:
     """Runs the stages of one live call; a recompute sees what the first run saw.
 
+    States are given in lists, which are emptied: of a stage of several parts nothing but its graph, and whoever has
+    kept it, then holds the state before it. (A part at work holds its own.)
     ``hooks`` gives, per stage, the saved-tensor hooks to record under (None: plain recording). ``once``: stages that
     run a single time, so that nothing is noted for recomputes. ``resident``: parameters keep their addresses.
     """
@@ -71,13 +72,13 @@ class Runner:
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
-    def forward(self, k: int, state: State) -> State:
-        """Run stage ``k`` and keep nothing but its output."""
+    def forward(self, k: int, states: list[State]) -> State:
+        """Run stage ``k`` on the only one of ``states`` and keep nothing but its output."""
         traits = self.traits[k]
         with self._surroundings(k):
             if traits.plain_forward:
                 with torch.no_grad():
-                    tree = self._call(k, state, [t.detach() for t in self._inputs(k, state)])
+                    tree = self._call(k, states, [t.detach() for t in self._inputs(k, states[0])])
                 out, _ = take_apart(tree)
                 # Such a stage gave all its floating outputs a gradient; where one has none, a cotangent too many is
                 # dropped.
@@ -85,46 +86,50 @@ class Runner:
             else:
                 pack, unpack = self._dropping(k, keep=traits.calls_autograd)
                 with saved_tensors_hooks(pack, unpack):
-                    guarded, _ = self.guarded(k, state)
-                    tree = self._call(k, state, guarded)
+                    guarded, _ = self.guarded(k, states[0])
+                    tree = self._call(k, states, guarded)
                 out, _ = take_apart(tree)
         return out
 
-    def record(self, k: int, state: State, *, output_needed: bool = True) -> tuple[State, Tape]:
-        """Run stage ``k`` and keep its saved tensors in a Tape.
+    def record(self, k: int, states: list[State], *, output_needed: bool = True) -> tuple[State, Tape]:
+        """Run stage ``k`` on the only one of ``states`` and keep its saved tensors in a Tape.
 
         Unless its output is needed, a recompute may leave out what follows the last saved tensor; the state then has no
         tensors.
         """
         end = self.traits[k].end
         if end is not None and not output_needed and k in self.seen:
+            again = [*states]
             try:
-                return self._record(k, state, end)
+                return self._record(k, states, end)
             except Exception:  # the user's code may stumble over numbers that are none, too
                 self.traits = [*self.traits]
                 self.traits[k] = replace(self.traits[k], end=None)
-        return self._record(k, state, None)
+                states = again
+        return self._record(k, states, None)
 
-    def _record(self, k: int, state: State, end: End | None) -> tuple[State, Tape]:
+    def _record(self, k: int, states: list[State], end: End | None) -> tuple[State, Tape]:
+        borders = PartBorders(self.stages[k].parts)
         with self._surroundings(k):
-            since = next_sequence_number()
             with self.watch.opened(), self._recording(k, end) as left_out:
-                guarded, inputs = self.guarded(k, state)
+                guarded, inputs = self.guarded(k, states[0])
+                own = [weakref.ref(t) for t in guarded]
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
-                    tree = self._call(k, state, guarded)
+                    tree = self._call(k, states, guarded, borders)
             out, live = take_apart(tree)
-        reached = reached_leaves(live, since, self.stages[k].name, self.own_leaves(guarded))
+        mine = self.own_leaves([t for t in (reference() for reference in own) if t is not None])
+        reached = reached_leaves(live, borders.starts[0], borders.name_of, mine)
         if self.traits[k].makes_leaves:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
-        self._check_known(owners, (self.traits[k],), lambda stranger: self.stages[k].name)
+        self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
         edges = _edges(live)
         if isinstance(left_out, LeftOut):
             out = replace(out, tensors=())
             del tree, live
             left_out.check_dropped()
-        return out, Tape(k, inputs, edges, reached, owners)
+        return out, Tape(inputs, edges, reached, owners, borders.watch)
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
@@ -133,43 +138,6 @@ class Runner:
             pack, unpack = hooks or (torch.Tensor.detach, lambda tensor: tensor)
             return end_left_out(end, pack, unpack, self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
-
-    def record_tail(self, k: int, states: list[State]) -> tuple[State, Tape]:
-        """Run stage ``k`` and all after it, each for the only time, as one graph: plain PyTorch with guards.
-
-        ``states`` holds state k alone and is emptied, so that nothing but the graph keeps that state. Hooks at the
-        borders inside stop a backward from outside.
-        """
-        watch, starts = Watch(), [next_sequence_number()]
-        with self._surroundings(k):
-            state = states.pop()
-            guarded, inputs = self.guarded(k, state)
-            own = [weakref.ref(t) for t in guarded]
-            tree = self._call(k, state, guarded)
-            # The caller's own tensors stay in sight: a later stage may not write into them either.
-            callers, versions = (state, state.versions) if k == 0 else (None, ())
-            del state, guarded
-            for j in range(k + 1, len(self.stages)):
-                self._run_once(j)
-                watch.stand_before(self.stages[j].name, tensors_in(tree))
-                starts.append(next_sequence_number())
-                self.runs += 1
-                tree = self.stages[j].function(tree)
-                if callers is not None and callers.versions != versions:
-                    raise self._changed_input(j)
-            out, live = take_apart(tree)
-
-        def name_of(sequence_number: int) -> str:
-            return self.stages[k + bisect.bisect_right(starts, sequence_number) - 1].name
-
-        mine = frozenset(id(t) for t in (self._root, *(reference() for reference in own)))
-        reached = reached_leaves(live, starts[0], name_of, mine)
-        traits = self.traits[k:]
-        if any(trait.makes_leaves for trait in traits):
-            known = {id(leaf) for trait in traits for leaf in trait.leaves}
-            reached = [leaf for leaf in reached if id(leaf) in known]
-        self._check_known(reached, traits, lambda stranger: name_of(user_of(live, stranger)))
-        return out, Tape(k, inputs, _edges(live), reached, reached, watch)
 
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Sums, begun: Gradients | None = None
@@ -197,12 +165,12 @@ class Runner:
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not thawed:
             return [None] * len(tape.inputs), []
-        with hooks_off(tape.leaves), (self.watch if tape.watch is None else tape.watch).opened():
+        with hooks_off(tape.leaves), self.watch.opened(), tape.watch.opened():
             roots, seeds = zip(*entering, strict=True)
             found = torch.autograd.grad(roots, (*wanted, *(leaf for leaf, _ in thawed)), seeds, allow_unused=True)
         of_inputs = iter(found[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
-        for i in self.traits[tape.first].dense:
+        for i in self.traits[k].dense:
             cotangent = cotangents_in[i]
             cotangents_in[i] = None if cotangent is None else cotangent.contiguous()
         pairs = zip((owner for _, owner in thawed), found[len(wanted) :], strict=True)
@@ -236,19 +204,24 @@ class Runner:
         a gradient."""
         return frozenset(id(t) for t in (self._root, *guarded))
 
-    def _call(self, k: int, state: State, inputs: list[torch.Tensor]) -> Any:
-        before = state.versions
-        self.runs += 1
-        tree = self.stages[k].function(state.tree(inputs))
-        if state.versions != before:
-            raise self._changed_input(k)
+    def _call(self, k: int, states: list[State], inputs: list[torch.Tensor], borders: PartBorders | None = None) -> Any:
+        """Stage ``k`` on ``inputs``, part by part. Both lists are emptied."""
+        state: State | None = states.pop()
+        assert state is not None
+        before, tree = state.versions, state.tree(inputs)
+        inputs.clear()
+        for number, part in enumerate(self.stages[k].parts):
+            if number and borders is not None:
+                borders.stand_before(part, tree)
+            self.runs += 1
+            tree = part.function(tree)
+            if state is not None and state.versions != before:
+                raise GradientError(
+                    f"{part.name} changed its input in place, which it did not do when it was profiled; "
+                    "make the operation out of place"
+                )
+            state = state if k == 0 else None  # the caller's own tensors stay in sight
         return tree
-
-    def _changed_input(self, k: int) -> GradientError:
-        return GradientError(
-            f"{self.stages[k].name} changed its input in place, which it did not do when it was profiled; "
-            "make the operation out of place"
-        )
 
     def _run_once(self, k: int) -> None:
         """Note the only run of a stage in ``once``."""
@@ -302,10 +275,8 @@ class Runner:
 
         return pack, unpack
 
-    def _check_known(
-        self, reached: Sequence[torch.Tensor], traits: Sequence[Traits], name_of: Callable[[torch.Tensor], str]
-    ) -> None:
-        known = {id(leaf) for trait in traits for leaf in trait.leaves}
+    def _check_known(self, reached: Sequence[torch.Tensor], k: int, name_of: Callable[[torch.Tensor], str]) -> None:
+        known = {id(leaf) for leaf in self.traits[k].leaves}
         strangers = [leaf for leaf in reached if id(leaf) not in known]
         if strangers:
             raise InputError(

@@ -28,7 +28,8 @@ class Traits:
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
     tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that out.
     ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
-    gone with it. ``reads``: it takes numbers out of tensors other than by an operation.
+    gone with it. ``reads``: it takes numbers out of tensors other than by an operation. ``saves``: how many tensors it
+    saves for its backward.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -43,6 +44,7 @@ class Traits:
     uncast: frozenset[int] = frozenset()
     makes_leaves: bool = False
     reads: bool = False
+    saves: int = 0
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None
@@ -64,6 +66,11 @@ class Stage:
         if not isinstance(function, nn.Module):
             label = getattr(function, "__name__", label)
         self.name = f"stage {index} ({label})"
+
+    @property
+    def parts(self) -> "tuple[Stage, ...]":
+        """The stages that it runs, in order: itself (see `Fused`)."""
+        return (self,)
 
     def calling(self, function: Callable[[Any], Any]) -> "Stage":
         """The same stage with another callable, for one call with arguments of its own."""

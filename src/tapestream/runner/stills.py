@@ -16,7 +16,7 @@ from torch.nn.modules import module as every
 
 from tapestream.errors import GradientError
 from tapestream.runner.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
-from tapestream.runner.captured import cell_contents, globals_named
+from tapestream.runner.captured import InTurn, cell_contents, globals_named
 
 _EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
     every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks,
@@ -263,6 +263,10 @@ class _Reads:
 
 def _reads_of(function: Any) -> Iterator[_Reads]:
     given: tuple[Any, ...] = ()
+    if isinstance(function, InTurn):
+        for one in function.functions:
+            yield from _reads_of(one)
+        return
     while isinstance(function, (functools.partial, types.MethodType)):
         if isinstance(function, functools.partial):
             given, function = (*given, *function.args, *function.keywords.values()), function.func

@@ -1,0 +1,136 @@
+"""Which stages a schedule never parts: what it does with one of them, it does with all, one right after the other."""
+
+from collections.abc import Container, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from tapestream.ir.actions import (
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Kind,
+    Offload,
+    Prefetch,
+    Record,
+    Restore,
+    Value,
+    Wait,
+)
+from tapestream.ir.schedule import Schedule
+from tapestream.runner.fused import Fused, fused_traits
+from tapestream.runner.stage import Stage, Traits
+
+_MOST_ACTIONS = 1_000_000
+
+
+class Shorter(NamedTuple):
+    """A schedule, its stages and their traits."""
+
+    schedule: Schedule
+    stages: list[Stage]
+    traits: list[Traits]
+
+
+def fused(
+    schedule: Schedule, stages: Sequence[Stage], traits: Sequence[Traits], reading_input: Container[int]
+) -> Shorter:
+    """The same with stages that ``schedule`` never parts as one. ``reading_input``: see `fused_traits`.
+
+    The bytes are the same at every moment: each state inside is dropped when the next one is made, a graph frees what
+    it saved as it is differentiated, and the cotangent that it holds meanwhile is the caller's own.
+    """
+    borders = _borders(schedule, traits)
+    if len(borders) == len(stages) + 1:
+        return Shorter(schedule, [*stages], [*traits])
+    place = {border: k for k, border in enumerate(borders)}
+    actions = tuple(_renumbered(action, place) for action in schedule if not _inside(action, place))
+    parts = [range(a, b) for a, b in pairwise(borders)]
+    return Shorter(
+        Schedule.of(actions, len(parts), resident=schedule.resident, planner=schedule.planner),
+        [stages[one[0]] if len(one) == 1 else Fused(k, [stages[j] for j in one]) for k, one in enumerate(parts)],
+        [
+            traits[one[0]]
+            if len(one) == 1
+            else fused_traits([traits[j] for j in one], reads_input=one[0] in reading_input)
+            for one in parts
+        ],
+    )
+
+
+def _borders(schedule: Schedule, traits: Sequence[Traits]) -> list[int]:
+    """Where one stage must end and another begin. A stage that writes into its input gets a copy of it, and one that
+    differentiates inside keeps its own tape until it ends: these begin one, and are alone."""
+    n = len(traits)
+    if schedule.size > _MOST_ACTIONS:
+        return [*range(n + 1)]
+    found = {0, n}
+    for k, one in enumerate(traits):
+        found |= {k} if one.mutates else set()
+        found |= {k, k + 1} if one.calls_autograd else set()
+    before: Action | None = None
+    for action in schedule:
+        _add_borders(found, before, action)
+        before = action
+    _add_borders(found, before, None)
+    return sorted(found)
+
+
+def _add_borders(found: set[int], before: Action | None, action: Action | None) -> None:
+    """What ``action``, and that it comes after ``before``, says of borders."""
+    in_turn = False
+    match before, action:
+        case (Record(a), Record(b)) | (Backward(b), Backward(a)):
+            in_turn = b == a + 1
+    if not in_turn:
+        for one, at in ((before, 1), (action, 0)):
+            match one:
+                case Record(k):
+                    found.add(k + at)
+                case Backward(k):
+                    found.add(k + 1 - at)
+                case _:
+                    pass
+    match action:
+        case Forward(start, stop):
+            found |= {start, stop}
+        case Keep(k) | Restore(k):
+            found.add(k)
+        case Offload(value) | Prefetch(value) | Wait(value) | Free(value) if value.kind is Kind.STATE:
+            found.add(value.index)
+        case Offload(value) | Prefetch(value) | Wait(value) | Free(value) if value.kind.by_stage:
+            found |= {value.index, value.index + 1}
+        case _:
+            pass
+
+
+def _inside(action: Action, place: Container[int]) -> bool:
+    """Whether the first of the records, or of the backwards, says it all."""
+    match action:
+        case Record(k):
+            return k not in place
+        case Backward(k):
+            return k + 1 not in place
+        case _:
+            return False
+
+
+def _renumbered(action: Action, place: dict[int, int]) -> Action:
+    match action:
+        case Forward(start, stop):
+            return Forward(place[start], place[stop])
+        case Backward(k):
+            return Backward(place[k + 1] - 1)
+        case Record(k) | Keep(k) | Restore(k):
+            return type(action)(place[k])
+        case Offload(value, source, target) | Prefetch(value, source, target) if value.kind.by_stage:
+            return type(action)(_of_value(value, place), source, target)
+        case Wait(value, tier) | Free(value, tier) if value.kind.by_stage:
+            return type(action)(_of_value(value, place), tier)
+        case _:
+            return action
+
+
+def _of_value(value: Value, place: dict[int, int]) -> Value:
+    return Value(value.kind, place[value.index], value.part)
