@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ class _Token:
 
 
 class Observer:
-    """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it."""
+    """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it.
+    ``ending_seconds``: from the last saved tensor to the stage's end."""
 
     def __init__(self) -> None:
-        self.inside, self.called = True, False
+        self.inside, self.called, self.ending_seconds = True, False, 0.0
+        self._packed_at = perf_counter()
         self.shapes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         self._packed: list[weakref.ref[_Saved | _Token]] = []
 
@@ -33,7 +36,12 @@ class Observer:
         self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
         saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
         self._packed.append(weakref.ref(saved))
+        self._packed_at = perf_counter()
         return saved
+
+    def ended(self) -> None:
+        """The stage has."""
+        self.inside, self.ending_seconds = False, perf_counter() - self._packed_at
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
         self.called = self.called or self.inside

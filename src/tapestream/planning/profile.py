@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
-_LONG_SECONDS = 1e-3  # below, leaving out the end of a recompute costs more than it saves
+_LONG_SECONDS = 2e-4  # of the end of a recompute: to leave out a shorter one costs more than it saves
 Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 """A stage's graph: the names of its nodes, and what is saved for each tensor saved: shape, strides, dtype."""
 
@@ -115,7 +116,7 @@ def profile_stage(
     check_modules(stage.name, stage.modules)
     snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
     try:
-        traits, escapes, looks, out, steady = _discover(stage, state, device, snapshot, profiled.changes)
+        traits, escapes, looks, out, steady, ending = _discover(stage, state, device, snapshot, profiled.changes)
         uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
         runner = Runner([stage], [traits], device)
         if out is None:
@@ -141,7 +142,7 @@ def profile_stage(
         if short:
             with watch.paused():
                 cost = settled(runner, state, out, cost, device)
-        if cost.forward_seconds >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
+        if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
             runner.traits = [replace(runner.traits[0], end=End(len(looks[1])))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
             runner.traits = [replace(runner.traits[0], draws_host=True)]
@@ -174,13 +175,24 @@ def _kind_of(state: State, out: State, traits: Traits) -> object:
     return state.signature(), out.signature(), shared, found, tuple((t.shape, t.dtype) for t in traits.leaves)
 
 
+class _Discovered(NamedTuple):
+    """What a stage writes, draws and reaches; whether its graph outlives its output, and what that graph looks like;
+    its output (None where that lies in the copies that the run got of its inputs); whether a recompute of it is a run
+    like any other: it drew nothing and wrote no buffers; seconds that what follows its last saved tensor takes."""
+
+    traits: Traits
+    escapes: bool
+    looks: Looks
+    out: State | None
+    steady: bool
+    ending_seconds: float
+
+
 def _discover(
     stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot, changes: list[Change]
-) -> tuple[Traits, bool, Looks, State | None, bool]:
-    """Run the stage under observation: what it writes, draws and reaches, whether its graph outlives its output, what
-    that graph looks like, its output (None where that lies in the copies that the run got of its inputs), and whether
-    a recompute of it is a run like any other: it drew nothing and wrote no buffers. What it changes besides is added
-    to ``changes``; raises InputError where it would find that changed when it runs again."""
+) -> _Discovered:
+    """Run the stage under observation. What it changes besides its buffers is added to ``changes``; raises InputError
+    where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
     host, observed, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
@@ -191,7 +203,7 @@ def _discover(
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = _called(stage, state.tree(inputs), reading)
-        observed.inside = False
+        observed.ended()
     mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     check_passable(stage.name, out, live)
@@ -233,7 +245,9 @@ def _discover(
     drawn = check_runs_alike(stage, belongings, again, changes)
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
-    return traits, lives, looks, own, not drew and not drawn and not traits.buffers
+    # What a GPU is asked to do ends later than the call.
+    ending = observed.ending_seconds if device.type == "cpu" else math.inf
+    return _Discovered(traits, lives, looks, own, not drew and not drawn and not traits.buffers, ending)
 
 
 def _called(stage: Stage, tree: Any, reading: Reading) -> Any:

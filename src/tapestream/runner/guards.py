@@ -84,14 +84,18 @@ Mark: TypeAlias = tuple[int, int]
 """What tells that a tensor was written into, or given other bytes by ``tensor.data = ..``."""
 
 
+_WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
+
+
 def mark(tensor: torch.Tensor) -> Mark:
     """The version counter, and the address (0 for tensors that have none: fake and sparse ones, those of
     `torch.func`)."""
-    address = 0
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            address = tensor.data_ptr()
-    return tensor._version, address
+    if type(tensor) in _WITH_ADDRESS:
+        try:
+            return tensor._version, tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):
+            pass
+    return tensor._version, 0
 
 
 def check_versions(

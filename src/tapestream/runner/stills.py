@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -61,13 +61,14 @@ class Stills:
     """Where ``modules`` hold what they read. It is looked at after the first run of a stage and before each recompute,
     so that most is done by comparing what is held by identity; where to look is found anew when that has changed."""
 
-    __slots__ = ("_dicts", "_functions", "_held", "_plain", "draws_host", "late", "modules")
+    __slots__ = ("_dicts", "_ends", "_functions", "_held", "_keys", "_plain", "draws_host", "late", "modules")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
         self.late = tuple[Slot, ...]()  # buffers that it writes at times, though not when it was profiled
         self.draws_host = False  # the same of Python's and NumPy's generators
         self._held: list[Any] | None = None
+        self._keys, self._ends = list[Any](), list[int]()
         self._dicts = list[dict[Any, Any]]()
         self._functions = list[_Reads]()
         self._plain = list[nn.Parameter]()
@@ -75,14 +76,8 @@ class Stills:
     def look(self, function: Any, written: Sequence[Slot]) -> Look:
         """At what the stage ``function`` with these modules sees now. ``written``: what it writes into itself, which
         recomputes get back in another way (see `BufferSnapshot`)."""
-        held = [*chain.from_iterable(map(dict.values, self._dicts))]
-        if self._held is None or not _identical(held, self._held):
+        if self._held is None or not _identical([*chain.from_iterable(map(dict.values, self._dicts))], self._held):
             self._find()
-            self._held = held = [*chain.from_iterable(map(dict.values, self._dicts))]
-        keys, ends, end = [*chain.from_iterable(self._dicts)], list[int](), 0
-        for one in self._dicts:
-            end += len(one)
-            ends.append(end)
         buffers = chain.from_iterable(map(dict.values, self._dicts[_BUFFERS : _PLACES * len(self.modules) : _PLACES]))
         own = {id(module._buffers.get(name)) for module, name in written}
         still = [b for b in buffers if b is not None and id(b) not in own]
@@ -90,7 +85,8 @@ class Stills:
         captured, marks = list[Any](), list[Any]()
         for reads in (*self._functions, *_reads_of(function)):
             reads.into(captured, marks)
-        return Look(held, keys, ends, still, [_version(t) for t in still], captured, marks)
+        assert self._held is not None
+        return Look(self._held, self._keys, self._ends, still, [_version(t) for t in still], captured, marks)
 
     def _find(self) -> None:
         self._dicts = [
@@ -100,6 +96,9 @@ class Stills:
                           m._backward_hooks, m._backward_pre_hooks)
         ]  # fmt: skip
         self._dicts += _EVERY_HOOKS
+        self._held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        self._keys = [*chain.from_iterable(self._dicts)]
+        self._ends = [*accumulate(map(len, self._dicts))]
         parameters = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
         self._plain = list(parameters.values())
         forwards = {id(type(m)): type(m).forward for m in self.modules}
@@ -216,7 +215,7 @@ def _of_buffers(
 
 
 def _identical(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
+    return a is b or (len(a) == len(b) and all(map(is_, a, b)))
 
 
 def _version(tensor: torch.Tensor) -> int:
