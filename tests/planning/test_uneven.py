@@ -84,8 +84,10 @@ def test_the_profile_of_an_even_batch_bounds_the_bytes_of_all(
         assert all(getattr(bound, name) >= getattr(cost, name) for cost in skewed), name
 
 
-def test_blocks_with_the_same_experts_are_profiled_once() -> None:
-    """Their routers send other numbers of tokens to each expert, so that no two tapes have the same shapes."""
+@pytest.mark.parametrize("idle", [None, 1, 3])
+def test_blocks_with_the_same_experts_are_profiled_once(idle: int | None) -> None:
+    """Their routers send other numbers of tokens to each expert, so that no two tapes have the same shapes; to one
+    expert of block ``idle`` they send none, so that its graph has fewer nodes."""
     torch.manual_seed(0)
     blocks = [Experts(1, stacked=False) for _ in range(4)]
     runs = [0] * len(blocks)
@@ -99,6 +101,9 @@ def test_blocks_with_the_same_experts_are_profiled_once() -> None:
     for number, block in enumerate(blocks):
         block.before.reset_parameters()
         block.register_forward_hook(counted(number))
+        if number == idle:
+            with torch.no_grad():
+                block.before.bias[2] -= 100
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
     found = profile_stages([Stage(k, block) for k, block in enumerate(blocks)], take_apart(x)[0], CPU)[0]
     assert len(set(found.stages)) == 1

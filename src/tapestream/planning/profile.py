@@ -33,6 +33,7 @@ from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
 _LONG_SECONDS = 2e-4  # of the end of a recompute: to leave out a shorter one costs more than it saves
+_SETTLED, _MOST_KINDS = set[object](), 1000
 Looks: TypeAlias = tuple[tuple[str, ...], tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 """A stage's graph: the names of its nodes, and what is saved for each tensor saved: shape, strides, dtype."""
 
@@ -122,7 +123,8 @@ def profile_stage(
         if out is None:
             snapshot.put_back()
             out = runner.forward(0, [state])
-        kind = (looks[0] if uneven else looks, escapes, _kind_of(state, out, traits))
+        # An expert that no token goes to leaves no nodes of its own.
+        kind = (frozenset(looks[0]) if uneven else looks, escapes, _kind_of(state, out, traits))
         known = _as_known(alike, kind, traits, saves)
         if known is not None:
             return *known, out
@@ -141,7 +143,7 @@ def profile_stage(
         short = cost.forward_seconds < SHORT_SECONDS
         if short:
             with watch.paused():
-                cost = settled(runner, state, out, cost, device)
+                cost = settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
         if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
             runner.traits = [replace(runner.traits[0], end=End(len(looks[1])))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
@@ -153,6 +155,15 @@ def profile_stage(
     cost = cost if skew is None else skew.bound(cost)
     alike[kind] = Known(cost, runner.traits[0], saves)
     return cost, runner.traits[0], out
+
+
+def _is_settled(kind: object) -> bool:
+    """Whether short stages of this kind have settled in this process, of whatever shapes; from now on, they have."""
+    known = kind in _SETTLED
+    if len(_SETTLED) >= _MOST_KINDS:
+        _SETTLED.clear()
+    _SETTLED.add(kind)
+    return known
 
 
 def _as_known(

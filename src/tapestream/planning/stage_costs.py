@@ -21,6 +21,7 @@ from tapestream.storage.meter import MemoryWatch
 SHORT_SECONDS = 5e-3
 _COLD = 4  # times a forward: a first backward that takes longer is timed again
 _SETTLING_SECONDS, _MOST_RUNS = 0.02, 8
+_AGAIN_SECONDS = 0.002
 T = TypeVar("T")
 
 
@@ -49,11 +50,14 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     ), out
 
 
-def settled(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
+def settled(
+    runner: Runner, state: State, out: State, cost: StageCost, device: torch.device, *, again: bool
+) -> StageCost:
     """The cost with the least seconds of several runs: the first few of a short stage, in which memory is fetched from
-    the system and caches fill, take several times as long as the thousands that follow."""
+    the system and caches fill, take several times as long as the thousands that follow. ``again``: a stage like it has
+    been, of another shape, and fewer do."""
     forward, record, backward = cost.forward_seconds, cost.recorded_seconds, cost.backward_seconds
-    end = time.perf_counter() + _SETTLING_SECONDS
+    end = time.perf_counter() + (_AGAIN_SECONDS if again else _SETTLING_SECONDS)
     for _ in range(_MOST_RUNS):
         forward = min(forward, timed(device, lambda: runner.forward(0, [state]))[0])
         seconds, (_, tape) = timed(device, lambda: runner.record(0, [state]))
