@@ -7,7 +7,7 @@ every copy is made just in time and waited for at once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 
 import numpy as np
 
@@ -211,15 +211,17 @@ class _Walk:
         """Take note of copies that have ended: values that left, values half-way in that may go on."""
         for pair in self.clock.pairs.values():
             pair.advance(self.clock.now)
-        for transit in tuple(self.moving):
-            while not transit.ended and self._complete(transit):
-                if not transit.outward and not transit.last and not self._fits(transit.stay, position):
-                    break
-                self._advance(transit, position)
+        for transit in tuple(self.moving):  # few of many have: a call for each would take most of the time of planning
+            job = transit.job
+            if job is None or job.end <= self.clock.now:
+                self._go_on(transit, position)
 
-    def _complete(self, transit: _Transit) -> bool:
-        job = transit.job
-        return job is None or (not isnan(job.end) and job.end <= self.clock.now)
+    def _go_on(self, transit: _Transit, position: int) -> None:
+        """The copy under way has ended, and perhaps later ones too."""
+        while not transit.ended and (transit.job is None or transit.job.end <= self.clock.now):
+            if not transit.outward and not transit.last and not self._fits(transit.stay, position):
+                break
+            self._advance(transit, position)
 
     def _look_ahead(self, position: int) -> None:
         """Start copies of later stays, in order of need, as far as memory goes."""
