@@ -4,6 +4,8 @@ from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from tapestream.ir.actions import (
     Action,
     Backward,
@@ -19,10 +21,15 @@ from tapestream.ir.actions import (
     Wait,
 )
 from tapestream.ir.schedule import Schedule
+from tapestream.runner.buffers import held
+from tapestream.runner.depth import SHALLOW
 from tapestream.runner.fused import Fused, fused_traits
 from tapestream.runner.stage import Stage, Traits
 
-_MOST_ACTIONS = 1_000_000
+_MOST_ACTIONS = 100_000  # of a schedule that is walked, as for `run_once`
+_MOST_NODES = SHALLOW // 2
+_LITTLE_NBYTES = 2**16
+"""Of buffers that a stage writes: recomputes hold copies of those of all that is run as one."""
 
 
 class Shorter(NamedTuple):
@@ -60,21 +67,42 @@ def fused(
 
 
 def _borders(schedule: Schedule, traits: Sequence[Traits]) -> list[int]:
-    """Where one stage must end and another begin. A stage that writes into its input gets a copy of it, and one that
-    differentiates inside keeps its own tape until it ends: these begin one, and are alone."""
+    """Where one stage must end and another begin."""
     n = len(traits)
     if schedule.size > _MOST_ACTIONS:
         return [*range(n + 1)]
     found = {0, n}
     for k, one in enumerate(traits):
-        found |= {k} if one.mutates else set()
-        found |= {k, k + 1} if one.calls_autograd else set()
+        found |= {k} if one.mutates else set()  # it gets a copy of its input
+        found |= {k, k + 1} if _is_alone(one) else set()
     before: Action | None = None
     for action in schedule:
         _add_borders(found, before, action)
         before = action
     _add_borders(found, before, None)
-    return sorted(found)
+    return _shallow(sorted(found), traits)
+
+
+def _is_alone(stage: Traits) -> bool:
+    """It differentiates inside, and keeps its own tape until it ends; its graph ends at leaves that nobody knows; or it
+    writes large buffers."""
+    buffers = (held(slot) for slot in stage.buffers)
+    nbytes = sum(buffer.nbytes for buffer in buffers if isinstance(buffer, torch.Tensor))
+    return stage.calls_autograd or stage.makes_leaves or nbytes > _LITTLE_NBYTES
+
+
+def _shallow(borders: Sequence[int], traits: Sequence[Traits]) -> list[int]:
+    """With some more, so that no graph is too deep to be looked at."""
+    found, nodes = [0], 0
+    for border in borders[1:]:
+        for k in range(found[-1], border):
+            if nodes and nodes + traits[k].nodes > _MOST_NODES:
+                found.append(k)
+                nodes = 0
+            nodes += traits[k].nodes
+        found.append(border)
+        nodes = 0
+    return found
 
 
 def _add_borders(found: set[int], before: Action | None, action: Action | None) -> None:

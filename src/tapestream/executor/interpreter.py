@@ -51,7 +51,7 @@ class Interpreter:
         moving: Container[int] = frozenset(),
     ) -> None:
         self.schedule, self.runner, self.blocks = schedule, runner, blocks
-        self.travel = travel = Travel(parcels, moving)
+        self.travel = travel = Travel(parcels, runner.stages, moving)
         if parcels is not None and runner.hooks is None:
             stages = runner.stages  # not the runner itself, which would then hold itself
             runner.hooks = lambda k: travel.hooks(stages[k], k)

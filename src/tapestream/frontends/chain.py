@@ -55,6 +55,8 @@ class Chain(nn.Module):
     disk is full or fails: the call is lost then, parameters and gradients are as before.
     """
 
+    _fusing = True  # stages that a plan never parts may be run as one
+
     def __init__(
         self,
         stages: Sequence[Callable[[Any], Any]],
@@ -90,8 +92,6 @@ class Chain(nn.Module):
                 f"plan= was made for a chain of {plan.schedule.stages} stages, this one has {len(stages)}; "
                 "make a plan for this chain (plan=None)"
             )
-
-    _fusing = True  # stages that a plan never parts may be run as one
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.

@@ -36,7 +36,8 @@ class Observer:
         self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
         saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
         self._packed.append(weakref.ref(saved))
-        self._packed_at = perf_counter()
+        if not torch.compiler.is_compiling():
+            self._packed_at = perf_counter()
         return saved
 
     def ended(self) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +78,7 @@ def profile_stages(
     with unchanged_generators(device), watch_memory(device) as watch, contextlib.ExitStack() as stack:
         stack.callback(profiled.put_back)
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, watch, profiled)
+            cost, trait, out = profile_stage(stage, state, watch, profiled, holding=False)
             # Where gradients are not counted, nothing that comes before they do can be set off against them.
             costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
             traits.append(trait)
@@ -106,13 +105,14 @@ def collector_off() -> Iterator[None]:
 @as_recompute()
 @collector_off()
 def profile_stage(
-    stage: Stage, state: State, watch: MemoryWatch, profiled: Profiled
+    stage: Stage, state: State, watch: MemoryWatch, profiled: Profiled, *, holding: bool = True
 ) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
     A stage whose run builds the same graph over the same shapes as one in ``profiled`` takes over its cost; where sizes
     depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
-    `recomputing` is true in these runs: none of them is the user's.
+    `recomputing` is true in these runs: none of them is the user's. ``holding``: somebody will hold the cotangents that
+    its backward is given until that has ended.
     """
     check_modules(stage.name, stage.modules)
     snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
@@ -136,7 +136,7 @@ def profile_stage(
         skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        cost, again = measure(runner, state, out, watch, first=not alike and skew is None)
+        cost, again = measure(runner, state, out, watch, first=not alike and skew is None, holding=holding)
         check_repeats(stage.name, out, again)
         out = again
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
@@ -144,6 +144,8 @@ def profile_stage(
         if short:
             with watch.paused():
                 cost = settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
+        if device.type != "cpu":
+            ending = cost.forward_seconds / 5  # what a GPU is asked to do ends later than the call
         if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
             runner.traits = [replace(runner.traits[0], end=End(len(looks[1])))]
         if not short:  # watching Python's and NumPy's generators costs nothing beside the stage: it may draw again
@@ -241,6 +243,7 @@ def _discover(
         makes_leaves=len(alive) < len(watched),
         reads=reading.found,
         saves=len(looks[1]),
+        nodes=len(looks[0]),
     )
     drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
     lives = observed.something_lives()
@@ -256,9 +259,8 @@ def _discover(
     drawn = check_runs_alike(stage, belongings, again, changes)
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
-    # What a GPU is asked to do ends later than the call.
-    ending = observed.ending_seconds if device.type == "cpu" else math.inf
-    return _Discovered(traits, lives, looks, own, not drew and not drawn and not traits.buffers, ending)
+    steady = not drew and not drawn and not traits.buffers
+    return _Discovered(traits, lives, looks, own, steady, observed.ending_seconds)
 
 
 def _called(stage: Stage, tree: Any, reading: Reading) -> Any:

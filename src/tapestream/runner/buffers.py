@@ -124,7 +124,7 @@ class BufferSnapshot:
                     if type(now) in NUMBERS and now is not copy:
                         put(slot, copy)
                 elif isinstance(now, torch.Tensor) and now.shape == copy.shape and _differs(now, copy):
-                    now.copy_(copy)  # not otherwise: its version would tell that somebody has written into it
+                    now.data.copy_(copy)  # no new version: a tape may hold it, to whom nothing has happened
 
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""What a function reads besides its arguments: what it closes over, its defaults, the globals that its code names."""
+"""What a function reads besides its arguments: what it closes over, its defaults, the globals that its code names; and
+functions one after the other, which read what each of them does."""
 
 import dis
 import functools

@@ -2,8 +2,11 @@
 
 import bisect
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from tapestream.runner.buffers import Slot
 from tapestream.runner.captured import InTurn
@@ -71,7 +74,10 @@ def fused_traits(parts: Sequence[Traits], *, reads_input: bool) -> Traits:
     """Of stages that are run as one, the traits. ``reads_input``: backward of the first reads the state before it, so
     that this is there to record them again where leaving out the end of the last one fails."""
     first, last = parts[0], parts[-1]
-    end = None if last.end is None else End(sum(part.saves for part in parts[:-1]) + last.end.saved)
+    end = None
+    # Where the last one saves nothing, the end begins in the part before.
+    if last.end is not None and reads_input and not any(part.reads for part in parts):
+        end = End(sum(part.saves for part in parts[:-1]) + last.end.saved)
     leaves = {id(leaf): leaf for part in parts for leaf in part.leaves}
     generators = {id(one): one for part in parts for one in part.generators}
     return Traits(
@@ -80,14 +86,9 @@ def fused_traits(parts: Sequence[Traits], *, reads_input: bool) -> Traits:
         buffers=tuple(dict.fromkeys(slot for part in parts for slot in part.buffers)),
         draws_host=any(part.draws_host for part in parts),
         generators=tuple(generators.values()),
-        calls_autograd=any(part.calls_autograd for part in parts),
         plain_forward=all(part.plain_forward for part in parts),
-        makes_leaves=any(part.makes_leaves for part in parts),
-        reads=any(part.reads for part in parts),
-        requires=last.requires,
         leaves=tuple(leaves.values()),
-        saves=sum(part.saves for part in parts),
-        end=end if reads_input else None,
+        end=end,
     )
 
 
@@ -98,10 +99,13 @@ class PartBorders:
     def __init__(self, parts: Sequence[Stage]) -> None:
         self.watch, self._parts = Watch(), parts
         self.starts = [next_sequence_number()]
+        self.inputs: list[weakref.ref[torch.Tensor]] = []  # of parts; leaves as long as nobody asks for their gradients
 
     def stand_before(self, part: Stage, tree: Any) -> None:
         """``part`` is about to run on ``tree``."""
-        self.watch.stand_before(part.name, tensors_in(tree))
+        tensors = tensors_in(tree)
+        self.watch.stand_before(part.name, tensors)
+        self.inputs += (weakref.ref(tensor) for tensor in tensors if not tensor.requires_grad)
         self.starts.append(next_sequence_number())
 
     def name_of(self, sequence_number: int) -> str:

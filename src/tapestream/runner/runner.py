@@ -12,13 +12,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
+from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
 from tapestream.runner.graph import reached_leaves, user_of
-from tapestream.runner.guards import Guard, Mark, Watch, check_versions, escaped, hooks_off, mark
+from tapestream.runner.guards import (
+    Guard,
+    Watch,
+    check_versions,
+    escaped,
+    hooks_off,
+    mark,
+    written_since_saved,
+)
 from tapestream.runner.modes import Surroundings
-from tapestream.runner.seen import Seen, first_run, written
+from tapestream.runner.seen import Seen, Versions, first_run, written
 from tapestream.runner.stage import Stage, Traits
-from tapestream.runner.state import State, replica, take_apart
+from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.stills import Look
 from tapestream.runner.unneeded import End, LeftOut, end_left_out
 
@@ -32,13 +41,13 @@ Sums = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 class Tape:
     """One recorded stage, ready for its backward.
 
-    ``inputs``: where each input's cotangent leaves (None where it carries none). ``edges``: where each output's
-    cotangent enters. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
+    ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
+    enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
     for a stand-in the weight it stands for. ``watch``: the guard between the parts of the stage.
     """
 
     inputs: list[GradientEdge | None]
-    edges: list[GradientEdge | None]
+    entry: Entry
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
     watch: Watch
@@ -68,7 +77,7 @@ class Runner:
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}
-        self.runs = 0
+        self.runs, self._running = 0, [""]  # the name of the part at work
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
@@ -97,16 +106,17 @@ class Runner:
         Unless its output is needed, a recompute may leave out what follows the last saved tensor; the state then has no
         tensors.
         """
-        end = self.traits[k].end
-        if end is not None and not output_needed and k in self.seen:
-            again = [*states]
-            try:
-                return self._record(k, states, end)
-            except Exception:  # the user's code may stumble over numbers that are none, too
-                self.traits = [*self.traits]
-                self.traits[k] = replace(self.traits[k], end=None)
-                states = again
-        return self._record(k, states, None)
+        end, again = self.traits[k].end, [*states]
+        # What backward reads of a state of several tensors may be one of them: the others would be held for nothing.
+        held = len(self.stages[k].parts) == 1 or len(states[0].tensors) == 1
+        if end is None or end.failed or output_needed or not held or k not in self.seen:
+            again.clear()
+            return self._record(k, states, None)
+        try:
+            return self._record(k, states, end)
+        except Exception:  # the user's code may stumble over numbers that are none, too
+            end.failed = True
+            return self._record(k, again, None)
 
     def _record(self, k: int, states: list[State], end: End | None) -> tuple[State, Tape]:
         borders = PartBorders(self.stages[k].parts)
@@ -117,6 +127,7 @@ class Runner:
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, states, guarded, borders)
             out, live = take_apart(tree)
+        own += borders.inputs
         mine = self.own_leaves([t for t in (reference() for reference in own) if t is not None])
         reached = reached_leaves(live, borders.starts[0], borders.name_of, mine)
         if self.traits[k].makes_leaves:
@@ -124,41 +135,40 @@ class Runner:
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
-        edges = _edges(live)
+        entry = Entry(live)
         if isinstance(left_out, LeftOut):
             out = replace(out, tensors=())
             del tree, live
             left_out.check_dropped()
-        return out, Tape(inputs, edges, reached, owners, borders.watch)
+        return out, Tape(inputs, entry, reached, owners, borders.watch)
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
         if end is not None:
-            # Detached: a saved output would hold the node that saves it.
-            pack, unpack = hooks or (torch.Tensor.detach, lambda tensor: tensor)
-            return end_left_out(end, pack, unpack, self.device)
+            return end_left_out(end, *(hooks or _with_versions(self.stages[k].name)), self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
 
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Sums, begun: Gradients | None = None
     ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Consume ``tape``: cotangents of the inputs, and (leaf, gradient) pairs.
+        """Consume ``tape`` and ``cotangents``, a list that is emptied: cotangents of the inputs, and (leaf, gradient)
+        pairs.
 
         ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as
         an extra root, so that the additions happen in the order of plain autograd; the pair returned is the new sum.
         ``begun``: the same for inputs, where others have used them too.
         """
-        if len(tape.edges) != len(cotangents):
+        if len(tape.entry.takes) != len(cotangents):
             raise GradientError(
-                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.edges)} tensors) "
-                f"than at first ({len(cotangents)}); it must depend on nothing but its input, its buffers and the "
-                "global random generators"
+                f"{self.stages[k].name} returned another structure when it was recomputed ({len(tape.entry.takes)} "
+                f"tensors) than at first ({len(cotangents)}); it must depend on nothing but its input, its buffers and "
+                "the global random generators"
             )
         begun = begun or [None] * len(tape.inputs)
-        entering: list[tuple[Any, torch.Tensor]] = _both(tape.edges, cotangents)
-        if not entering:
+        root = tape.entry.root(cotangents)
+        if root is None:
             return begun, []
-        entering += _both(tape.inputs, begun)
+        entering: list[tuple[Any, torch.Tensor]] = [root, *_both(tape.inputs, begun)]
         # One that was frozen since gets none, as in plain PyTorch.
         thawed = [pair for pair in zip(tape.leaves, tape.owners, strict=True) if pair[0].requires_grad]
         entering += [(leaf, sums[id(weight)][1]) for leaf, weight in thawed if id(weight) in sums]
@@ -194,7 +204,7 @@ class Runner:
     def guarded(self, k: int, state: State) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
         """The stage's inputs behind guards, and where their cotangents leave its graph (None where none flow)."""
         guarded = [
-            Guard.apply(self._root, t, self.stages[k].name) if requires else t.detach()  # type: ignore[no-untyped-call]
+            Guard.apply(self._root, t, self.stages[k].parts[0].name) if requires else t.detach()  # type: ignore[no-untyped-call]
             for t, requires in zip(self._inputs(k, state), state.requires, strict=True)
         ]
         return guarded, [get_gradient_edge(t) if r else None for t, r in zip(guarded, state.requires, strict=True)]
@@ -206,21 +216,24 @@ class Runner:
 
     def _call(self, k: int, states: list[State], inputs: list[torch.Tensor], borders: PartBorders | None = None) -> Any:
         """Stage ``k`` on ``inputs``, part by part. Both lists are emptied."""
-        state: State | None = states.pop()
-        assert state is not None
-        before, tree = state.versions, state.tree(inputs)
+        state = states.pop()
+        given, tree = list(state.tensors), state.tree(inputs)
+        callers = given if k == 0 else []  # stay in sight: a later part may not write into them either
         inputs.clear()
+        del state
         for number, part in enumerate(self.stages[k].parts):
-            if number and borders is not None:
-                borders.stand_before(part, tree)
-            self.runs += 1
+            if number:
+                given = [*callers, *tensors_in(tree)]
+                if borders is not None:
+                    borders.stand_before(part, tree)
+            before = [t._version for t in given]
+            self.runs, self._running[0] = self.runs + 1, part.name
             tree = part.function(tree)
-            if state is not None and state.versions != before:
+            if [t._version for t in given] != before:
                 raise GradientError(
                     f"{part.name} changed its input in place, which it did not do when it was profiled; "
                     "make the operation out of place"
                 )
-            state = state if k == 0 else None  # the caller's own tensors stay in sight
         return tree
 
     def _run_once(self, k: int) -> None:
@@ -244,7 +257,8 @@ class Runner:
                     yield
                 self.seen[k] = found[0]
             else:
-                check_versions(self.stages[k].name, seen.versions, self._versions(k), "a parameter of")
+                if (now := self._versions(k)) != seen.versions:
+                    check_versions(self._user_of(k, seen.versions, now), seen.versions, now, "a parameter of")
                 if seen.look is not None:
                     stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
                     stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, traits), *own))
@@ -253,22 +267,30 @@ class Runner:
                 seen.restore(stack, self.device)
                 yield
 
-    def _versions(self, k: int) -> tuple[int | Mark, ...]:
+    def _versions(self, k: int) -> Versions:
         return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)
+
+    def _user_of(self, k: int, then: Versions, now: Versions) -> str:
+        """The part of stage ``k`` that uses the first leaf of which the version is another now."""
+        pairs = zip(self.traits[k].leaves, then, now, strict=True)
+        leaf = next(leaf for leaf, a, b in pairs if a != b)
+        users = (part.name for part in self.stages[k].parts if any(p is leaf for p in part.parameters()))
+        return next(users, self.stages[k].name)
 
     def _look(self, k: int) -> Look:
         return self.stages[k].stills.look(self.stages[k].function, written(self.stages[k], self.traits[k]))
 
     def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
-        name = self.stages[k].name
         kept: list[torch.Tensor] = []
+        running = self._running  # not the runner, which a graph that escapes would hold
 
-        def pack(tensor: torch.Tensor) -> int:
+        def pack(tensor: torch.Tensor) -> tuple[int, str]:
             if keep:
                 kept.append(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
-            return len(kept) - 1
+            return len(kept) - 1, running[0]
 
-        def unpack(index: int) -> torch.Tensor:
+        def unpack(saved: tuple[int, str]) -> torch.Tensor:
+            index, name = saved
             if not 0 <= index < len(kept):
                 raise escaped(name)
             return kept[index]
@@ -285,10 +307,22 @@ class Runner:
             )
 
 
+def _with_versions(name: str) -> tuple[Pack, Unpack]:
+    """Hooks that give what was saved, and see what autograd does where there are none: that nothing has written into
+    it. Detached: a saved output would hold the node that saves it."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor.detach(), tensor._version
+
+    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = saved
+        if tensor._version != version:
+            raise written_since_saved(name)
+        return tensor
+
+    return pack, unpack
+
+
 def _both(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tuple[Any, torch.Tensor]]:
     pairs = zip(edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-
-
-def _edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
-    return [get_gradient_edge(t) if t.requires_grad else None for t in outputs]

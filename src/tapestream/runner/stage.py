@@ -29,7 +29,7 @@ class Traits:
     tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that out.
     ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
     gone with it. ``reads``: it takes numbers out of tensors other than by an operation. ``saves``: how many tensors it
-    saves for its backward.
+    saves for its backward; ``nodes``: of its graph.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -45,6 +45,7 @@ class Traits:
     makes_leaves: bool = False
     reads: bool = False
     saves: int = 0
+    nodes: int = 0
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None

@@ -26,12 +26,13 @@ class OutputNeeded(Exception):
 class End:
     """Where the end of a stage begins: after ``saved`` saved tensors. ``begun``: after how many of them the last
     operation that saves has not begun yet, which the first recompute finds. The mode that leaves kernels out costs tens
-    of microseconds an operation, so it is on from there only."""
+    of microseconds an operation, so it is on from there only. ``failed``: it could not be left out once, and is not
+    from then on."""
 
-    __slots__ = ("begun", "saved")
+    __slots__ = ("begun", "failed", "saved")
 
     def __init__(self, saved: int) -> None:
-        self.saved, self.begun = saved, max(1, saved - _EARLIER)
+        self.saved, self.begun, self.failed = saved, max(1, saved - _EARLIER), False
 
 
 @contextlib.contextmanager

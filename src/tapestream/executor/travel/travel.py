@@ -1,6 +1,6 @@
 """`Travel`: obeys Offload, Prefetch, Wait and Free of what belongs to stages: states and saved tensors."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from tapestream.errors import ScheduleError
@@ -46,8 +46,8 @@ class Travel:
     ``moving``: stages whose saved tensors will move; they are recorded under `hooks`.
     """
 
-    def __init__(self, parcels: Parcels | None, moving: Container[int] = frozenset()) -> None:
-        self._own, self._moving = parcels, moving
+    def __init__(self, parcels: Parcels | None, stages: Sequence[Stage], moving: Container[int] = frozenset()) -> None:
+        self._own, self._stages, self._moving = parcels, stages, moving
         self.kept: dict[int, Kept] = {}
         self.tapes: dict[int, Tape] = {}
         self._saved: dict[int, SavedTensors] = {}
@@ -132,7 +132,7 @@ class Travel:
         parcels, k = self._parcels(), value.index
         if value.kind is Kind.STATE:
             kept = self.kept[k]
-            check_versions(f"stage {k}", kept.versions, kept.state.versions)
+            check_versions(self._name(k), kept.versions, kept.state.versions)
             parcels.pack(value, kept.state.tensors)
             self._bare[k] = replace(kept.state, tensors=())
         elif value.kind is Kind.SAVED and k in self._saved:
@@ -146,7 +146,11 @@ class Travel:
         if value.kind is Kind.SAVED:
             self._saved[value.index].check()
         elif value.index in self.kept:
-            self.restored(value.index, f"stage {value.index}")
+            self.restored(value.index, self._name(value.index))
+
+    def _name(self, k: int) -> str:
+        """What state ``k`` is kept for."""
+        return self._stages[k].name if k < len(self._stages) else "the result"
 
     def _parcels(self) -> Parcels:
         if self._own is None:
