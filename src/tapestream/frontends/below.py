@@ -145,7 +145,7 @@ def check_home(home: str, folder: object, *, host: bool) -> None:
 
 def check_folder(folder: object) -> None:
     """Raise InputError for what cannot be the name of a folder."""
-    if not isinstance(folder, str | os.PathLike | None):
+    if not isinstance(folder, str | os.PathLike | None) or folder == "":
         raise InputError(f"folder={folder!r} was given; it is the path of a folder, a str or pathlib.Path")
 
 

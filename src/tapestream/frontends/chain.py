@@ -9,18 +9,27 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.check import check_deterministic
-from tapestream.frontends.given import check_knobs, fit_given_plan, listed, named_device
+from tapestream.frontends.given import (
+    check_kinds,
+    check_knobs,
+    check_not_inference,
+    fit_given_plan,
+    listed,
+    named_device,
+)
+from tapestream.frontends.others import beside_others, check_left
 from tapestream.ir.actions import PhaseKind, Tier
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
-from tapestream.planning.profile import profile_stages, undisturbed
+from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
 from tapestream.runner.ambient import as_recompute
+from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import PLACING, check_differentiated_once, refuse_hooks
 from tapestream.runner.join import join, views_written, with_dense
 from tapestream.runner.runner import Gradients, Runner
@@ -76,6 +85,7 @@ class Chain(nn.Module):
         super().__init__()
         stages = listed(type(self).__name__, stages)
         check_knobs(type(self).__name__, Chain.__init__, planner, knobs)
+        check_kinds(engine, machine, plan, verify=verify, gradients_within=gradients_within)
         self.stages = nn.ModuleList(s for s in stages if isinstance(s, nn.Module))
         self._stages = [Stage(k, stage) for k, stage in enumerate(stages)]
         self._modules_behind = also_reached(self._stages, self.stages)
@@ -113,6 +123,7 @@ class Chain(nn.Module):
         device = self._check_device(initial)
         if not torch.is_grad_enabled():
             return self._plain(state)
+        check_not_inference(type(self).__name__, tensors)
         refuse_hooks(type(self).__name__, PLACING)
         prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
@@ -139,6 +150,8 @@ class Chain(nn.Module):
         return state
 
     def _prepare(self, initial: State, device: torch.device) -> Prepared:
+        if any(self._live.values()):
+            let_go_of_failed_backward()
         live = tuple(self._live.values())
         found = self._plans.find(initial, self._mode(), device, live=live)
         if found is not None:
@@ -148,12 +161,13 @@ class Chain(nn.Module):
                 check_deterministic(self._stages, initial, device)
         profile, traits, last = self._profile(initial, device)
         if self.gradients_within:
-            profile = _with_gradients(profile, traits, initial)
+            profile = with_gradients(profile, traits, initial)
         below, room = self._below_on(device), self._room(device)
-        if self._given is not None:
-            plan = fit_given_plan(self._given, profile, room)
-        else:
-            plan = plan_with(below, profile, room, self.planner, self._knobs_for(traits, initial))
+        with beside_others(type(self).__name__, live[0], self.budget.device_nbytes):
+            if self._given is not None:
+                plan = fit_given_plan(self._given, profile, room)
+            else:
+                plan = plan_with(below, profile, room, self.planner, self._knobs_for(traits, initial))
         check_lanes(plan, below)
         return self._plans.add(
             initial, self._mode(), device, plan, self._stages, traits, last, live=live, fusing=self._fusing
@@ -187,11 +201,7 @@ class Chain(nn.Module):
         live, below = self._live, self._below_on(device)
         limits = self.budget.device_nbytes, below.host_nbytes(), self.budget.disk_nbytes
         left = [None if n is None else max(0, n - live[tier]) for tier, n in zip(Tier, limits, strict=True)]
-        if left[0] == 0:
-            raise BudgetError(
-                f"this chain's budget of {limits[0]} bytes is taken by a call whose backward has not run yet; "
-                "run that backward first, drop its result, or allow more"
-            )
+        check_left(type(self).__name__, left[0], limits[0])
         return Budget(free_nbytes(device) if left[0] is None else left[0], host=left[1], disk=left[2])
 
     def _below_on(self, device: torch.device) -> Below:
@@ -218,18 +228,6 @@ class Chain(nn.Module):
                         f"call .to({str(device)!r}) on the stages or move the input"
                     )
         return device
-
-
-def _with_gradients(profile: Profile, traits: Sequence[Traits], initial: State) -> Profile:
-    """Each parameter's gradient counts at the stage whose backward makes it: the last one that uses the parameter. That
-    of the argument counts at the first."""
-    maker = {id(leaf): (k, leaf.nbytes) for k, trait in enumerate(traits) for leaf in trait.leaves}
-    made = [0] * len(profile)
-    for k, nbytes in maker.values():
-        made[k] += nbytes
-    made[0] += sum(t.nbytes for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
-    pairs = zip(profile.stages, made, strict=True)
-    return replace(profile, stages=tuple(replace(cost, gradient_nbytes=nbytes) for cost, nbytes in pairs))
 
 
 def _same_device(asked: torch.device, found: set[torch.device]) -> bool:

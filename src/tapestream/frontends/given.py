@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from tapestream.costs import Budget, Profile
+from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError, ScheduleError
+from tapestream.executor.engines import ENGINES
 from tapestream.planners import keywords_of, nearest, planners
 from tapestream.planning.plan import Plan
 
@@ -25,14 +26,43 @@ def check_knobs(
         raise InputError(f"{what} has no argument {name!r}, and planner={planner!r} {has}{meant}")
 
 
+def check_kinds(engine: str, machine: Any, plan: Any = None, **flags: Any) -> None:
+    """Raise InputError for an engine that there is not, for a machine or plan that is none, and for ``flags`` that are
+    not True or False."""
+    if engine not in ENGINES:
+        raise InputError(f"engine={engine!r} was asked for; engines are {', '.join(map(repr, ENGINES))}")
+    for name, given, kind, source in (
+        ("machine", machine, Machine, "tapestream.measure_machine(folder=...)"),
+        ("plan", plan, Plan, "tapestream.plan(...), or tapestream.Plan.load(path)"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise InputError(f"{name}={given!r} is no {kind.__name__}; {source} gives one")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name}={flag!r} was given; it is True or False")
+
+
+def check_not_inference(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise InputError for tensors that were made in inference mode, which backward cannot use."""
+    for tensor in tensors:
+        if tensor.is_inference():
+            raise InputError(
+                f"{what}: a tensor of shape {tuple(tensor.shape)} was made in inference mode; clone() it outside of "
+                "inference mode, or make it under torch.no_grad()"
+            )
+
+
 def named_device(device: torch.device | str | None) -> torch.device | None:
     """The device that was named. Raises InputError for one that PyTorch does not know."""
     try:
-        return None if device is None else torch.device(device)
+        found = None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise InputError(
             f"device={device!r} was asked for; devices are 'cpu', 'cuda' and 'cuda:0', 'cuda:1', .."
         ) from None
+    if found is not None and found.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU; use device='cpu'")
+    return found
 
 
 def listed(what: str, stages: Any) -> list[Any]:

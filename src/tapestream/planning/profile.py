@@ -294,3 +294,15 @@ def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[obj
     finally:
         for snapshot in snapshots:
             snapshot.put_back()
+
+
+def with_gradients(profile: Profile, traits: Sequence[Traits], initial: State) -> Profile:
+    """Each parameter's gradient counts at the stage whose backward makes it: the last one that uses the parameter. That
+    of the argument counts at the first."""
+    maker = {id(leaf): (k, leaf.nbytes) for k, trait in enumerate(traits) for leaf in trait.leaves}
+    made = [0] * len(profile)
+    for k, nbytes in maker.values():
+        made[k] += nbytes
+    made[0] += sum(t.nbytes for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
+    pairs = zip(profile.stages, made, strict=True)
+    return replace(profile, stages=tuple(replace(cost, gradient_nbytes=nbytes) for cost, nbytes in pairs))

@@ -10,6 +10,14 @@ from tapestream.errors import GradientError
 from tapestream.runner.depth import SHALLOW, deeper
 
 
+def let_go_of_failed_backward() -> None:
+    """Until its next backward, a thread holds the graph of one that has ended in an exception, with all that this has
+    saved: have one, of nothing."""
+    if torch._C._current_graph_task_id() == -1:
+        with torch.enable_grad():
+            torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
 def next_sequence_number() -> int:
     """A number that only autograd nodes made later reach."""
     return int(torch._C._autograd._get_sequence_nr())

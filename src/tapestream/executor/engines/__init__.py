@@ -10,7 +10,10 @@ from tapestream.executor.engines.protocol import CopyEngine, EngineStatistics, L
 from tapestream.executor.engines.streams import TorchStreams
 from tapestream.executor.engines.threads import ThreadsEngine
 
-__all__ = ["CopyEngine", "EngineStatistics", "Lane", "Ticket", "make_engine"]
+__all__ = ["ENGINES", "CopyEngine", "EngineStatistics", "Lane", "Ticket", "make_engine"]
+
+ENGINES = ("auto", "threads", "cuda", "adversarial", "fake_streams")
+"""Names that `make_engine` knows."""
 
 
 def make_engine(name: str, device: torch.device) -> CopyEngine:
@@ -34,5 +37,4 @@ def make_engine(name: str, device: torch.device) -> CopyEngine:
         case "cuda" | "threads" | "fake_streams":
             raise InputError(f"the copy engine {name!r} does not serve the device {device}; use engine='auto'")
         case _:
-            names = "'auto', 'threads', 'cuda', 'adversarial', 'fake_streams'"
-            raise InputError(f"no copy engine is named {name!r}; there are {names}")
+            raise InputError(f"no copy engine is named {name!r}; there are {', '.join(map(repr, ENGINES))}")

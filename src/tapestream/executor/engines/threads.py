@@ -1,5 +1,6 @@
 """`threads`: copies between RAM and disk beside compute, by the kernel or on a thread for each pair of tiers."""
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from tapestream.errors import InputError
 from tapestream.executor.engines.flight import Flight
 from tapestream.executor.engines.protocol import EngineStatistics, Lane, Ticket
 from tapestream.storage import Region
@@ -51,9 +53,11 @@ class DiskLanes:
         self._queue: KernelQueue | None = None
         self._asked = False
         self._pending: dict[Ticket, Pending] = {}
+        self._process = os.getpid()
 
     def start(self, ticket: Ticket, before: Callable[[], None] | None = None) -> None:
         """Copy, after calling ``before`` on the lane's thread."""
+        self._check_process()
         if not self._asked:
             self._queue, self._asked = open_queue(), True
         pending = _begun(ticket, self._queue) if self._queue is not None and before is None else None
@@ -88,6 +92,7 @@ class DiskLanes:
 
     def _finish(self, ticket: Ticket) -> None:
         """Nothing for what is not under way."""
+        self._check_process()
         pending, future = self._pending.get(ticket), self._futures.get(ticket)
         if future is not None:
             future.exception()
@@ -98,6 +103,14 @@ class DiskLanes:
             del self._pending[ticket]
             if done != ticket.nbytes:
                 transfer(ticket.source, ticket.target, ticket.nbytes)  # which says what is wrong, if it still is
+
+    def _check_process(self) -> None:
+        """Raise InputError in a child that was forked: it has none of the threads, and the files are its parent's."""
+        if os.getpid() != self._process:
+            raise InputError(
+                "what lies in files was asked for in a forked child process, and these are its parent's; start the "
+                "process with the method 'spawn' and make the model there, or give the child a plain copy"
+            )
 
     def abandon(self) -> None:
         """Drop the copies that have not begun and block until those that have are over, whatever their result."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine, StageCost
-from tapestream.errors import BudgetError, InputError
+from tapestream.errors import InputError
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
@@ -18,7 +18,7 @@ from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
-from tapestream.frontends.given import check_knobs
+from tapestream.frontends.given import check_kinds, check_knobs
 from tapestream.frontends.loop import arrays
 from tapestream.frontends.loop.arguments import (
     check_options,
@@ -40,10 +40,12 @@ from tapestream.frontends.loop.outputs import check_tensors, sink_of
 from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of
 from tapestream.frontends.loop.progress import Progress, progress_of
 from tapestream.frontends.loop.tier_plans import check_room, choose_below
+from tapestream.frontends.others import check_left
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.depth import SHALLOW
+from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import PLACING, refuse_hooks
 from tapestream.runner.passable import check_modules
 from tapestream.runner.stage import Stage, mode_of
@@ -96,6 +98,7 @@ class Loop(nn.Module):
         if chunk is not None:
             chunk = whole("chunk", chunk, 1)
         check_options(adjoint, plan, compile)
+        check_kinds(engine, machine, plan, verify=verify)
         check_knobs("Loop", Loop.__init__, planner, knobs, also=("slots", "rule"))  # where its length is not known
         self._stage = Stage(0, step)
         self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
@@ -272,11 +275,9 @@ class Loop(nn.Module):
         allowed = self.budget.device_nbytes
         if allowed is None:
             return Budget(free_nbytes(device))
-        if self._live_nbytes >= allowed:
-            raise BudgetError(
-                f"this loop's budget of {allowed} bytes is taken by a call whose backward has not run yet; "
-                "run that backward first, drop its result, or allow more"
-            )
+        if self._live_nbytes:
+            let_go_of_failed_backward()
+        check_left("Loop", allowed - self._live_nbytes, allowed)
         return Budget(allowed - self._live_nbytes)
 
     def _holding(self, nbytes: int) -> Callable[[], None]:

@@ -92,9 +92,12 @@ def stream(
 def unstream(model: nn.Module) -> nn.Module:
     """Undo `stream`: classes as before, parameters and gradients in memory of their own; files are removed.
 
-    Needs room for the whole model in RAM.
+    Needs room for the whole model in RAM. Raises GradientError where parameters live elsewhere than on
+    the device and a call awaits its backward, which needs them there.
     """
     handle = handle_of(model)
+    if handle.store.home is not Tier.DEVICE:
+        handle._live.check_none_awaited()
     handle.close()
     for block in handle.blocks:
         swap_back(block)
@@ -170,5 +173,3 @@ def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Modu
 def _check_device(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device={str(device)!r} was asked for; tapestream runs on 'cpu' and 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU; use device='cpu'")

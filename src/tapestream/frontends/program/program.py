@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tapestream.costs import Budget, Machine
-from tapestream.errors import BudgetError, InputError
+from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.calls.patterns import Kinds
 from tapestream.executor.program.calls.seams import listener_now
@@ -25,7 +25,8 @@ from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
-from tapestream.frontends.given import named_device
+from tapestream.frontends.given import check_kinds, named_device
+from tapestream.frontends.others import beside_others, check_left
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
@@ -38,8 +39,8 @@ from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
+from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import refuse_hooks
-from tapestream.units import format_nbytes
 
 _REMEMBERED = 16  # kinds of arguments that plans are kept for
 
@@ -105,6 +106,7 @@ class Program:
         self._whole = taking_whole(function, opaque)
         self.budget, self.gradients_within = Budget.of(budget), gradients_within
         self._device = named_device(device)
+        check_kinds(engine, machine, gradients_within=gradients_within)
         if planner != "auto":
             planners[planner]  # refuses unknown names
         check_home(home, folder, host=True)
@@ -223,10 +225,8 @@ class Program:
             if isinstance(watch, Planned):
                 watch.give_up()
             borders, budget = self._borders(found), room.device_nbytes or 0
-            try:
+            with beside_others("Program", self._live[Tier.DEVICE], self.budget.device_nbytes):
                 cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
-            except BudgetError as error:
-                raise self._among_others(error) from None
             if before is None or before.shape == shape or not before.fits(room):
                 self._remember(key, prepare(borders, shape, room, self.planner, None, below))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
@@ -270,29 +270,13 @@ class Program:
     def _room(self, device: torch.device) -> Budget:
         """What calls whose backward has not run yet leave of the budget."""
         limit, live = self.budget.device_nbytes, self._live
+        if any(live.values()):
+            let_go_of_failed_backward()
         room = (free_nbytes(device) if limit is None else limit) - live[Tier.DEVICE]
-        if room <= 0:
-            raise BudgetError(
-                f"Program: the budget of {limit} bytes is taken by calls whose backward has not run yet; run their "
-                "backward first, drop their results, or allow more"
-            )
+        check_left("Program", room, limit)
         below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: self.budget.disk_nbytes}
         host, disk = (None if n is None else max(0, n - live[tier]) for tier, n in below.items())
         return Budget(room, host=host, disk=disk)
-
-    def _among_others(self, error: BudgetError) -> BudgetError:
-        """The error of the whole budget, of which other calls hold a part."""
-        live = self._live[Tier.DEVICE]
-        if not live or error.least_nbytes is None:
-            return error
-        least = error.least_nbytes + live
-        return BudgetError(
-            f"Program: calls whose backward has not run yet hold {format_nbytes(live)} of the budget "
-            f"({self.budget.device_nbytes or 'what is free'} bytes), and the least found to work beside them is "
-            f"{format_nbytes(least)} ({least} bytes) in all; run their backward first, drop their results, or allow "
-            "that much",
-            least_nbytes=least,
-        )
 
     def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
         for tier, n in nbytes.items():

@@ -12,6 +12,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.gradients import Sums
 from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.runner.graph import let_go_of_failed_backward
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.calls.call import StreamCall
@@ -47,12 +48,27 @@ class Live:
 
     def check_none(self, what: str, prepared: Prepared | None) -> None:
         """Raise GradientError where another forward would see weights that an awaited backward changes."""
+        self._look_for_failed()
         if prepared is not None and prepared.update == "backward" and self.calls:
             raise GradientError(
                 f"{what} before the backward of the first: with update='backward' the first backward changes the "
                 f"weights that the "
                 "second forward has used; call backward() first, or use update='step'"
             )
+
+    def check_none_awaited(self) -> None:
+        """Raise GradientError where a call awaits its backward."""
+        self._look_for_failed()
+        if any(not call.closed for call in self.calls):
+            raise GradientError(
+                "unstream() came between a call of the model and its backward, which needs the parameters where they "
+                "are; run that backward first, or drop its result"
+            )
+
+    def _look_for_failed(self) -> None:
+        """Calls of which a backward has failed outside of them are not awaited, if nobody else holds them."""
+        if self.calls:
+            let_go_of_failed_backward()
 
     def begins(self, call: "StreamCall") -> None:
         """A backward reaches ``call``. Raise GradientError where gradients of several calls would be added in another
