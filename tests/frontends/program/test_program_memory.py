@@ -164,3 +164,45 @@ def test_what_a_call_held_goes_with_its_graph_and_not_with_garbage(how: str) -> 
             assert run._live[Tier.DEVICE] == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, 1.2, 1.5])
+def test_what_an_operation_has_saved_goes_when_its_own_nodes_have_asked_for_it(factor: float) -> None:
+    """Not when an earlier one asks that has saved something, too: between the two, gradients are joined."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(128, 384)
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (4, 32)).transpose(1, 2)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            q, k, v = map(heads, linear(x).chunk(3, -1))
+            x = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x
+
+    for p in linear.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(32, 64, 128)
+    budget = int(factor * _enough(attention, x))
+    run = Program(attention, budget=budget)
+    run(x).sum().backward()  # type: ignore[no-untyped-call]
+    for _ in range(4):
+        with track_memory() as meter:
+            y = run(x)
+            y.backward(torch.ones(()).expand_as(y))
+        assert meter.peak_nbytes - y.nbytes <= 1.05 * budget
+
+
+def _enough(function: Any, x: torch.Tensor) -> int:
+    """The least budget in bytes with which several calls work: a later one knows more of what operations take."""
+    enough, calls = 1000, 0
+    run = Program(function, budget=enough)
+    while calls < 4:
+        try:
+            run(x).sum().backward()  # type: ignore[no-untyped-call]
+            calls += 1
+        except BudgetError as error:
+            enough, calls = error.least_nbytes or 2 * enough, 0
+            run = Program(function, budget=enough)
+    return enough

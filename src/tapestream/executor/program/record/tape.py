@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,14 +22,16 @@ class Tape:
     ``saved``: by operation, what is there now. ``bring`` records the stretch of an operation again; None while the
     program runs; where something moves it is called for all operations before ``heed``, too, whatever is there. Plain
     autograd reverses operations in their order, last first, so of two operations that ask, the
-    earlier one is done with what the later one had.
+    earlier one is done with what the later one had. ``once``: each asks for each of its tensors once, as torch's own
+    nodes do (an autograd.Function may as often as it likes), and is done with all when it has asked for the last.
     """
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
         self.bring: Callable[[int], None] | None = None
         self.heed = 0
-        self._asked: tuple[int, Saved] = -1, []  # the operation that was asked for last, and what it has saved
+        self.once = False
+        self._asked = _NOBODY
         self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -38,8 +40,8 @@ class Tape:
             return _unchanged(*handle)
         operation, place = divmod(handle, _PLACES)
         asked = self._asked
-        if operation == asked[0]:
-            return _unchanged(*asked[1][place])
+        if operation == asked.operation:
+            return self._given(asked, place)
         del asked  # nothing holds what is done with while other stretches run again
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
@@ -47,11 +49,31 @@ class Tape:
             if operation < self.heed or operation not in self.saved:
                 if self.bring is None:
                     raise inside()
-                self._asked = -1, []
+                self._asked = _NOBODY
                 self.bring(operation)
             saved = self.saved[operation]
-            self._asked = operation, saved
-            return _unchanged(*saved[place])
+            self._asked = asked = _Asked(operation, saved, set(range(len(saved))) if self.once else None)
+            return self._given(asked, place)
+
+    def _given(self, asked: "_Asked", place: int) -> torch.Tensor:
+        tensor = _unchanged(*asked.saved[place])
+        if asked.left is not None:
+            asked.left.discard(place)
+            if not asked.left:
+                self._asked = _NOBODY
+                self.saved.pop(asked.operation, None)
+        return tensor
+
+
+class _Asked(NamedTuple):
+    """The operation that asked last, what it has saved, and the places that it has not asked for (None: see `Tape`)."""
+
+    operation: int
+    saved: Saved
+    left: set[int] | None
+
+
+_NOBODY = _Asked(-1, [], None)
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
