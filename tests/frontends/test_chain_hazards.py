@@ -82,7 +82,7 @@ def test_calls_that_wait_for_backward_share_one_budget() -> None:
     assert full.plan is not None
     net = Chain(stages, budget=full.plan.peak_nbytes)
     first = net(x)
-    with pytest.raises(BudgetError, match="is taken by a call whose backward has not run yet"):
+    with pytest.raises(BudgetError, match="is taken by calls whose backward has not run yet"):
         net(x)
     del first
     net(x).sum().backward()

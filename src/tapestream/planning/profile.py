@@ -78,7 +78,7 @@ def profile_stages(
     with unchanged_generators(device), watch_memory(device) as watch, contextlib.ExitStack() as stack:
         stack.callback(profiled.put_back)
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, watch, profiled, holding=False)
+            cost, trait, out = profile_stage(stage, state, watch, profiled)
             # Where gradients are not counted, nothing that comes before they do can be set off against them.
             costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
             traits.append(trait)
@@ -105,14 +105,13 @@ def collector_off() -> Iterator[None]:
 @as_recompute()
 @collector_off()
 def profile_stage(
-    stage: Stage, state: State, watch: MemoryWatch, profiled: Profiled, *, holding: bool = True
+    stage: Stage, state: State, watch: MemoryWatch, profiled: Profiled
 ) -> tuple[StageCost, Traits, State]:
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
     A stage whose run builds the same graph over the same shapes as one in ``profiled`` takes over its cost; where sizes
     depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
-    `recomputing` is true in these runs: none of them is the user's. ``holding``: somebody will hold the cotangents that
-    its backward is given until that has ended.
+    `recomputing` is true in these runs: none of them is the user's.
     """
     check_modules(stage.name, stage.modules)
     snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
@@ -136,7 +135,7 @@ def profile_stage(
         skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        cost, again = measure(runner, state, out, watch, first=not alike and skew is None, holding=holding)
+        cost, again = measure(runner, state, out, watch, first=not alike and skew is None)
         check_repeats(stage.name, out, again)
         out = again
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.

@@ -25,12 +25,9 @@ _AGAIN_SECONDS = 0.002
 T = TypeVar("T")
 
 
-def measure(
-    runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool, holding: bool
-) -> tuple[StageCost, State]:
+def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool) -> tuple[StageCost, State]:
     """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
-    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too. ``holding``: see
-    `profile_stage`."""
+    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
     device = watch.device
     if first and device.type == "cuda":
         _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
@@ -38,7 +35,7 @@ def measure(
         seconds, out = timed(device, lambda: runner.forward(0, [state]))
     output_nbytes = _made_nbytes(state, out)
     cost, tape = _measure_record(runner, state, output_nbytes, watch)
-    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch, holding=holding)
+    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
     if first and seconds >= SHORT_SECONDS and backward_seconds > _COLD * seconds:  # short: see `_settled`
         again, tape = _measure_record(runner, state, output_nbytes, watch)
         cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
@@ -103,16 +100,12 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
     return cost, tape
 
 
-def _measure_backward(
-    runner: Runner, tape: Tape, out: State, watch: MemoryWatch, *, holding: bool = True
-) -> tuple[float, int, int]:
+def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
     """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
     there beside what it frees), and its peak with these."""
     cotangents = _cotangents(tape, out)
-    held = [*cotangents] if holding else []
     with watch.measured() as meter:
         seconds, (given, pairs) = timed(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
-    held.clear()
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
     return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
 

@@ -151,8 +151,8 @@ class Runner:
     def backward(
         self, k: int, tape: Tape, cotangents: Gradients, sums: Sums, begun: Gradients | None = None
     ) -> tuple[Gradients, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Consume ``tape`` and ``cotangents``, a list that is emptied: cotangents of the inputs, and (leaf, gradient)
-        pairs.
+        """Consume ``tape``, and of a stage of several parts ``cotangents`` (the list is emptied): cotangents of the
+        inputs, and (leaf, gradient) pairs.
 
         ``sums``: by ``id`` of a leaf, the leaf and the gradient that later stages have accumulated for it. It enters as
         an extra root, so that the additions happen in the order of plain autograd; the pair returned is the new sum.
@@ -165,7 +165,9 @@ class Runner:
                 "the global random generators"
             )
         begun = begun or [None] * len(tape.inputs)
-        root = tape.entry.root(cotangents)
+        # Plans count the cotangents of a stage until all that its backward entails is over; those of several parts, as
+        # long as the last one is differentiated.
+        root = tape.entry.root(cotangents if len(self.stages[k].parts) > 1 else [*cotangents])
         if root is None:
             return begun, []
         entering: list[tuple[Any, torch.Tensor]] = [root, *_both(tape.inputs, begun)]

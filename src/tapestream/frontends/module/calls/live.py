@@ -24,6 +24,7 @@ class Live:
 
     ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
     that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
+    ``left``: the model is not streamed any more, and its parameters lie elsewhere.
     """
 
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
@@ -33,6 +34,7 @@ class Live:
     several: bool = False
     begun: dict[int, tuple[bool, object | None]] = field(default_factory=dict)
     before: bool = False
+    left: bool = False
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -56,15 +58,6 @@ class Live:
                 "second forward has used; call backward() first, or use update='step'"
             )
 
-    def check_none_awaited(self) -> None:
-        """Raise GradientError where a call awaits its backward."""
-        self._look_for_failed()
-        if any(not call.closed for call in self.calls):
-            raise GradientError(
-                "unstream() came between a call of the model and its backward, which needs the parameters where they "
-                "are; run that backward first, or drop its result"
-            )
-
     def _look_for_failed(self) -> None:
         """Calls of which a backward has failed outside of them are not awaited, if nobody else holds them."""
         if self.calls:
@@ -74,6 +67,11 @@ class Live:
         """A backward reaches ``call``. Raise GradientError where gradients of several calls would be added in another
         way than in plain PyTorch: in another order, where autograd adds up those of some calls and the store those of
         others, and more than two parts come together; or in another dtype, where the calls share an ``autocast``."""
+        if self.left:
+            raise GradientError(
+                "unstream() came between this call of the model and its backward, which needs the parameters where "
+                "they were; run backward first"
+            )
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task, self.several, self.begun = task, len(self.calls) > 1, {}
