@@ -1,4 +1,4 @@
-"""`Entry`: where the cotangents of a recorded stage enter its graph, which holds them no longer than it must."""
+"""`Entry`: where the cotangents of a recorded stage enter its graph."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,32 +8,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Entry:
-    """A node behind ``outputs``, one of which requires a gradient at least, that has their cotangents to give away.
+    """``takes``: by output, whether it has a cotangent.
 
-    Seeds of `torch.autograd.grad` live as long as its call. These live until the stage's own last node has used them,
-    as the cotangents that plain PyTorch makes do. ``takes``: by output, whether it has a cotangent.
+    Seeds of `torch.autograd.grad` live as long as its call. With ``giving`` the cotangents come from a node of their
+    own, behind the outputs, which gives them away: they live until the stage's own last nodes have used them, as those
+    that plain PyTorch makes do.
     """
 
-    __slots__ = ("_edge", "_held", "takes")
+    __slots__ = ("_edges", "_held", "takes")
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor], *, giving: bool) -> None:
         self.takes = tuple(t.requires_grad for t in outputs)
-        self._held: list[torch.Tensor | None] = []
-        self._edge: GradientEdge | None = None
-        if any(self.takes):
+        self._held: list[torch.Tensor | None] | None = [] if giving else None
+        ends = [t for t in outputs if t.requires_grad]
+        if giving and ends:
             with torch.enable_grad():
-                given = (t for t in outputs if t.requires_grad)
-                self._edge = get_gradient_edge(_Giving.apply(self._held, *given))  # type: ignore[no-untyped-call]
+                ends = [_Giving.apply(self._held, *ends)]  # type: ignore[no-untyped-call]
+        self._edges = [get_gradient_edge(t) for t in ends]
 
-    def root(self, cotangents: list[torch.Tensor | None]) -> tuple[GradientEdge, torch.Tensor] | None:
-        """What autograd is to begin with, and its seed; ``cotangents``, one for each output, is emptied. None where no
-        cotangent enters."""
-        held = [cotangent for cotangent, takes in zip(cotangents, self.takes, strict=True) if takes]
+    def roots(self, cotangents: list[torch.Tensor | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """What autograd is to begin with, and its seeds; none where no cotangent enters. ``cotangents``, one for each
+        output, is emptied where they are given away."""
+        entering = [cotangent for cotangent, takes in zip(cotangents, self.takes, strict=True) if takes]
+        if self._held is None:
+            pairs = zip(self._edges, entering, strict=True)
+            return [(edge, cotangent) for edge, cotangent in pairs if cotangent is not None]
         cotangents.clear()
-        if self._edge is None or all(cotangent is None for cotangent in held):
-            return None
-        self._held[:] = held
-        return self._edge, torch.ones(())
+        if all(cotangent is None for cotangent in entering):
+            return []
+        self._held[:] = entering
+        return [(self._edges[0], torch.ones(()))]
 
 
 class _Giving(torch.autograd.Function):

@@ -135,7 +135,8 @@ class Runner:
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
-        entry = Entry(live)
+        # Plans count a stage's cotangents as long as it is differentiated; of several parts, as long as the last is.
+        entry = Entry(live, giving=len(self.stages[k].parts) > 1)
         if isinstance(left_out, LeftOut):
             out = replace(out, tensors=())
             del tree, live
@@ -165,12 +166,10 @@ class Runner:
                 "the global random generators"
             )
         begun = begun or [None] * len(tape.inputs)
-        # Plans count the cotangents of a stage until all that its backward entails is over; those of several parts, as
-        # long as the last one is differentiated.
-        root = tape.entry.root(cotangents if len(self.stages[k].parts) > 1 else [*cotangents])
-        if root is None:
+        entering: list[tuple[Any, torch.Tensor]] = [*tape.entry.roots(cotangents)]
+        if not entering:
             return begun, []
-        entering: list[tuple[Any, torch.Tensor]] = [root, *_both(tape.inputs, begun)]
+        entering += _both(tape.inputs, begun)
         # One that was frozen since gets none, as in plain PyTorch.
         thawed = [pair for pair in zip(tape.leaves, tape.owners, strict=True) if pair[0].requires_grad]
         entering += [(leaf, sums[id(weight)][1]) for leaf, weight in thawed if id(weight) in sums]
