@@ -17,8 +17,8 @@ from tapestream.ir.actions import (
     Prefetch,
     Record,
     Restore,
-    Value,
     Wait,
+    renumbered,
 )
 from tapestream.ir.schedule import Schedule
 from tapestream.runner.buffers import held
@@ -45,25 +45,25 @@ def fused(
 ) -> Shorter:
     """The same with stages that ``schedule`` never parts as one. ``reading_input``: see `fused_traits`.
 
-    The bytes are the same at every moment: each state inside is dropped when the next one is made, a graph frees what
-    it saved as it is differentiated, and the cotangent that it holds meanwhile is the caller's own.
+    The bytes are the same at every moment: each state inside is dropped when the next one is made, and a graph frees
+    what it saved, and the cotangent that has entered it (see `Entry`), as it is differentiated.
     """
     borders = _borders(schedule, traits)
     if len(borders) == len(stages) + 1:
         return Shorter(schedule, [*stages], [*traits])
     place = {border: k for k, border in enumerate(borders)}
-    actions = tuple(_renumbered(action, place) for action in schedule if not _inside(action, place))
-    parts = [range(a, b) for a, b in pairwise(borders)]
-    return Shorter(
-        Schedule.of(actions, len(parts), resident=schedule.resident, planner=schedule.planner),
-        [stages[one[0]] if len(one) == 1 else Fused(k, [stages[j] for j in one]) for k, one in enumerate(parts)],
-        [
-            traits[one[0]]
-            if len(one) == 1
-            else fused_traits([traits[j] for j in one], reads_input=one[0] in reading_input)
-            for one in parts
-        ],
-    )
+    # Of the records of stages that are run as one the first's stands for all, and so does its backward.
+    standing = (a for a in schedule if not isinstance(a, Record | Backward) or a.stage in place)
+    found = Shorter(Schedule.of((renumbered(a, place) for a in standing), len(borders) - 1,
+                                resident=schedule.resident, planner=schedule.planner), [], [])  # fmt: skip
+    for k, (first, end) in enumerate(pairwise(borders)):
+        if end == first + 1:
+            found.stages.append(stages[first])
+            found.traits.append(traits[first])
+        else:
+            found.stages.append(Fused(k, stages[first:end]))
+            found.traits.append(fused_traits(traits[first:end], reads_input=first in reading_input))
+    return found
 
 
 def _borders(schedule: Schedule, traits: Sequence[Traits]) -> list[int]:
@@ -131,34 +131,3 @@ def _add_borders(found: set[int], before: Action | None, action: Action | None) 
             found |= {value.index, value.index + 1}
         case _:
             pass
-
-
-def _inside(action: Action, place: Container[int]) -> bool:
-    """Whether the first of the records, or of the backwards, says it all."""
-    match action:
-        case Record(k):
-            return k not in place
-        case Backward(k):
-            return k + 1 not in place
-        case _:
-            return False
-
-
-def _renumbered(action: Action, place: dict[int, int]) -> Action:
-    match action:
-        case Forward(start, stop):
-            return Forward(place[start], place[stop])
-        case Backward(k):
-            return Backward(place[k + 1] - 1)
-        case Record(k) | Keep(k) | Restore(k):
-            return type(action)(place[k])
-        case Offload(value, source, target) | Prefetch(value, source, target) if value.kind.by_stage:
-            return type(action)(_of_value(value, place), source, target)
-        case Wait(value, tier) | Free(value, tier) if value.kind.by_stage:
-            return type(action)(_of_value(value, place), tier)
-        case _:
-            return action
-
-
-def _of_value(value: Value, place: dict[int, int]) -> Value:
-    return Value(value.kind, place[value.index], value.part)

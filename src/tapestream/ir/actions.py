@@ -4,6 +4,7 @@ Stages are numbered 0 .. n-1; stage k maps state k to state k+1. Parameter block
 The rules that each action must obey are checked by `tapestream.simulate`, nowhere else.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
@@ -166,3 +167,18 @@ def shifted(action: Action, by: int) -> Action:
 
 def _shifted_value(value: Value, by: int) -> Value:
     return Value(value.kind, value.index + by, value.part) if value.kind.by_stage else value
+
+
+def renumbered(action: Action, place: Mapping[int, int] | Sequence[int]) -> Action:
+    """The same action with its stages and states at other places: number k at ``place[k]``; blocks and phases stay."""
+    match action:
+        case Forward(start, stop):
+            return Forward(place[start], place[stop])
+        case Record(stage) | Backward(stage) | Keep(stage) | Restore(stage):
+            return type(action)(place[stage])
+        case Offload(value, source, target) | Prefetch(value, source, target) if value.kind.by_stage:
+            return type(action)(Value(value.kind, place[value.index], value.part), source, target)
+        case Wait(value, tier) | Free(value, tier) if value.kind.by_stage:
+            return type(action)(Value(value.kind, place[value.index], value.part), tier)
+        case _:
+            return action

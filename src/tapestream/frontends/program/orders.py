@@ -29,6 +29,7 @@ from tapestream.ir import (  # fmt: skip
     Value,
     Wait,
 )
+from tapestream.ir.actions import renumbered as at_places
 
 Plan = Callable[[Profile, Budget], Schedule]
 Transfer: TypeAlias = Offload | Prefetch | Wait | Free
@@ -78,14 +79,8 @@ def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action |
 def renumbered(action: Action, place: Sequence[int]) -> Action:
     """An action of a plan in which nothing moves, with its stages at other places. Raises ScheduleError for others."""
     match action:
-        case Phase():
-            return action
-        case Forward(start, stop):
-            return Forward(place[start], place[stop])
-        case Record(stage) | Backward(stage) | Keep(stage) | Restore(stage):
-            return type(action)(place[stage])
-        case Free(Value(Kind.STATE, stage), tier):
-            return Free(Value(Kind.STATE, place[stage]), tier)
+        case Phase() | Forward() | Record() | Backward() | Keep() | Restore() | Free(Value(Kind.STATE)):
+            return at_places(action, place)
         case _:
             raise ScheduleError(f"stages are not renumbered in a plan with {action}")
 
