@@ -11,6 +11,7 @@ from side_by_side import least
 from torch import nn
 
 from tapestream.errors import BudgetError
+from tapestream.executor.program.calls.patterns import Kinds, Patterns
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Tier
@@ -183,9 +184,53 @@ def test_what_an_operation_has_saved_goes_when_its_own_nodes_have_asked_for_it(f
 
     for p in linear.parameters():
         p.grad = torch.zeros_like(p)
-    x = torch.randn(32, 64, 128)
-    budget = int(factor * _enough(attention, x))
-    run = Program(attention, budget=budget)
+    _check_peak(attention, torch.randn(32, 64, 128), factor)
+
+
+@pytest.mark.parametrize("factor", [1, 1.1, 1.3])
+@pytest.mark.parametrize("weights", [False, True])
+def test_self_attention_is_tried_as_such(weights: bool, factor: float) -> None:
+    """Where query, key and value are one tensor, they are projected at once; backward of that takes more."""
+    attentions = nn.ModuleList(nn.MultiheadAttention(128, 4, batch_first=True) for _ in range(4))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for attention in attentions:
+            x = x + attention(x, x, x, need_weights=weights)[0]
+        return x
+
+    _check_peak(function, _with_gradients(attentions, torch.randn(8, 64, 128)), factor)
+
+
+def test_what_is_measured_with_one_tensor_given_thrice_says_nothing_of_three() -> None:
+    patterns, (x, y, z) = Patterns(Kinds()), torch.randn(3, 4)
+    calls = [patterns.of(torch.addcmul, given, {}, []) for given in ((x, x, x), (x, y, z), (y, y, y), (y, z, z))]
+    assert calls[0] is calls[2]
+    assert len({id(call.measured) for call in calls}) == 3
+
+
+@pytest.mark.parametrize("factor", [1, 1.1, 1.3])
+def test_transformer_encoder_layers_near_the_least(factor: float) -> None:
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0) for _ in range(4))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    _check_peak(function, _with_gradients(layers, torch.randn(8, 64, 128)), factor)
+
+
+def _with_gradients(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """``x``; gradients are there already, so that those of a call are added to them."""
+    for p in (*module.parameters(), x.requires_grad_()):
+        p.grad = torch.zeros_like(p)
+    return x
+
+
+def _check_peak(function: Any, x: torch.Tensor, factor: float) -> None:
+    """With ``factor`` times the least budget that works, calls stay within it."""
+    budget = int(factor * _enough(function, x))
+    run = Program(function, budget=budget)
     run(x).sum().backward()  # type: ignore[no-untyped-call]
     for _ in range(4):
         with track_memory() as meter:

@@ -134,7 +134,8 @@ class Patterns:
 
     @staticmethod
     def _key_of(function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
-        """Equal for equal calls, and for tensors of the same shapes, dtypes and need of gradients."""
+        """Equal for equal calls, and for tensors of the same shapes, dtypes and need of gradients, of which the same
+        are given twice (attention on the same query, key and value makes other operations)."""
         parts = list[Any]()
         for value in args:
             if isinstance(value, torch.Tensor):
@@ -144,15 +145,18 @@ class Patterns:
                 parts.append(_key(value, tensors))
         key = function, tuple(parts), _key(kwargs, tensors) if kwargs else None
         try:
-            shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+            shapes: tuple[Any, ...] = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         except RuntimeError as error:
             raise (shapeless(function, tensors) or error) from None
+        if len(tensors) > 1 and len(apart := dict.fromkeys(map(id, tensors))) < len(tensors):
+            order = list(apart)
+            shapes = tuple([(*shape, order.index(id(t))) for shape, t in zip(shapes, tensors, strict=True)])
         return key, shapes
 
     def _new(self, key: Any, shapes: Any, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
         pattern = self._of(key, function, args, kwargs)
         measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
-        needs = [flag for _, _, flag in shapes]
+        needs = [one[2] for one in shapes]
         into, attribute = _into(pattern, tensors), _attribute(function)
         buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
         lasting = not (pattern.foreign or buffers) and is_lasting(function)

@@ -146,7 +146,8 @@ class Trials:
         written: set[int],
     ) -> None:
         """Make the call again by itself, and its backward. ``wanted``: which of its tensors required a gradient;
-        ``written``: the ids of those that it writes into, of which it gets copies.
+        ``written``: the ids of those that it writes into, of which it gets copies. A tensor that it is given twice is
+        one in the trial too: attention projects query, key and value at once where these are the same.
 
         What a write into a view makes of the whole gradient comes on top: the trial's copy is no view. Nothing is found
         where that fails.
@@ -159,24 +160,26 @@ class Trials:
             hooks = saved_tensors_hooks(_same, _same)
             # What the user counts by a mode of theirs (FLOPs) is what the program does.
             with _disable_current_modes(), torch.enable_grad(), hooks, contextlib.suppress(RuntimeError, ValueError):
-                leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-                given = [a.clone() if id(t) in written else a for a, t in zip(leaves, tensors, strict=True)]
+                leaves = {id(t): t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)}
+                given = {k: leaf.clone() if k in written else leaf for k, leaf in leaves.items()}
                 made = tensors_of(
-                    pattern.call(iter(given)), [a for a, b in zip(given, leaves, strict=True) if a is not b]
+                    pattern.call(iter([given[id(t)] for t in tensors])), [given[k] for k in leaves if k in written]
                 )
                 results = list({id(t): t for t in made if t.grad_fn is not None}.values())
-                asked = [leaf for leaf in leaves if leaf.requires_grad]
+                asked = {k: leaf for k, leaf in leaves.items() if leaf.requires_grad}
                 if not (results and asked):
                     measured.reverse_nbytes = 0
                     return
                 cotangents, edges = [torch.ones_like(t) for t in results], list(map(get_gradient_edge, results))
                 del made, results, given  # what backward does not need goes first: there may be no room for it
                 with track_memory(self.device) as meter:
-                    found = torch.autograd.grad(edges, asked, cotangents, retain_graph=True, allow_unused=True)
-                given_back = sum(leaf.nbytes for leaf in asked)
+                    inputs = tuple(asked.values())
+                    found = torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
+                places = {id(t): place for place, t in enumerate(tensors) if id(t) in asked}
+                given_back = sum(asked[id(t)].nbytes for t in tensors if id(t) in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)
-                places = (place for place, leaf in enumerate(leaves) if leaf.requires_grad)
-                measured.behind_nbytes = _behind(zip(places, found, strict=True), cotangents)
+                found_at = [(places[k], gradient) for k, gradient in zip(asked, found, strict=True)]
+                measured.behind_nbytes = _behind(found_at, cotangents)
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()
