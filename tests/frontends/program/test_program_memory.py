@@ -220,6 +220,21 @@ def test_transformer_encoder_layers_near_the_least(factor: float) -> None:
     _check_peak(function, _with_gradients(layers, torch.randn(8, 64, 128)), factor)
 
 
+def test_what_is_saved_again_after_the_tape_began_anew_counts_again() -> None:
+    """Without a plan: softmax saves its result, and the loss, which is on the tape where softmax is not, saves it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for _ in range(4):
+            x = x.tanh()
+            total = total + nn.functional.smooth_l1_loss(x, x.roll(1, 0))
+            total = total + nn.functional.kl_div(x.log_softmax(1), x.roll(2, 0).softmax(1), reduction="batchmean")
+            total = total + nn.functional.mse_loss(x, x * 2)
+        return total
+
+    _check_peak(function, _with_gradients(nn.ModuleList(), torch.randn(128, 256)), 1)
+
+
 def _with_gradients(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """``x``; gradients are there already, so that those of a call are added to them."""
     for p in (*module.parameters(), x.requires_grad_()):

@@ -28,6 +28,31 @@ class Watch(Protocol):
     def __call__(self, k: int, saved_nbytes: int) -> None: ...
 
 
+class _Taped:
+    """``nbytes`` of what operations save from one on, each storage once, others having saved it before or not."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.begin(0)
+
+    def begin(self, first: int) -> None:
+        """Count what is saved from operation ``first`` on."""
+        self.nbytes, self._storages, self._next = 0, set[int](), first
+        self._at = self._record.save_ends[first - 1] if first else 0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """To the end of what there is."""
+        record, until = self._record, len(self._record.save_ends)
+        if until > self._next:
+            for storage in record.saves[self._at : (at := record.save_ends[-1])]:
+                if storage not in self._storages:
+                    self._storages.add(storage)
+                    self.nbytes += record.storage_nbytes[storage]
+            self.nbytes += sum(record.inner_nbytes[self._next : until])
+            self._at, self._next = at, until
+
+
 class Online:
     """All that is saved, as long as it fits beside what the program itself holds; then the earliest goes.
 
@@ -43,15 +68,14 @@ class Online:
         self._stride, self._ticks = 1, 0
         self._at: dict[int, int] = {}  # by operation, its tick
         self._kept_nbytes = 0
-        self._before = 0  # bytes saved that are not on the tape any more
+        self._on_tape = _Taped(record)
 
-    def begin(self, k: int, saved_nbytes: int, taped: int | None, before: int) -> None:
-        """Go on from operation ``k``; ``before``: bytes saved before ``taped``, from which on all is on the tape."""
-        if taped is None:
-            taped, before = k, saved_nbytes
-        for operation in [one for one in self.tape.saved if one < taped]:
+    def begin(self, k: int, saved_nbytes: int, taped: int | None) -> None:
+        """Go on from operation ``k``; ``taped``: from which on all is on the tape."""
+        self.taped, self._next = k if taped is None else taped, saved_nbytes + self._tick
+        for operation in [one for one in self.tape.saved if one < self.taped]:
             del self.tape.saved[operation]
-        self.taped, self._before, self._next = taped, before, saved_nbytes + self._tick
+        self._on_tape.begin(self.taped)
         self._kept_nbytes = self.keeper.nbytes(self.record)
 
     def __call__(self, k: int, saved_nbytes: int) -> None:
@@ -66,35 +90,29 @@ class Online:
                 self.keeper.keep(k, recorder.numbers.alive())
                 self._at[k] = self._ticks
                 self._thin(self.budget // 2)
-        own = recorder.numbers.alive_nbytes + recorder.next_nbytes
-        if own + self._kept_nbytes + saved_nbytes - self._before > self.budget:
-            self._make_room(k, saved_nbytes, own)
+        self._make_room(k, recorder.numbers.alive_nbytes + recorder.next_nbytes)
 
     def spare(self, nbytes: int, *, anyway: bool) -> bool:
         """See `Spare`: of the tape, as much goes as need be."""
         recorder = self.recorder
         assert recorder is not None
-        k, own = len(self.record), recorder.numbers.alive_nbytes + nbytes
-        if own + self._kept_nbytes + recorder.packs.nbytes - self._before > self.budget:
-            self._make_room(k, recorder.packs.nbytes, own)
-        return own + self._kept_nbytes + recorder.packs.nbytes - self._before <= self.budget
+        own = recorder.numbers.alive_nbytes + nbytes
+        self._make_room(len(self.record), own)
+        return self._fits(own)
 
-    def _make_room(self, k: int, saved_nbytes: int, own: int) -> None:
-        while self.taped is not None and self.taped < k:
+    def _fits(self, own: int) -> bool:
+        return own + self._kept_nbytes + self._on_tape.nbytes <= self.budget
+
+    def _make_room(self, k: int, own: int) -> None:
+        self._on_tape.go_on()
+        while not self._fits(own) and self.taped is not None and self.taped < k:
             following = min((at for at in self._at if at > self.taped), default=k)
             for operation in range(self.taped, following):
                 self.tape.saved.pop(operation, None)
             self.taped = following
-            self._before = saved_nbytes - self._taped_nbytes()
-            if own + self._kept_nbytes + saved_nbytes - self._before <= self.budget:
-                return
-        self._thin(max(0, self.budget - own))
-
-    def _taped_nbytes(self) -> int:
-        record, first = self.record, self.taped or 0
-        saves = set(record.saves[record.save_ends[first - 1] if first else 0 :])
-        shown = sum(record.storage_nbytes[storage] for storage in saves)
-        return shown + sum(record.inner_nbytes[first:])
+            self._on_tape.begin(following)
+        if not self._fits(own):
+            self._thin(max(0, self.budget - own))
 
     def _thin(self, room: int) -> None:
         """Drop every second restart checkpoint until they take no more than ``room``."""
@@ -231,5 +249,5 @@ class Planned:
             recorder.flush()
             recorder.quiet, recorder.holding, recorder.packs.holding = 0, {}, {}
         self.otherwise.keeper.unread = frozenset()
-        self.otherwise.begin(k, saved_nbytes, self._taped, self._saved.get(self._taped or 0, 0))
+        self.otherwise.begin(k, saved_nbytes, self._taped)
         self.otherwise(k, saved_nbytes)
