@@ -13,6 +13,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.frontends.module.stream import is_streamed
 
 
 class Boom(Exception):
@@ -169,6 +170,13 @@ def test_kinds_of_arguments(name: str, value: Any, told: str) -> None:
     for make in (lambda **given: ts.Chain([torch.tanh], **given), lambda **given: ts.Program(torch.tanh, **given)):
         with pytest.raises(InputError, match=told):
             make(**{name: value})
+    if name != "gradients_within":
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        with pytest.raises(InputError, match=told):
+            ts.stream(layers, **{name: value})
+        with pytest.raises(InputError, match="verify='yes'"):
+            ts.stream(layers, verify="yes")  # type: ignore[arg-type]
+        assert not is_streamed(layers)
 
 
 def test_plans_and_tensors_of_inference_mode() -> None:

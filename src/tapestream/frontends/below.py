@@ -1,5 +1,6 @@
 """`Below`: what lies below the device beside parameter blocks: a folder, host memory, the links and their speeds."""
 
+import functools
 import os
 from collections import deque
 from collections.abc import Iterable
@@ -63,12 +64,13 @@ class Below:
         self._left: deque[Parcels] = deque()
 
     def machine(self) -> Machine:
-        """The links among these tiers: given, or measured once, in about two seconds."""
+        """The links among these tiers: given, or measured once in a process, in about two seconds."""
         if self._machine is None:
             measured = self._given
             if measured is None:
                 self._open()  # makes the folder
-                measured = measure_machine(self.device, self._path if Tier.DISK in self.tiers else None)
+                path = self._path if Tier.DISK in self.tiers else None
+                measured = _measured(self.device, None if path is None else os.path.realpath(path))
             there = {Tier.DEVICE, *self.tiers}
             links = {lane: link for lane, link in measured.links.items() if there.issuperset(lane)}
             self._machine = replace(measured, links=links)
@@ -125,6 +127,11 @@ class Below:
             pool = Pool(self.device, folder=self._folder, limits=limits, pin=pin, beside=self._beside)
             self._opened = pool, make_engine(self._engine, self.device)
         return self._opened
+
+
+@functools.cache
+def _measured(device: torch.device, path: str | None) -> Machine:
+    return measure_machine(device, path)
 
 
 def check_home(home: str, folder: object, *, host: bool) -> None:

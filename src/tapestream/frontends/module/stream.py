@@ -9,7 +9,7 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
-from tapestream.frontends.given import check_knobs, named_device
+from tapestream.frontends.given import check_kinds, check_knobs, named_device
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.calls.later import calling
@@ -71,6 +71,7 @@ def stream(
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
+    check_kinds(engine, machine, plan, verify=verify)
     where = named_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(where)
     found = _checked_blocks(model, blocks)
