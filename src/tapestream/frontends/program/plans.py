@@ -1,6 +1,7 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -37,6 +38,8 @@ _SLOW = 2
 """Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
 _WORTH_SECONDS = 1.0
 """Of what runs again, that is: about as long as a plan takes."""
+_CALLS = 200
+"""A search for better plans ends after the time that so many calls spend on what they run again."""
 _SHARES = (1, 0.85, 0.7, 0.5)
 """Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 LOOKS = 2
@@ -168,9 +171,19 @@ def _slow(found: "_Found", borders: Borders) -> bool:
 
 
 def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> list[_Found]:
-    """Plans by `rotor` for several numbers of stretches; for those of ``before`` where these do not fit."""
-    found = [one for numbers in FEWER for one in _added(borders, borders.suiting(numbers), room, below)]
-    return found or list(_added(borders, before.cuts, room, below))
+    """Plans by `rotor` for several numbers of stretches; for those of ``before`` where these do not fit. Ends
+    early where there is little to win."""
+    assert before.plan is not None
+    until = time.perf_counter() + _CALLS * _Found(before.plan, before.cuts, before.holding).again(borders)
+    found = list[_Found]()
+    for cuts in (*(borders.suiting(numbers) for numbers in FEWER), before.cuts):
+        if cuts is before.cuts and found:
+            break
+        for one in _added(borders, cuts, room, below):
+            found.append(one)
+            if time.perf_counter() > until:
+                return found
+    return found
 
 
 def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) -> Iterator[_Found]:
