@@ -237,3 +237,48 @@ def test_what_users_took_of_a_block_that_stayed_is_theirs(tmp_path: Path) -> Non
         loss_at(ours, NOISY).backward()
         names = [name for name, _ in ours.named_parameters()]
         assert_same({n: before[n] for n in names}, {n: taken[n] for n in names})
+
+
+class Decaying(nn.Module):
+    """A block that writes into its own weight where no gradients are, as PEFT's layers do that unmerge themselves."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(128, 128), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            if self.how == "data":
+                self.linear.weight.data -= 0.1 * self.linear.weight.data
+            else:
+                self.linear.weight[3, 5] += 0.5
+        return x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["data", "one number"])
+@pytest.mark.parametrize(("engine", "home"), PLACES)
+def test_what_a_block_writes_into_its_weights_is_kept(
+    engine: str, home: str, how: str, frozen: bool, tmp_path: Path
+) -> None:
+    """Also where they have come from the disk for this call alone."""
+    outcomes = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        model, x, outcome = nn.Sequential(*(Decaying(how) for _ in range(5))), torch.randn(32, 128), []
+        model[1].requires_grad_(not frozen)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        if folder is not None:
+            ts.stream(model, budget=500_000, **options_of(engine, folder, home))
+            optimizer = ts.optimizer(model, torch.optim.SGD, lr=0.01)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                outcome += [loss.detach(), *model(x)]
+        if folder is not None:
+            ts.unstream(model)
+        outcomes.append([*outcome, *(p.detach() for p in model.parameters())])
+    assert all(map(torch.equal, *outcomes))

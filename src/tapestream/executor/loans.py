@@ -1,12 +1,36 @@
 """`Loans`: blocks whose parameters are brought to the device where no plan says so."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from tapestream.errors import BudgetError
 from tapestream.executor.copies import BlockCopies
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
+
+_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """The versions of parameters, and some of their numbers: writes by way of ``p.data`` change no version."""
+
+    versions: list[int]
+    numbers: torch.Tensor
+
+    @classmethod
+    def at(cls, parameters: Sequence[torch.Tensor]) -> "Look":
+        """As they are now."""
+        flat = [p.detach().as_strided((p.numel(),), (1,)) for p in parameters]
+        some = [t[:: max(1, t.numel() // _SAMPLES)].clone().view(torch.uint8) for t in flat]
+        return cls([p._version for p in parameters], torch.cat(some))
+
+    def differs(self, other: "Look") -> bool:
+        """Whether there was a write in between; one of few numbers by way of ``p.data`` may not be noticed."""
+        return self.versions != other.versions or not torch.equal(self.numbers, other.numbers)
 
 
 class Loans:
@@ -91,11 +115,17 @@ class Loans:
         self._ahead.clear()
         self._brought.clear()
 
-    def give_back(self, block: int) -> None:
-        """End a `lend` that has brought something."""
+    def give_back(self, block: int, *, written: bool = False) -> None:
+        """End a `lend` that has brought something. ``written``: and that has been written into."""
         for value in self._brought.pop(block, []):
+            if written:
+                self._copies.copy_now(value, Tier.DEVICE, self._home)
             self._copies.show(value, self._home)
             self._copies.release(value, Tier.DEVICE)
+
+    def look(self, block: int) -> "Look":
+        """What tells whether somebody has written into a block's parameters since another look."""
+        return Look.at(self._blocks[block].parameters)
 
     def keep(self, block: int) -> bool:
         """End a `lend` by letting what it has brought live on the device, until `BlockStore.place` moves it. Not where

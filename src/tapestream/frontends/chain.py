@@ -12,6 +12,7 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
+from tapestream.frontends.around import check_around, uncompiled
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.check import check_deterministic
@@ -30,7 +31,7 @@ from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.graph import let_go_of_failed_backward
-from tapestream.runner.guards import PLACING, check_differentiated_once, refuse_hooks
+from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.join import join, views_written, with_dense
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Mode, Stage, Traits, mode_of
@@ -117,6 +118,7 @@ class Chain(nn.Module):
         """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
         return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
 
+    @uncompiled
     def forward(self, state: Any) -> Any:
         """The last state; differentiable like any other tensor."""
         initial, tensors = self._take_apart(state)
@@ -124,7 +126,7 @@ class Chain(nn.Module):
         if not torch.is_grad_enabled():
             return self._plain(state)
         check_not_inference(type(self).__name__, tensors)
-        refuse_hooks(type(self).__name__, PLACING)
+        check_around(type(self).__name__)
         prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)

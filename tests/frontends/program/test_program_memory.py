@@ -2,7 +2,8 @@
 
 import gc
 import sys
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -11,7 +12,8 @@ from side_by_side import least
 from torch import nn
 
 from tapestream.errors import BudgetError
-from tapestream.executor.program.calls.patterns import Kinds, Patterns
+from tapestream.executor.program.calls.patterns import Kinds, Measured, Patterns
+from tapestream.executor.program.noting.trials import Trials
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Tier
@@ -266,3 +268,21 @@ def _enough(function: Any, x: torch.Tensor) -> int:
             enough, calls = error.least_nbytes or 2 * enough, 0
             run = Program(function, budget=enough)
     return enough
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.exp, torch.softmax, torch.logsumexp, torch.relu])
+def test_nothing_stays_of_what_is_tried(function: Any) -> None:
+    """Results that are saved for backward had held themselves, one for each new shape."""
+    made = []
+
+    class Spy(NamedTuple):
+        def call(self, tensors: Any) -> torch.Tensor:
+            y = function(*tensors) if function in (torch.tanh, torch.exp, torch.relu) else function(*tensors, 1)
+            made.append(weakref.ref(y))
+            result: torch.Tensor = y
+            return result
+
+    trials, measured = Trials(torch.device("cpu")), Measured()
+    trials.reverse(measured, Spy(), [torch.randn(30, 40)], [True], set())  # type: ignore[arg-type]
+    assert measured.reverse_nbytes is not None
+    assert [ref() for ref in made] == [None]

@@ -16,6 +16,7 @@ from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
+from tapestream.frontends.around import check_around, uncompiled
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.given import check_kinds, check_knobs
@@ -46,7 +47,6 @@ from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.depth import SHALLOW
 from tapestream.runner.graph import let_go_of_failed_backward
-from tapestream.runner.guards import PLACING, refuse_hooks
 from tapestream.runner.passable import check_modules
 from tapestream.runner.stage import Stage, mode_of
 
@@ -121,6 +121,7 @@ class Loop(nn.Module):
         # Costs are known by shapes and modes; live calls are this object's own.
         return {**self.__dict__, "_costs": {}, "_measured": {}, "_plans": {}, "_live_nbytes": 0, "_below": None}
 
+    @uncompiled
     def forward(
         self,
         state: Any,
@@ -154,7 +155,7 @@ class Loop(nn.Module):
         task = Task(bare, state, source, sink, (), None)
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
-        refuse_hooks("Loop", PLACING)
+        check_around("Loop")
         task = self._looked(task, count, until)
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)

@@ -72,8 +72,7 @@ def stream(
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
-    where = named_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(where)
+    where = _checked_device(device)
     found = _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine)
@@ -169,6 +168,8 @@ def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Modu
     return find_blocks(model, blocks)
 
 
-def _check_device(device: torch.device) -> None:
+def _checked_device(asked: torch.device | str | None) -> torch.device:
+    device = named_device(asked) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device={str(device)!r} was asked for; tapestream runs on 'cpu' and 'cuda'")
+    return device

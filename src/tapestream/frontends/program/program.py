@@ -23,6 +23,7 @@ from tapestream.executor.program.record.last import Last
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
+from tapestream.frontends.around import uncompiled
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
@@ -130,6 +131,7 @@ class Program:
         """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
         return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:

@@ -88,11 +88,15 @@ class _Seams:
     @contextlib.contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
         """Inside, ``listener`` hears of this thread's calls."""
-        before, self.heard.listener = self.heard.listener, listener
         with self._lock:
+            if not self._users:
+                try:
+                    self._put_in()
+                except BaseException:  # half of it, and later programs would not be heard
+                    self._take_out()
+                    raise
             self._users += 1
-            if self._users == 1:
-                self._put_in()
+        before, self.heard.listener = self.heard.listener, listener
         try:
             with checkpointing_off():  # its hooks would hide what is saved, and dropping that is what a program does
                 yield
@@ -227,6 +231,7 @@ class _Seams:
                 delattr(place, name)
             else:
                 setattr(place, name, old)
+        self._before = []
 
 
 def _overrides(given: Any) -> bool:

@@ -157,7 +157,7 @@ class Trials:
         generators, cache = TorchGenerators.capture(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            hooks = saved_tensors_hooks(_same, _same)
+            hooks = saved_tensors_hooks(torch.Tensor.detach, _same)  # a result that is saved would hold itself
             # What the user counts by a mode of theirs (FLOPs) is what the program does.
             with _disable_current_modes(), torch.enable_grad(), hooks, contextlib.suppress(RuntimeError, ValueError):
                 leaves = {id(t): t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)}

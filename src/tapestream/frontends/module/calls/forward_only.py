@@ -212,6 +212,7 @@ class ForwardOnly:
                 store.pool.trim()  # nobody knows how much the block makes
             regions = store.copies.device_regions(block)
             store.engine.compute_begins(regions)
+            before = store.loans.look(block) if brought else None
         measuring = contextlib.nullcontext() if self._gauge is None else self._gauge.section()
         try:
             with measuring, _uncached():
@@ -221,8 +222,8 @@ class ForwardOnly:
                 store.engine.compute_ended(regions)
                 if staying and brought and store.keep(block):
                     self._kept |= frozenset(store.copies.shown_values(block))
-                elif brought:
-                    store.give_back(block)
+                elif before is not None:
+                    store.give_back(block, written=before.differs(store.loans.look(block)))
                 if self._walk is not None:
                     store.advance_ahead(self._walk.limit_nbytes)
             self._resume()

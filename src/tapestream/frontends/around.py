@@ -1,0 +1,45 @@
+"""What may not be around a call that runs a part of the user's code again later."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from tapestream.errors import InputError
+from tapestream.executor.program.calls.seams import listener_now
+from tapestream.runner.guards import PLACING, refuse_hooks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_DYNAMO = "torch._dynamo"
+
+
+def uncompiled(method: Callable[P, R]) -> Callable[P, R]:
+    """``method``, which torch.compile leaves as it is, and all that it calls: code around it may be compiled (not with
+    ``fullgraph=True``, which names it). As `torch.compiler.disable`, which takes seconds to import."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _DYNAMO not in sys.modules:
+            return method(*args, **kwargs)
+        before = set_eval_frame(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def check_around(what: str) -> None:
+    """Raise InputError inside a `Program`, for which the call would be one that it can neither see nor repeat, and
+    inside hooks on saved tensors."""
+    if listener_now() is not None:
+        raise InputError(
+            f"a ts.{what} is called inside a ts.Program, which cannot run it again; call it outside and hand its "
+            "result in, or give the program the plain function, for which its budget holds too"
+        )
+    refuse_hooks(what, PLACING)
