@@ -16,6 +16,7 @@ import tapestream as ts
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.lazy_logits import compute_lazily
 from tapestream.frontends.module.stream import handle_of
+from tapestream.storage.meter import track_memory
 
 MAKES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -94,3 +95,49 @@ def test_the_loss_by_chunks_is_the_heads_call(name: str, inside: bool, tmp_path:
     assert found[0].keys() == found[1].keys()
     for key, tensor in found[0].items():
         assert torch.equal(tensor, found[1][key]), key
+
+
+class Untied(nn.Module):
+    """A head that is a chain of its own, since something outside of blocks comes before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(2048, 128), nn.LayerNorm(128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128)) for _ in "abcde")
+        self.head = nn.Linear(128, 2048, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, -2), tokens.flatten())
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_the_head_has_gone_before_the_blocks_before_it_come_again(update: str, tmp_path: Path) -> None:
+    """Each chain's backward ends with what its plan moves and updates then."""
+    tokens = torch.randint(0, 2048, (2, 16))
+
+    def peak(budget: int) -> int:
+        torch.manual_seed(0)
+        model, most = ts.stream(Untied(), budget=budget, folder=tmp_path, device="cpu"), 0
+        optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update)
+        try:
+            model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(2):
+                with track_memory() as meter:
+                    model(tokens).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                most = max(most, meter.peak_nbytes)
+        finally:
+            ts.unstream(model)
+        return most
+
+    with pytest.raises(BudgetError) as caught:
+        peak(1000)
+    least = caught.value.least_nbytes
+    assert least is not None
+    assert peak(least) <= 1.05 * least

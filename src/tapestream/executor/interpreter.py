@@ -116,7 +116,8 @@ class Interpreter:
     def run_backward(self, k: int, cotangents: Gradients) -> Gradients:
         """Within the backward phase: up to and including Backward(k), given the cotangents of state k+1.
 
-        Stages after ``k`` that were not asked for are dropped.
+        Stages after ``k`` that were not asked for are dropped. After stage 0 the rest of the phase is run, where blocks
+        move: others come next, who count on the room that it makes.
         """
         self._enter(PhaseKind.BACKWARD)
         while self._pending is not None and not isinstance(self._pending, Phase):
@@ -127,7 +128,10 @@ class Interpreter:
                 if stage == k:
                     self.cotangents[k + 1] = cotangents
                     self._step()
-                    self._run_ahead()
+                    if k == 0 and self.blocks is not None:
+                        self._run_rest()
+                    else:
+                        self._run_ahead()
                     return self.cotangents[k]
                 self.cotangents[stage + 1] = []
             self._step()
@@ -140,6 +144,10 @@ class Interpreter:
     def finish_backward(self) -> None:
         """The rest of the backward phase without what no one asked for: its copies, updates and frees alone."""
         self._enter(PhaseKind.BACKWARD)
+        self._run_rest()
+        self.close()
+
+    def _run_rest(self) -> None:
         while self._pending is not None and not isinstance(self._pending, Phase):
             match self._pending:
                 case Forward() | Record() | Backward() | Keep() | Restore():
@@ -152,7 +160,6 @@ class Interpreter:
                     self._next()
                 case _:
                     self._step()
-        self.close()
 
     def run_step(self) -> None:
         """The step phase alone."""
