@@ -31,6 +31,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "radam": (torch.optim.RAdam, {"lr": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05}),
 }
 
 

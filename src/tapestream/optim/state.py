@@ -30,7 +30,8 @@ def probe(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> StateShape:
-    """Step the optimizer once on a tensor without bytes, and look at the state that it has made.
+    """Step the optimizer once on a tensor without bytes (on one of zeros, where it asks for numbers), and look at the
+    state that it has made.
 
     ``options``: the entries of its parameter group; ``required``: what its constructor was given.
 
@@ -38,16 +39,15 @@ def probe(
     """
     plain = {**options, "fused": False, "foreach": False}  # the fast forms refuse tensors without bytes
     options = {k: plain[k] for k in options}
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
     try:
-        optimizer = cls([{**options, "params": [parameter]}], **required)
-        optimizer.step()
+        try:
+            optimizer, parameter = _stepped(cls, options, required, torch.empty(shape, dtype=dtype, device="meta"))
+        except (RuntimeError, NotImplementedError):  # some ask for numbers
+            optimizer, parameter = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype))
     except Exception as error:
         raise InputError(
             f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream "
-            f"streams optimizers that "
-            "treat tensors independently, such as AdamW, SGD or Adagrad"
+            "streams optimizers that treat tensors independently, such as AdamW, SGD or Adagrad"
         ) from error
     state = optimizer.state.get(parameter, {})
     return StateShape(
@@ -57,6 +57,16 @@ def probe(
             if isinstance(value, torch.Tensor) and value.dim() > 0
         )
     )
+
+
+def _stepped(
+    cls: OptimizerClass, options: Mapping[str, Any], required: Mapping[str, Any], tensor: torch.Tensor
+) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    parameter = torch.nn.Parameter(tensor)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = cls([{**options, "params": [parameter]}], **required)
+    optimizer.step()
+    return optimizer, parameter
 
 
 def is_elementwise(
