@@ -103,7 +103,7 @@ def test_optimizer_options(tmp_path: Path) -> None:
             (torch.optim.SGD, {"update": "later"}, "update='later' was asked for; it is 'step' or 'backward'"),
             (torch.optim.SGD, {"master": "fp64"}, "master='fp64' was asked for"),
             (torch.optim.SGD, {"speed": 1}, "SGD does not take these options"),
-            (torch.optim.Muon, {}, "Muon could not be tried on a single tensor"),
+            (torch.optim.Muon, {}, "Muon only supports 2D parameters"),
             (torch.optim.LBFGS, {}, r"LBFGS.step\(\) needs a closure.*AdamW, SGD or Adagrad"),
         ):
             with pytest.raises(InputError, match=text):

@@ -70,6 +70,13 @@ def test_two_with_a_part_of_the_model_each_are_refused(model: Any) -> None:
     step(model, second)
 
 
+class Sociable(torch.optim.SGD):
+    """Cannot do with one parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("two parameters at least")
+
+
 def test_one_that_cannot_be_made_leaves_the_one_before_whole(model: Any) -> None:
     theirs = CASE.model()
     plain, ours = torch.optim.AdamW(theirs.parameters(), **ADAMW), ts.optimizer(model, torch.optim.AdamW, **ADAMW)
@@ -77,7 +84,7 @@ def test_one_that_cannot_be_made_leaves_the_one_before_whole(model: Any) -> None
         step(theirs, plain, number)
         step(model, ours, number)
         with pytest.raises(InputError, match="could not be tried on a single tensor"):
-            ts.optimizer(model, torch.optim.Muon)
+            ts.optimizer(model, Sociable, lr=0.1)
     assert_same(everything(theirs), everything(model))
 
 
