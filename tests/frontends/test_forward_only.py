@@ -250,13 +250,15 @@ class Decaying(nn.Module):
         if not torch.is_grad_enabled():
             if self.how == "data":
                 self.linear.weight.data -= 0.1 * self.linear.weight.data
+            elif self.how == "other data":
+                self.linear.weight.data = 0.9 * self.linear.weight.data
             else:
                 self.linear.weight[3, 5] += 0.5
         return x + torch.tanh(self.linear(x))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("how", ["data", "one number"])
+@pytest.mark.parametrize("how", ["data", "other data", "one number"])
 @pytest.mark.parametrize(("engine", "home"), PLACES)
 def test_what_a_block_writes_into_its_weights_is_kept(
     engine: str, home: str, how: str, frozen: bool, tmp_path: Path

@@ -24,7 +24,7 @@ class Look:
     @classmethod
     def at(cls, parameters: Sequence[torch.Tensor]) -> "Look":
         """As they are now."""
-        flat = [p.detach().as_strided((p.numel(),), (1,)) for p in parameters]
+        flat = [p.detach().flatten() for p in parameters]  # a view, where it is contiguous
         some = [t[:: max(1, t.numel() // _SAMPLES)].clone().view(torch.uint8) for t in flat]
         return cls([p._version for p in parameters], torch.cat(some))
 
@@ -123,7 +123,7 @@ class Loans:
             self._copies.show(value, self._home)
             self._copies.release(value, Tier.DEVICE)
 
-    def look(self, block: int) -> "Look":
+    def look(self, block: int) -> Look:
         """What tells whether somebody has written into a block's parameters since another look."""
         return Look.at(self._blocks[block].parameters)
 
