@@ -11,26 +11,20 @@ from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 
-_SAMPLES = 64
+_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """The versions of parameters, and some of their numbers: writes by way of ``p.data`` change no version."""
+    """The versions of parameters, and some of the numbers of a block's memory: writes by way of ``p.data`` change no
+    version."""
 
     versions: list[int]
-    numbers: torch.Tensor
-
-    @classmethod
-    def at(cls, parameters: Sequence[torch.Tensor]) -> "Look":
-        """As they are now."""
-        flat = [p.detach().flatten() for p in parameters]  # a view, where it is contiguous
-        some = [t[:: max(1, t.numel() // _SAMPLES)].clone().view(torch.uint8) for t in flat]
-        return cls([p._version for p in parameters], torch.cat(some))
+    numbers: list[torch.Tensor]
 
     def differs(self, other: "Look") -> bool:
         """Whether there was a write in between; one of few numbers by way of ``p.data`` may not be noticed."""
-        return self.versions != other.versions or not torch.equal(self.numbers, other.numbers)
+        return self.versions != other.versions or not all(map(torch.equal, self.numbers, other.numbers))
 
 
 class Loans:
@@ -125,7 +119,10 @@ class Loans:
 
     def look(self, block: int) -> Look:
         """What tells whether somebody has written into a block's parameters since another look."""
-        return Look.at(self._blocks[block].parameters)
+        versions = [p._version for p in self._blocks[block].parameters]
+        memories = (self._copies.bytes_at(value, Tier.DEVICE) for value in self._copies.shown_values(block))
+        whole = (memory[: memory.numel() // 8 * 8].view(torch.int64) for memory in memories)
+        return Look(versions, [words[:: max(1, len(words) // _SAMPLES)].clone() for words in whole])
 
     def keep(self, block: int) -> bool:
         """End a `lend` by letting what it has brought live on the device, until `BlockStore.place` moves it. Not where
