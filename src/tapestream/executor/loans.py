@@ -16,15 +16,15 @@ _SAMPLES = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """The versions of parameters, and some of the numbers of a block's memory: writes by way of ``p.data`` change no
-    version."""
+    """The versions of parameters, and sums of some of the words of a block's memory: writes by way of ``p.data`` change
+    no version."""
 
     versions: list[int]
-    numbers: list[torch.Tensor]
+    sums: list[torch.Tensor]
 
     def differs(self, other: "Look") -> bool:
         """Whether there was a write in between; one of few numbers by way of ``p.data`` may not be noticed."""
-        return self.versions != other.versions or not all(map(torch.equal, self.numbers, other.numbers))
+        return self.versions != other.versions or not all(map(torch.equal, self.sums, other.sums))
 
 
 class Loans:
@@ -122,7 +122,7 @@ class Loans:
         versions = [p._version for p in self._blocks[block].parameters]
         memories = (self._copies.bytes_at(value, Tier.DEVICE) for value in self._copies.shown_values(block))
         whole = (memory[: memory.numel() // 8 * 8].view(torch.int64) for memory in memories)
-        return Look(versions, [words[:: max(1, len(words) // _SAMPLES)].clone() for words in whole])
+        return Look(versions, [words[:: max(1, len(words) // _SAMPLES)].sum() for words in whole])
 
     def keep(self, block: int) -> bool:
         """End a `lend` by letting what it has brought live on the device, until `BlockStore.place` moves it. Not where
