@@ -35,11 +35,20 @@ def uncompiled(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_around(what: str) -> None:
-    """Raise InputError inside a `Program`, for which the call would be one that it can neither see nor repeat, and
-    inside hooks on saved tensors."""
+    """Raise InputError inside a `Program` and inside hooks on saved tensors."""
+    check_no_program(f"ts.{what}", "give the program the plain function, for which its budget holds too")
+    check_no_hooks(what)
+
+
+def check_no_hooks(what: str) -> None:
+    """Raise InputError inside hooks on saved tensors, but for those that only move them: these may be left out."""
+    refuse_hooks(what, PLACING)
+
+
+def check_no_program(what: str, instead: str) -> None:
+    """Raise InputError inside a `Program`, for which such a call would be one that it can neither see nor repeat."""
     if listener_now() is not None:
         raise InputError(
-            f"a ts.{what} is called inside a ts.Program, which cannot run it again; call it outside and hand its "
-            "result in, or give the program the plain function, for which its budget holds too"
+            f"a {what} is called inside a ts.Program, which cannot run it again; call it outside and hand its result "
+            f"in, or {instead}"
         )
-    refuse_hooks(what, PLACING)

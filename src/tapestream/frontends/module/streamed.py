@@ -14,8 +14,9 @@ from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
+from tapestream.frontends.around import check_no_hooks, check_no_program
 from tapestream.frontends.available import free_nbytes
-from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again, check_no_program
+from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.calls.beside import prepare_beside
 from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.calls.forward_only import ForwardOnly
@@ -38,7 +39,6 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
-from tapestream.runner.guards import PLACING, refuse_hooks
 from tapestream.runner.private import copies_of
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
@@ -108,7 +108,7 @@ class Streamed:
         """The model's own ``__call__``."""
         if self._bypass:
             return original(*args, **kwargs)
-        check_no_program(self.model)
+        check_no_program(f"streamed {type(self.model).__name__}", "use the Program inside the streamed blocks")
         with self._live.working():
             if self.optimizer is not None:
                 self.optimizer.check_forward()
@@ -116,7 +116,7 @@ class Streamed:
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
-            refuse_hooks("a streamed model", PLACING)
+            check_no_hooks("a streamed model")
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

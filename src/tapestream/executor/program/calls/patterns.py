@@ -148,9 +148,9 @@ class Patterns:
             shapes: tuple[Any, ...] = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         except RuntimeError as error:
             raise (shapeless(function, tensors) or error) from None
-        if len(tensors) > 1 and len(apart := dict.fromkeys(map(id, tensors))) < len(tensors):
-            order = list(apart)
-            shapes = tuple([(*shape, order.index(id(t))) for shape, t in zip(shapes, tensors, strict=True)])
+        ids = [id(t) for t in tensors]
+        if len(set(ids)) < len(ids):
+            shapes = tuple([(*shape, ids.index(one)) for shape, one in zip(shapes, ids, strict=True)])
         return key, shapes
 
     def _new(self, key: Any, shapes: Any, function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:

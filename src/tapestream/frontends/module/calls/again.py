@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
-from tapestream.executor.program.calls.seams import listener_now
 from tapestream.frontends.module.calls.call import UnplannedBlock
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.private import may_change
@@ -56,12 +55,3 @@ def _versions(model: nn.Module) -> tuple[tuple[torch.Tensor | None, int], ...]:
     modules = modules_below(model)
     held = [t for m in modules for t in (*m._buffers.values(), *m._parameters.values())]
     return tuple([(t, 0 if t is None else t._version) for t in held])
-
-
-def check_no_program(model: nn.Module) -> None:
-    """Raise InputError inside a `Program`, for which such a call would be one that it can neither see nor repeat."""
-    if listener_now() is not None:
-        raise InputError(
-            f"a streamed {type(model).__name__} is called inside a ts.Program, which cannot run it again; call it "
-            "outside and hand its result in, or use the Program inside the streamed blocks"
-        )
