@@ -8,10 +8,13 @@ from tapestream.units import format_nbytes, parse_nbytes
 class Budget:
     """Bytes allowed in each tier; None means no limit there.
 
-    ``Budget("8GiB")`` limits the device; ``Budget(device="8GiB", host="64GiB", disk=None)`` says each.
+    ``Budget("8GiB")`` limits the device; ``Budget(device="8GiB", host="64GiB", disk=None)`` says each. ``calls``: the
+    most calls of one model, chain, loop or program that await their backward at once (two for a loss of two forwards,
+    as of preferences, of pairs or of two dropouts of one batch): each is planned so that all of them fit, where
+    otherwise the first takes what there is.
     """
 
-    __slots__ = ("device_nbytes", "disk_nbytes", "host_nbytes")
+    __slots__ = ("calls", "device_nbytes", "disk_nbytes", "host_nbytes")
 
     def __init__(
         self,
@@ -19,12 +22,16 @@ class Budget:
         *,
         host: str | int | None = None,
         disk: str | int | None = None,
+        calls: int = 1,
     ) -> None:
         self.device_nbytes = None if device is None else parse_nbytes(device)
         self.host_nbytes = None if host is None else parse_nbytes(host)
         self.disk_nbytes = None if disk is None else parse_nbytes(disk)
         if self.device_nbytes == 0:
             raise InputError("a device budget of 0 bytes leaves no room for anything")
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+            raise InputError(f"Budget(calls={calls!r}): how many calls await their backward at once is 1, 2, ..")
+        self.calls = calls
 
     @classmethod
     def of(cls, budget: "Budget | str | int | None") -> "Budget":
@@ -35,16 +42,24 @@ class Budget:
         """Bytes allowed in ``tier``, None for no limit."""
         return (self.device_nbytes, self.host_nbytes, self.disk_nbytes)[tier]
 
+    def with_device(self, nbytes: int) -> "Budget":
+        """The same with ``nbytes`` bytes of device."""
+        return Budget(nbytes, host=self.host_nbytes, disk=self.disk_nbytes, calls=self.calls)
+
+    def _key(self) -> tuple[int | None, ...]:
+        return (*map(self.nbytes, Tier), self.calls)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Budget) and all(self.nbytes(tier) == other.nbytes(tier) for tier in Tier)
+        return isinstance(other, Budget) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(tuple(self.nbytes(tier) for tier in Tier))
+        return hash(self._key())
 
     def __repr__(self) -> str:
-        parts = (
+        parts = [
             f"{tier.name.lower()}={'no limit' if nbytes is None else format_nbytes(nbytes)}"
             for tier in Tier
             if (nbytes := self.nbytes(tier)) is not None or tier is Tier.DEVICE
-        )
+        ]
+        parts += [f"calls={self.calls}"] if self.calls > 1 else []
         return f"Budget({', '.join(parts)})"

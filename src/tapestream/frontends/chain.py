@@ -13,7 +13,6 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.around import check_around, uncompiled
-from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.given import (
@@ -24,7 +23,7 @@ from tapestream.frontends.given import (
     listed,
     named_device,
 )
-from tapestream.frontends.others import beside_others, check_left
+from tapestream.frontends.others import beside_others, left_for_call, left_on_device
 from tapestream.ir.actions import PhaseKind, Tier
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
@@ -165,7 +164,7 @@ class Chain(nn.Module):
         if self.gradients_within:
             profile = with_gradients(profile, traits, initial)
         below, room = self._below_on(device), self._room(device)
-        with beside_others(type(self).__name__, live[0], self.budget.device_nbytes):
+        with beside_others(type(self).__name__, live[0], self.budget):
             if self._given is not None:
                 plan = fit_given_plan(self._given, profile, room)
             else:
@@ -200,11 +199,10 @@ class Chain(nn.Module):
 
     def _room(self, device: torch.device) -> Budget:
         """What other live calls leave of the budget."""
-        live, below = self._live, self._below_on(device)
-        limits = self.budget.device_nbytes, below.host_nbytes(), self.budget.disk_nbytes
-        left = [None if n is None else max(0, n - live[tier]) for tier, n in zip(Tier, limits, strict=True)]
-        check_left(type(self).__name__, left[0], limits[0])
-        return Budget(free_nbytes(device) if left[0] is None else left[0], host=left[1], disk=left[2])
+        live, budget = self._live, self.budget
+        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: budget.disk_nbytes}
+        host, disk = (left_for_call(limit, live[tier], budget.calls) for tier, limit in below.items())
+        return Budget(left_on_device(type(self).__name__, budget, live[Tier.DEVICE], device), host=host, disk=disk)
 
     def _below_on(self, device: torch.device) -> Below:
         if self._below is None or self._below.device != device:

@@ -3,33 +3,56 @@
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
+from tapestream.costs import Budget
 from tapestream.errors import BudgetError
+from tapestream.frontends.available import free_nbytes
 from tapestream.units import format_nbytes
 
 _ADVICE = "run their backward first, drop their results, or allow"
 
 
-def check_left(what: str, left: int | None, limit: int | None) -> None:
-    """Raise BudgetError where such calls leave nothing of ``limit`` bytes."""
-    if left is not None and left <= 0:
+def left_for_call(limit: int | None, live: int, calls: int) -> int | None:
+    """Bytes of ``limit`` for one of ``calls`` calls at once, beside ``live`` bytes that such calls hold."""
+    return None if limit is None else max(0, min(limit // calls, limit - live))
+
+
+def left_on_device(what: str, budget: Budget, live: int, device: torch.device) -> int:
+    """Bytes of the device for the next call. Raises BudgetError where such calls leave nothing of the budget."""
+    limit = budget.device_nbytes
+    left = left_for_call(free_nbytes(device) + live if limit is None else limit, live, budget.calls)
+    assert left is not None
+    if left <= 0:
         raise BudgetError(
-            f"{what}: the budget of {limit} bytes is taken by calls whose backward has not run yet; {_ADVICE} more"
+            f"{what}: the budget of {limit} bytes is taken by calls whose backward has not run yet; {_ADVICE} more, "
+            f"or give each a part of it: Budget({limit}, calls=2)"
         )
+    return left
 
 
 @contextlib.contextmanager
-def beside_others(what: str, held: int, limit: int | None) -> Iterator[None]:
-    """A BudgetError of what is inside becomes one of the whole budget, of ``limit`` bytes (None: what is free), where
-    such calls hold ``held`` bytes of it."""
+def beside_others(what: str, held: int, budget: Budget) -> Iterator[None]:
+    """A BudgetError of what is inside becomes one of the whole budget, where such calls hold ``held`` bytes of it or
+    it is for several at once."""
     try:
         yield
     except BudgetError as error:
-        if not held or error.least_nbytes is None:
+        if error.least_nbytes is None or not (held or budget.calls > 1):
             raise
-        least = error.least_nbytes + held
-        raise BudgetError(
-            f"{what}: calls whose backward has not run yet hold {format_nbytes(held)} of the budget "
-            f"({limit or 'what is free'} bytes), and the least found to work beside them is "
-            f"{format_nbytes(least)} ({least} bytes) in all; {_ADVICE} that much",
-            least_nbytes=least,
-        ) from None
+        limit = budget.device_nbytes or "what is free"
+        if held + error.least_nbytes > budget.calls * error.least_nbytes:
+            least = error.least_nbytes + held
+            message = (
+                f"{what}: calls whose backward has not run yet hold {format_nbytes(held)} of the budget "
+                f"({limit} bytes), and the least found to work beside them is "
+                f"{format_nbytes(least)} ({least} bytes) in all; {_ADVICE} that much"
+            )
+        else:
+            least = error.least_nbytes * budget.calls
+            message = (
+                f"{what}: the budget ({limit} bytes) is for {budget.calls} calls at once (calls={budget.calls}), and "
+                f"the least found to work for one is {format_nbytes(error.least_nbytes)}; allow {least} bytes, run the "
+                "backward of one before the next, or use smaller inputs"
+            )
+        raise BudgetError(message, least_nbytes=least) from None

@@ -17,7 +17,6 @@ from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
 from tapestream.frontends.around import check_around, uncompiled
-from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.given import check_kinds, check_knobs
 from tapestream.frontends.loop import arrays
@@ -41,7 +40,7 @@ from tapestream.frontends.loop.outputs import check_tensors, sink_of
 from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of
 from tapestream.frontends.loop.progress import Progress, progress_of
 from tapestream.frontends.loop.tier_plans import check_room, choose_below
-from tapestream.frontends.others import check_left
+from tapestream.frontends.others import beside_others, left_on_device
 from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
@@ -263,23 +262,20 @@ class Loop(nn.Module):
         if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
             below = self._below_on(device)
             asked = room, self.planner, chunk, self._knobs
-            if below.tiers and self.planner not in NEVER_MOVE:
-                found = choose_below(cost, count, below.machine(), *asked, unit=unit, most=most)
-            else:
-                found = choose(cost, count, *asked, unit=unit, most=most)
+            with beside_others("Loop", self._live_nbytes, self.budget):
+                if below.tiers and self.planner not in NEVER_MOVE:
+                    found = choose_below(cost, count, below.machine(), *asked, unit=unit, most=most)
+                else:
+                    found = choose(cost, count, *asked, unit=unit, most=most)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = found
         return found
 
     def _room(self, device: torch.device) -> Budget:
-        allowed = self.budget.device_nbytes
-        if allowed is None:
-            return Budget(free_nbytes(device))
         if self._live_nbytes:
             let_go_of_failed_backward()
-        check_left("Loop", allowed - self._live_nbytes, allowed)
-        return Budget(allowed - self._live_nbytes)
+        return Budget(left_on_device("Loop", self.budget, self._live_nbytes, device))
 
     def _holding(self, nbytes: int) -> Callable[[], None]:
         """Take bytes of the budget; what is returned gives them back."""
@@ -320,7 +316,8 @@ class Loop(nn.Module):
                 "Loop: plan= is for a known number of steps, but until= was given; use steps=, or plan=None"
             )
         room = self._room(task.body.device)
-        online, chunk, nbytes = online_of(cost, room, self.planner, self.chunk, self._knobs)
+        with beside_others("Loop", self._live_nbytes, self.budget):
+            online, chunk, nbytes = online_of(cost, room, self.planner, self.chunk, self._knobs)
         progress = None if self._progress is None else Progress(self._progress, None)
         task = replace(task, body=replace(task.body, chunk=chunk), progress=progress)
         return self._called(OpenCall(task, online, until, count, self._holding(nbytes)))

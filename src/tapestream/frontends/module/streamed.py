@@ -17,7 +17,7 @@ from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.around import check_no_hooks, check_no_program
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again
-from tapestream.frontends.module.calls.beside import prepare_beside
+from tapestream.frontends.module.calls.beside import beside_live
 from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.calls.forward_only import ForwardOnly
 from tapestream.frontends.module.calls.gathering import gathering
@@ -79,7 +79,7 @@ class Streamed:
         self.wide = len(blocks)  # the position of the first of those that are not repeated
         self.budget = budget
         if budget.device_nbytes is None:
-            self.budget = Budget(free_nbytes(device), host=budget.host_nbytes, disk=budget.disk_nbytes)
+            self.budget = budget.with_device(free_nbytes(device))
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
@@ -97,7 +97,7 @@ class Streamed:
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
         self.call: StreamCall | None = None  # the one whose forward is under way
-        self._live = Live()
+        self._live = Live(alone=self.budget.calls == 1)
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self._bypass = False
@@ -136,7 +136,7 @@ class Streamed:
         found = self._prepare(original, args, kwargs)
         if found is None:
             return original(*args, **kwargs)
-        prepared = self._beside_live(found, gathering(self, found, self._beside))
+        prepared = beside_live(self, self._live.calls, found, gathering(self, found, self._beside), self._beside)
         self.store.settle()
         self.store.place(prepared.resident)
         if prepared is not self.last:
@@ -260,16 +260,6 @@ class Streamed:
                 return found
             self.pinned.add(staying)
             self.replan()
-
-    def _beside_live(self, asked: Prepared, prepared: Prepared) -> Prepared:
-        """``prepared``, or plans in what waiting calls leave of the budget. ``asked``: as if no backward had been."""
-        live = list(self._live.calls)
-        if not live:
-            return prepared
-        key = id(prepared), live[0].prepared.resident, sum(call.prepared.held_nbytes for call in live)
-        if key not in self._beside:
-            self._beside[key] = prepare_beside(self, asked, prepared, live)
-        return self._beside[key]
 
     def _mode(self) -> object:
         mode = mode_of(modules_below(self.model))

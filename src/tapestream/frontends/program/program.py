@@ -24,10 +24,9 @@ from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.around import uncompiled
-from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
-from tapestream.frontends.others import beside_others, check_left
+from tapestream.frontends.others import beside_others, left_for_call, left_on_device
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
@@ -198,9 +197,9 @@ class Program:
         device = self._device_of((args, kwargs))
         function = functools.partial(self._whole, *args, **kwargs)
         known = self._prepared.get(kind_of((args, kwargs)))
-        limit = self.budget.device_nbytes  # as if no other call were waiting for its backward
-        nbytes, host = free_nbytes(device) if limit is None else limit, self._below_on(device).host_nbytes()
-        room = Budget(nbytes, host=host, disk=self.budget.disk_nbytes)
+        calls, host = self.budget.calls, self._below_on(device).host_nbytes()
+        nbytes = left_on_device("Program", self.budget, 0, device)  # as if no other call were waiting for its backward
+        room = Budget(nbytes, host=left_for_call(host, 0, calls), disk=left_for_call(self.budget.disk_nbytes, 0, calls))
         return explained(
             function, device, room, self.planner, self._kinds, known, self._below_on(device),
             gradients_within=self.gradients_within,
@@ -227,7 +226,7 @@ class Program:
             if isinstance(watch, Planned):
                 watch.give_up()
             borders, budget = self._borders(found), room.device_nbytes or 0
-            with beside_others("Program", self._live[Tier.DEVICE], self.budget.device_nbytes):
+            with beside_others("Program", self._live[Tier.DEVICE], self.budget):
                 cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
             if before is None or before.shape == shape or not before.fits(room):
                 self._remember(key, prepare(borders, shape, room, self.planner, None, below))
@@ -271,14 +270,12 @@ class Program:
 
     def _room(self, device: torch.device) -> Budget:
         """What calls whose backward has not run yet leave of the budget."""
-        limit, live = self.budget.device_nbytes, self._live
+        live, budget = self._live, self.budget
         if any(live.values()):
             let_go_of_failed_backward()
-        room = (free_nbytes(device) if limit is None else limit) - live[Tier.DEVICE]
-        check_left("Program", room, limit)
-        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: self.budget.disk_nbytes}
-        host, disk = (None if n is None else max(0, n - live[tier]) for tier, n in below.items())
-        return Budget(room, host=host, disk=disk)
+        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: budget.disk_nbytes}
+        host, disk = (left_for_call(limit, live[tier], budget.calls) for tier, limit in below.items())
+        return Budget(left_on_device("Program", budget, live[Tier.DEVICE], device), host=host, disk=disk)
 
     def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
         for tier, n in nbytes.items():

@@ -66,7 +66,8 @@ class StreamCall:
         self._traits: list[list[Traits]] = [[] for _ in prepared.segments]
         self.done = 0  # block calls so far
         stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
-        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward"
+        # Gradients of several calls are added by autograd for all of them, or by the store.
+        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward" and live.alone
         casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
         self.casts = mark_of_autocast(device) if casting else None
         self.anchor = torch.empty(0) if self.plain else self._anchored()

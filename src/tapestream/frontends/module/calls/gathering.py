@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module.plans.prepare import Late, Prepared, planned_again
+from tapestream.frontends.module.plans.prepare import Late, Prepared, planned_again, whole_of
 from tapestream.ir.actions import Kind, Tier
 from tapestream.passes.residency import uses_of_blocks
 
@@ -41,7 +41,7 @@ def _all_sent_home(handle: "Streamed", prepared: Prepared) -> Prepared:
         outside = prepared.profiles[0].outside_nbytes + beside
         profiles = [replace(profile, outside_nbytes=outside) for profile in prepared.profiles]
         with suppress(BudgetError):
-            return planned_again(handle, prepared, profiles, outside, Late(), staying)
+            return planned_again(handle, prepared, profiles, Late(), staying, within=whole_of(handle, strict=True))
     return prepared
 
 
@@ -52,7 +52,7 @@ def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
     outside += sum(map(_summed_nbytes, prepared.profiles))
     profiles = [_beside(profile, outside, max(made, default=0)) for profile in prepared.profiles]
     try:
-        return planned_again(handle, prepared, profiles, outside, Late(), None, there)
+        return planned_again(handle, prepared, profiles, Late(), None, there)
     except BudgetError as error:
         raise BudgetError(
             f"{error} (gradients of an earlier backward lie on the device, and this one is added to them: without "

@@ -24,9 +24,11 @@ class Live:
 
     ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
     that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
-    ``left``: the model is not streamed any more, and its parameters lie elsewhere.
+    ``alone``: the budget is for one call at a time. ``left``: the model is not streamed any more, and its parameters
+    lie elsewhere.
     """
 
+    alone: bool = True
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     differentiated: "StreamCall | None" = None
     busy: bool = False
@@ -92,8 +94,8 @@ class Live:
                 f"this backward differentiates {len(self.begun)} calls of one model or more"
                 f"{', beside gradients of an earlier one' if self.before else ''}; some of them fit the budget as they "
                 "are and others only as plans that recompute, so that the parts of gradients would be added in another "
-                "order than in plain PyTorch: give all batches to one call, call backward() for each loss, or allow "
-                "more, so that all of them are stored"
+                "order than in plain PyTorch: give all batches to one call, call backward() for each loss, allow more, "
+                "so that all of them are stored, or say how many await their backward at once: Budget(..., calls=)"
             )
 
 

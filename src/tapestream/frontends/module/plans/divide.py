@@ -167,14 +167,16 @@ class Division:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
             return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
-        shares = self._divided(chosen, allowed, outside)
+        shares = self._divided(chosen, allowed, outside, resident)
         lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
         return [
             self._plan(profile, outside + nbytes, resident, left)
             for profile, nbytes, left in zip(chosen, shares, lying, strict=True)
         ]
 
-    def _divided(self, profiles: Sequence[Profile], allowed: int, outside: int) -> list[int]:
+    def _divided(
+        self, profiles: Sequence[Profile], allowed: int, outside: int, resident: frozenset[Value] | None
+    ) -> list[int]:
         """Bytes for each chain beside what is always there: what it cannot do without, and of the rest in proportion
         to its needs.
 
@@ -183,7 +185,7 @@ class Division:
         room = allowed - outside
         if len(profiles) == 1 and room > 0:
             return [room]  # the planner's own message is the best one
-        least = [_least(partial(self._plan, profile), outside) for profile in profiles]
+        least = [_least(partial(self._plan, profile, resident=resident), outside) for profile in profiles]
         if sum(least) > room:
             raise BudgetError(
                 f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "

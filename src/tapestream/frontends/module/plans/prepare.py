@@ -12,6 +12,7 @@ from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observe import Observed, Segment
 from tapestream.frontends.module.observing.returned import Returned
+from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
 from tapestream.frontends.module.plans.step import Step
@@ -96,16 +97,13 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     late = _late(handle, observed, profiles[0])
     outside = profiles[0].outside_nbytes - late.nbytes
     profiles = [replace(profile, outside_nbytes=outside) for profile in profiles]
-    allowed = handle.budget.device_nbytes
-    assert allowed is not None
     try:
-        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared).plans()
+        found = _planned(handle, segments, profiles, shared, observed.writes_outside, late)
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
         error = _without_cache(error, observed.left_nbytes)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
-    found = assembled(handle, allowed, segments, plans, profiles, shared, observed.writes_outside, late)
     return replace(found, returned=Returned(observed.turn.results_nbytes))
 
 
@@ -125,7 +123,7 @@ def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[o
 def _with_room(handle: "Streamed", found: Prepared) -> Prepared:
     less = found.returned.nbytes
     profiles = [replace(one, turn_nbytes=max(0, one.turn_nbytes - less)) for one in found.profiles]
-    other = planned_again(handle, found, profiles, profiles[0].outside_nbytes, found.late)
+    other = planned_again(handle, found, profiles, found.late)
     return replace(other, returned=found.returned)
 
 
@@ -133,18 +131,42 @@ def planned_again(
     handle: "Streamed",
     prepared: Prepared,
     profiles: Sequence[Profile],
-    outside: int,
     late: Late,
     resident: frozenset[Value] | None = None,
     there: int = 0,
+    within: Within | None = None,
 ) -> Prepared:
-    """Plans for the call of ``prepared`` with other ``profiles``, beside ``outside`` bytes. ``resident``: what lies on
-    the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
+    """Plans for the call of ``prepared`` with other ``profiles``, or ``within`` less than the budget. ``resident``:
+    what lies on the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
+    segments, shared, writes = prepared.segments, prepared.shared, prepared.writes_outside
+    return _planned(handle, segments, profiles, shared, writes, late, resident, there, within)
+
+
+def _planned(
+    handle: "Streamed",
+    segments: Sequence[Segment],
+    profiles: Sequence[Profile],
+    shared: Mapping[int, Shared],
+    writes_outside: bool,
+    late: Late,
+    resident: frozenset[Value] | None = None,
+    there: int = 0,
+    within: Within | None = None,
+) -> Prepared:
+    outside = profiles[0].outside_nbytes
+
+    def plan(allowed: int) -> Prepared:
+        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
+        return _assembled(handle, allowed, segments, plans, profiles, shared, writes_outside, late, there)
+
+    return for_calls(plan, within or whole_of(handle, strict=False))
+
+
+def whole_of(handle: "Streamed", *, strict: bool) -> Within:
+    """The handle's whole budget of the device, for as many calls as it says."""
     allowed = handle.budget.device_nbytes
     assert allowed is not None
-    segments, shared = prepared.segments, prepared.shared
-    plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
-    return assembled(handle, allowed, segments, plans, profiles, shared, prepared.writes_outside, late, there)
+    return Within(allowed, handle.budget.calls, strict)
 
 
 def terms_of(handle: "Streamed") -> Terms:
@@ -186,7 +208,7 @@ def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: 
     )
 
 
-def assembled(
+def _assembled(
     handle: "Streamed",
     allowed: int,
     segments: Sequence[Segment],
@@ -195,7 +217,7 @@ def assembled(
     shared: Mapping[int, Shared],
     writes_outside: bool,
     late: Late,
-    gathered_nbytes: int = 0,
+    gathered_nbytes: int,
 ) -> Prepared:
     """What follows from ``plans`` within ``allowed`` bytes; ``gathered_nbytes``: of gradients that earlier backwards
     have left on the device."""

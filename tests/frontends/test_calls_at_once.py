@@ -1,0 +1,174 @@
+"""``Budget(calls=)``: room for several calls that await their backward at once, whichever front-end makes them."""
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import assert_same
+from pairs import sgd
+from streamable import Model
+from streaming import gradients_of, streamed
+from test_stream_ledger import held_nbytes, options  # noqa: F401
+from torch import nn
+
+import tapestream as ts
+from tapestream.errors import BudgetError, InputError
+from tapestream.models.gpt import GPT, GPTConfig
+from tapestream.storage.meter import track_memory
+
+LENGTHS = (48, 64, 32)
+
+
+def tokens(length: int = 64) -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 256, (4, length)), torch.randint(0, 256, (4, length))
+
+
+CASE = Model(lambda: GPT(GPTConfig(6, 64, 2, vocabulary=256, context=64)), tokens)
+
+
+def preferences(model: nn.Module, lengths: Sequence[int] = (64, 64)) -> torch.Tensor:
+    """A loss of several forwards of one model, which one backward differentiates."""
+    torch.manual_seed(5)
+    losses = [model(*tokens(length)) for length in lengths]
+    loss = -torch.nn.functional.logsigmoid(losses[0] - sum(losses[1:]))
+    loss.backward()
+    return loss.detach()
+
+
+def asked_for(budget: int, calls: int, lengths: Sequence[int], options: dict[str, Any]) -> int:  # noqa: F811
+    """The least budget that is named where ``budget`` is refused."""
+    with streamed(CASE, ts.Budget(budget, calls=calls), **options) as model:
+        sgd(model)
+        with pytest.raises(BudgetError) as told:
+            preferences(model, lengths)
+    assert told.value.least_nbytes is not None
+    return told.value.least_nbytes
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (64, 64, 64), LENGTHS])
+def test_the_least_budget_for_several_calls_holds_them(lengths: tuple[int, ...], options: dict[str, Any]) -> None:  # noqa: F811
+    """It is named by the first of them, before anything was run in vain, and is less than what they need if each takes
+    what there is."""
+    alike, least = len(set(lengths)) == 1, asked_for(1, len(lengths), lengths, options)
+    while not alike:  # the first one knows of calls like itself
+        try:
+            before, least = least, asked_for(least, len(lengths), lengths, options)
+        except pytest.fail.Exception:
+            break
+        assert least > before
+    plain = CASE.model()
+    loss = preferences(plain, lengths)
+    for slack in (1.0, 1.1, 1.5):
+        budget = int(slack * least)
+        with streamed(CASE, ts.Budget(budget, calls=len(lengths)), **options) as model:
+            sgd(model)
+            assert torch.equal(preferences(model, lengths), loss)
+            assert_same(gradients_of(plain), gradients_of(model))
+            model.zero_grad()
+            gc.collect()
+            before = held_nbytes(model)
+            with track_memory() as meter:
+                preferences(model, lengths)
+                model.zero_grad()
+            assert before + meter.peak_nbytes <= 1.05 * budget
+    assert not alike or asked_for(least, 1, lengths, options) > least
+
+
+def test_the_refusal_says_how_to_share(options: dict[str, Any]) -> None:  # noqa: F811
+    budget = asked_for(1, 2, (64, 64), options)
+    with streamed(CASE, budget, **options) as model:
+        sgd(model)
+        with pytest.raises(BudgetError, match=rf"Budget\({budget}, calls=2\)"):
+            preferences(model)
+    with streamed(CASE, ts.Budget(budget, calls=2), **options) as model:
+        sgd(model)
+        preferences(model)
+
+
+def test_micro_batches_of_two_calls_each(tmp_path: Path) -> None:
+    options = {"folder": tmp_path, "engine": "auto"}  # noqa: F811
+    budget = ts.Budget(int(1.1 * asked_for(1, 2, (64, 64), options)), calls=2)
+    plain = CASE.model()
+    with streamed(CASE, budget, **options) as model:
+        optimizer, other = sgd(model), torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(3):
+            for _ in range(2):
+                preferences(plain)
+                preferences(model)
+            assert_same(gradients_of(plain), gradients_of(model))
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+
+
+def test_a_single_call_may_have_all_of_it_where_that_leaves_the_others_room(options: dict[str, Any]) -> None:  # noqa: F811
+    with streamed(CASE, ts.Budget("1 TiB", calls=2), **options) as model:
+        sgd(model)
+        preferences(model)
+        assert ts.report(model).plan.simulation.forwards == 6
+
+
+# -- chains, loops and programs: nothing is shared, each call has its part -------------------------------------------
+
+X = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+STAGES = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)]
+
+
+def chain(budget: ts.Budget) -> Callable[[torch.Tensor], torch.Tensor]:
+    return ts.Chain(STAGES, budget=budget)
+
+
+def program(budget: ts.Budget) -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for stage in STAGES:
+            x = stage(x)
+        return x
+
+    return ts.Program(function, budget=budget)
+
+
+def loop(budget: ts.Budget) -> Callable[[torch.Tensor], torch.Tensor]:
+    run = ts.Loop(STAGES[0], budget=budget)
+    return lambda x: run(x, steps=12)  # type: ignore[no-any-return]
+
+
+def plain(x: torch.Tensor, make: object) -> torch.Tensor:
+    for stage in [STAGES[0]] * 12 if make is loop else STAGES:
+        x = stage(x)
+    return x
+
+
+@pytest.mark.parametrize("make", [chain, loop, program])
+def test_several_calls_of_other_front_ends(make: Callable[[ts.Budget], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    kib = 2**10
+    run, calls = make(ts.Budget(10 * kib, calls=3)), 3
+    inputs = [(X * (k + 1)).requires_grad_() for k in range(calls)]
+
+    def gradients(f: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum(f(x).square().sum() for x in inputs), inputs)  # type: ignore[arg-type]
+
+    with pytest.raises(BudgetError, match="is for 3 calls at once") as told:
+        run(inputs[0]).sum().backward()
+    least = told.value.least_nbytes
+    assert least is not None
+    assert least > 3 * 2 * X.nbytes
+    for slack in (1.0, 1.2):
+        run = make(ts.Budget(int(slack * least) + 16 * kib, calls=3))
+        expected = gradients(lambda x: plain(x, make))
+        for _ in range(3):
+            found = gradients(run)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    alone = make(ts.Budget(int(1.2 * least)))
+    with pytest.raises(BudgetError):
+        gradients(alone)
+
+
+def test_what_cannot_be_a_number_of_calls() -> None:
+    for calls in (0, -1, 1.5, True, "2"):
+        with pytest.raises(InputError, match="calls="):
+            ts.Budget("1 GiB", calls=calls)  # type: ignore[arg-type]
+    assert ts.Budget("1 GiB", calls=2) == ts.Budget(2**30, calls=2) != ts.Budget(2**30)
+    assert repr(ts.Budget("1 GiB", calls=2)) == "Budget(device=1.00 GiB, calls=2)"
