@@ -14,7 +14,7 @@ from side_by_side import outcome, same
 from torch.nn import functional
 
 from tapestream.errors import BudgetError, GradientError
-from tapestream.frontends.program import plans
+from tapestream.frontends.program import candidates
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
 
@@ -197,8 +197,8 @@ def test_two_thousand_random_programs_more(part: int) -> None:
 @pytest.mark.timeout(1800)
 def test_random_programs_with_values_and_tails_kept(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long stretches, and of all plans the one that keeps the most values and tails of them."""
-    monkeypatch.setattr(plans, "FEWER", ((3,), (6,), (10,)))
-    monkeypatch.setattr(plans._Found, "again", lambda one, borders: -len(one.holding) - len(one.cuts) / 100)
+    monkeypatch.setattr(candidates, "FEWER", ((3,), (6,), (10,)))
+    monkeypatch.setattr(candidates.Found, "again", lambda one, borders: -len(one.holding) - len(one.cuts) / 100)
     monkeypatch.setattr(Sizes, "seconds", lambda sizes: numpy.arange(len(sizes.record)) % 7 + 1.0)
     holding = tails = 0
     for seed in seeds:

@@ -15,6 +15,7 @@ FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
 FEWER = (range(16, 21), range(21, 27), range(27, 33))
 """Other numbers that the quickest of those is tried with, one of each: that which suits blocks that come again."""
+_ABOUT = 0.4  # of its size, by which a stretch may be longer or shorter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,24 @@ class Borders:
             if window.size:
                 found.add(int(window[numpy.argmin(sizes.alive[window] + sizes.held[window])]))
         return sorted(found)
+
+    def tapered(self, last_nbytes: float, growth: float) -> list[int]:
+        """Borders of stretches of which the last saves about ``last_nbytes`` bytes, and each one ``growth`` times as
+        much as the next, where little is alive: what is kept for the later ones is gone when an earlier one is
+        reversed, which may then need more."""
+        n, sizes = len(self.record), self.sizes
+        saved = numpy.concatenate(([0], numpy.cumsum(sizes.saved())))
+        found, end, size = [n], float(saved[-1]), max(1.0, last_nbytes)
+        while end > size:
+            end -= size
+            near = numpy.arange(*numpy.searchsorted(saved, (end - _ABOUT * size, end + _ABOUT * size)))
+            near = near[(near > 0) & (near < found[-1])]
+            near = near[self.allowed[near]]
+            if near.size:
+                found.append(int(near[numpy.lexsort((abs(saved[near] - end), sizes.alive[near]))[0]]))
+                end = min(end, float(saved[found[-1]]))
+            size *= growth
+        return [0, *reversed(found)]
 
     def suiting(self, numbers: Iterable[int]) -> list[int]:
         """`cuts` for the one of ``numbers`` of which the largest stretch saves least, the smallest of equals: a number

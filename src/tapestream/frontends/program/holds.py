@@ -19,8 +19,8 @@ from tapestream.frontends.program.fit import most_that_fit
 from tapestream.ir import Action, Backward, Free, Keep, Phase, PhaseKind, Record, Restore
 from tapestream.planning.plan import Plan
 
-_LONGEST = 100  # operations of a stretch that is looked at
-_MOST = 12  # pieces of one
+_LONGEST = 200  # operations of a stretch that is looked at
+_MOST = 40  # pieces of one
 _NEAR = 12  # operations between two pieces
 
 
@@ -54,7 +54,7 @@ class Holds:
     """Those of the stretches between ``cuts``."""
 
     def __init__(self, cuts: Sequence[int], borders: Borders) -> None:
-        self._cuts, self._borders = cuts, borders
+        self._cuts, self.borders = cuts, borders
         self._found: dict[tuple[int, bool], list[_Held]] = {}
 
     def added(self, plan: Plan, budget: int) -> tuple[Plan, Holding] | None:
@@ -86,7 +86,7 @@ class Holds:
 
     def _of(self, stage: int, *, shared: bool) -> list[_Held]:
         if (stage, shared) not in self._found:
-            a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
+            a, b, borders = self._cuts[stage], self._cuts[stage + 1], self.borders
             free = borders.alive_at(b) if shared and b - a <= _LONGEST else frozenset[int]()
             self._found[stage, shared] = list(self._best(stage, free))
         return self._found[stage, shared]
@@ -94,7 +94,7 @@ class Holds:
     def _best(self, stage: int, held: Set[int]) -> Iterator[_Held]:
         """One piece after the other, each the one that then saves the most for a byte; ``held``: storages that are
         there anyway. What one saves is asked again when another one near to it has been taken."""
-        a, b, borders = self._cuts[stage], self._cuts[stage + 1], self._borders
+        a, b, borders = self._cuts[stage], self._cuts[stage + 1], self.borders
         if b - a > _LONGEST:
             return
         values = saves = frozenset[int]()

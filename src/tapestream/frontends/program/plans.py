@@ -1,28 +1,24 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.program.record.keeper import Kept
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Reads
-from tapestream.frontends.below import NEVER_MOVE, Below, plan_with
+from tapestream.frontends.below import NEVER_MOVE, Below
 from tapestream.frontends.program.call import Sweep
-from tapestream.frontends.program.cuts import FEW, FEWER, MANY, Borders, binomial_slots
-from tapestream.frontends.program.groups import merged
-from tapestream.frontends.program.holds import NOTHING, Holding, Holds
+from tapestream.frontends.program.candidates import FITTING, SLOW, Found, looked_for, plans_by, refined, slow
+from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
+from tapestream.frontends.program.holds import NOTHING, Holding
 from tapestream.frontends.program.leanest import FINEST, leanest
-from tapestream.frontends.program.orders import Reversal, of_gaps, of_plan, transfers
-from tapestream.frontends.program.tails import Tails
+from tapestream.frontends.program.orders import Reversal, of_gaps, transfers
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Forward, Kind, Offload, Phase, Record, Restore, Schedule
-from tapestream.passes.memory import compute_seconds
 from tapestream.planners import planners
 from tapestream.planning.plan import Plan
 from tapestream.simulate import simulate
@@ -30,18 +26,8 @@ from tapestream.units import format_nbytes
 
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
-_FITTING = (FEW, 2 * FEW, 4 * FEW, MANY)
-"""Stretches, where fewer do not fit."""
-_STRETCHES = {"auto": (MANY, *_FITTING[1:3], FINEST), "superneurons": (FINEST, MANY, FEW)}
+_STRETCHES = {"auto": (MANY, *FITTING[1:3], FINEST), "superneurons": (FINEST, MANY, FEW)}
 """How many are tried, one after the other: few by planners with tables. SuperNeurons goes by single operations."""
-_SLOW = 2
-"""Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
-_WORTH_SECONDS = 1.0
-"""Of what runs again, that is: about as long as a plan takes."""
-_CALLS = 200
-"""A search for better plans ends after the time that so many calls spend on what they run again."""
-_SHARES = (1, 0.85, 0.7, 0.5)
-"""Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 LOOKS = 2
 """How often a better plan is looked for by "auto": all planners, then several numbers of stretches with tails."""
 
@@ -87,19 +73,19 @@ def prepare(
 ) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
     often a sequence comes, the longer it may look."""
-    looks, found = 0, list[_Found]()
+    looks, found = 0, list[Found]()
     if before is not None and before.plan is not None:
-        looks = before.looks + 1
-        better = _looked_for(borders, room, below) if looks == 1 else _refined(borders, before, room, below)
-        found = [_Found(before.plan, before.cuts, before.holding), *better]
+        looks, known = before.looks + 1, Found(before.plan, before.cuts, before.holding)
+        better = looked_for(borders, room, below) if looks == 1 else refined(borders, known, room, below)
+        found = [known, *better]
     else:
         sizes = _STRETCHES.get(planner, (FEW, MANY, FINEST))
         names = _QUICK if planner == "auto" else (planner,)
         cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
-        tried = (_plans(borders, cuts, room, names, below) for cuts in cuts_tried)
+        tried = (plans_by(borders, cuts, room, names, below) for cuts in cuts_tried)
         found = next(filter(None, tried), [])
-        if found and planner == "auto" and all(_slow(one, borders) for one in found):
-            found += _looked_for(borders, room, below)
+        if found and planner == "auto" and all(slow(one, borders) for one in found):
+            found += looked_for(borders, room, below)
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, holding = best = min(found, key=lambda one: (one.again(borders), one.plan.peak_nbytes))
@@ -116,7 +102,7 @@ def prepare(
     )
 
 
-def _turns(found: "_Found", reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:
+def _turns(found: "Found", reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:
     """By operation what the first sweep does, by stretch whose saved tensors move what its backward reads."""
     plan, cuts, _ = found
     moves = transfers(plan.schedule) if plan.simulation.bytes_moved else {}
@@ -130,102 +116,6 @@ def _turns(found: "_Found", reversal: Reversal, borders: Borders) -> tuple[dict[
         keep = needed if stage in reversal.kept else None
         turns[cut] = Turn(keep, stage in reversal.recorded, stage, needed, moves.get(stage, ()))
     return turns, reads
-
-
-class _Found(NamedTuple):
-    """A plan, where its stretches begin, and what it holds (see `Holds`)."""
-
-    plan: Plan
-    cuts: Sequence[int]
-    holding: Holding = NOTHING
-
-    @property
-    def reversal(self) -> Reversal:
-        return of_plan(self.plan.schedule)
-
-    def again(self, borders: Borders) -> float:
-        """Seconds of what backward runs again: the first sweep is the same for all plans, and planners do not know that
-        a stretch that is run for what it saves need not be run as a whole."""
-        saves = [borders.needed_seconds(a, b, *self.holding.at(a)) for a, b in pairwise(self.cuts)]
-        profile = self.plan.profile
-        again, waits = self.reversal.again([cost.forward_seconds for cost in profile.stages], saves), 0.0
-        if self.plan.simulation.bytes_moved:
-            waits = self.plan.seconds - sum(compute_seconds(action, profile) for action in self.plan.schedule)
-        return again + waits
-
-
-def _looked_for(borders: Borders, room: Budget, below: Below) -> list[_Found]:
-    """Plans for as few stretches as do: by all planners, and where the fewest do not fit, by the best alone."""
-    found, names = list[_Found](), ("auto",)
-    for cuts in (borders.cuts(most, timed=timed) for timed in (True, False) for most in _FITTING):
-        found += _plans(borders, cuts, room, names, below)
-        if found and not _slow(found[-1], borders):
-            break
-        names = ("joint",) if below.tiers else ("rotor",)
-    return found
-
-
-def _slow(found: "_Found", borders: Borders) -> bool:
-    """Whether it pays to look for something better at once."""
-    return found.plan.overhead > _SLOW and found.again(borders) > _WORTH_SECONDS
-
-
-def _refined(borders: Borders, before: Prepared, room: Budget, below: Below) -> list[_Found]:
-    """Plans by `rotor` for several numbers of stretches; for those of ``before`` where these do not fit. Ends
-    early where there is little to win."""
-    assert before.plan is not None
-    until = time.perf_counter() + _CALLS * _Found(before.plan, before.cuts, before.holding).again(borders)
-    found = list[_Found]()
-    for cuts in (*(borders.suiting(numbers) for numbers in FEWER), before.cuts):
-        if cuts is before.cuts and found:
-            break
-        for one in _added(borders, cuts, room, below):
-            found.append(one)
-            if time.perf_counter() > until:
-                return found
-    return found
-
-
-def _added(borders: Borders, cuts: Sequence[int], room: Budget, below: Below) -> Iterator[_Found]:
-    """Plans by `rotor` within the whole budget or a part of it, and the same with what fits beside them of what they
-    make (see `Holds`), and of tails of their stretches and then that."""
-    budget, profile = room.device_nbytes or 0, borders.profile(cuts)
-    known: dict[tuple[int, ...], tuple[Tails, Holds]] = {}
-    for share in _SHARES:
-        plans = [_Found(plan, cuts) for plan in _leaving(profile, budget, share, below)]
-        fewer = (merged(one.plan, cuts, borders, budget) for one in plans)
-        for one in (*plans, *(_Found(*found) for found in fewer if found is not None)):
-            yield one
-            if (key := tuple(one.cuts)) not in known:
-                known[key] = Tails(key, borders), Holds(key, borders)
-            tails, holds = known[key]
-            held = holds.added(one.plan, budget)
-            if held is not None:
-                yield _Found(held[0], key, held[1])
-            tailed = tails.added(one.plan, budget if held is None else int((1 + share) / 2 * budget))
-            if tailed is not None:
-                held = Holds(tailed[1], borders).added(tailed[0], budget)
-                yield _Found(*tailed) if held is None else _Found(held[0], tailed[1], held[1])
-
-
-def _leaving(profile: Profile, budget: int, share: float, below: Below) -> Iterator[Plan]:
-    """Plans by `rotor` that leave all but a share of the budget: all the time, or, where gradients come to take that
-    room, at the turn alone."""
-    with contextlib.suppress(BudgetError):
-        yield plan_with(below, profile, Budget(int(share * budget)), "rotor", {})
-    if share < 1 and any(cost.gradient_nbytes for cost in profile.stages):
-        less = replace(profile, turn_nbytes=int((1 - share) * budget))
-        with contextlib.suppress(BudgetError):
-            plan = plan_with(below, less, Budget(budget), "rotor", {})
-            yield Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
-
-
-def _plans(borders: Borders, cuts: Sequence[int], room: Budget, names: Sequence[str], below: Below) -> list[_Found]:
-    profile, found = borders.profile(cuts), []
-    for name in names:
-        with contextlib.suppress(BudgetError):
-            found.append(_Found(plan_with(below, profile, room, name, {}), cuts))
-    return found
 
 
 def after_sweep(
@@ -311,7 +201,7 @@ def _planned_by(planner: str) -> Any:
         schedule: Schedule | None = None
         with contextlib.suppress(BudgetError):
             schedule = planners["revolve"](profile, budget, None)
-        if len(profile) <= MANY and (schedule is None or _forwards(schedule) > _SLOW * len(profile)):
+        if len(profile) <= MANY and (schedule is None or _forwards(schedule) > SLOW * len(profile)):
             with contextlib.suppress(BudgetError):
                 return planners["rotor"](profile, budget, None)
         if schedule is not None:
