@@ -59,3 +59,20 @@ def test_gradients_come_while_what_was_saved_goes() -> None:
     assert stage.saved_nbytes + stage.gradient_nbytes >= (2 * layers - 1) * LAYER
     assert meter.peak_nbytes <= planned + LAYER
     assert planned <= meter.peak_nbytes + 3 * LAYER < (2 * layers - 1) * LAYER
+
+
+def test_tapered_stretches_grow_toward_the_beginning() -> None:
+    net = nn.Sequential(*(Residual() for _ in range(60)))
+    borders = borders_of(net, torch.randn(ROWS, WIDTH))
+    one = largest(borders_of(Residual(), torch.randn(ROWS, WIDTH)), [0, 4])
+    for last, growth in ((2 * one, 1.2), (3 * one, 1.5), (5 * one, 1.0)):
+        cuts = borders.tapered(last, growth)
+        assert cuts == sorted(set(cuts))
+        assert (cuts[0], cuts[-1]) == (0, len(borders.record))
+        assert all(cut % 4 == 0 for cut in cuts[:-1])  # between blocks, where least is alive
+        saved = [cost.saved_nbytes for cost in borders.profile(cuts).stages]
+        wanted = [last * growth**k for k in reversed(range(len(saved)))]
+        assert all(0.5 * a <= b <= 1.5 * a for a, b in zip(wanted[1:], saved[1:], strict=True))
+        assert saved[0] <= 1.5 * wanted[0]  # what is left
+    assert borders.tapered(1e12, 1.2) == [0, len(borders.record)]
+    assert borders.tapered(0, 1.2)[-1] == len(borders.record)

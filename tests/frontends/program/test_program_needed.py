@@ -1,5 +1,6 @@
 """What of stretches is kept from the first sweep, where that saves much that is long to make; what runs again."""
 
+import random
 from collections.abc import Callable
 from itertools import pairwise, zip_longest
 
@@ -10,6 +11,8 @@ from test_program_record import Products
 from torch.nn import functional
 
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
+from tapestream.frontends.program import candidates
+from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.holds import NOTHING, Holding
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record
@@ -58,12 +61,11 @@ def products_again(run: Program, x: torch.Tensor, budget: int) -> int:
     return products.count - 2 * BLOCKS - (4 * BLOCKS - 1)  # two reverse one; the first gives no gradient of x
 
 
-def products_planned(run: Program, holding: Holding) -> int:
-    """The same by the plan of its last call, with this held."""
+def products_planned(run: Program, holding: Holding, x: torch.Tensor) -> int:
+    """The same by the plan of its last call on ``x``, with this held."""
     assert run._last is not None
     assert run._last.reversal is not None
     assert run._replays is not None
-    x = torch.ones(ROWS, WIDTH)
     y = run(x)
     replays = run._replays()
     assert replays is not None
@@ -89,15 +91,21 @@ def sweep_of(run: Program) -> list[Action]:
     return actions[: actions.index(Phase(PhaseKind.BACKWARD))]
 
 
-def test_what_a_dropout_saves_is_kept_and_the_product_before_it_is_not_made_again() -> None:
+def test_what_a_dropout_saves_is_kept_and_the_product_before_it_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones(ROWS, WIDTH)
     budget = 2 * tape_of(network, x) // 5
+    run = compare(network, [*UP, *DOWN], lambda: (x,), budget, calls=4, planner="auto")
+    grown = products_again(run, x, budget)
+    monkeypatch.setattr(candidates, "_TAPERS", ())  # stretches of about one length
     run = compare(network, [*UP, *DOWN], lambda: (x,), budget, calls=4, planner="auto")
     tails = [a for a, b in pairwise(sweep_of(run)) if isinstance(a, Record) and not isinstance(b, Record)]
     assert len(tails) >= 3
     assert run.report is not None
     assert run.report.planned
     assert 0 < products_again(run, x, budget) <= 1.3 * BLOCKS
+    assert 0 < grown < products_again(run, x, budget)
 
 
 def test_products_are_kept_and_what_is_cheap_runs_again() -> None:
@@ -108,8 +116,8 @@ def test_products_are_kept_and_what_is_cheap_runs_again() -> None:
     assert len(run._last.holding.values) >= 3
     assert run.report is not None
     assert run.report.reruns >= 3
-    assert products_again(run, x, budget) == products_planned(run, run._last.holding)
-    assert products_planned(run, run._last.holding) <= products_planned(run, NOTHING) - 3
+    assert products_again(run, x, budget) == products_planned(run, run._last.holding, x)
+    assert products_planned(run, run._last.holding, x) <= products_planned(run, NOTHING, x) - 3
     explained = run.explain(x)
     assert run.plan is not None
     assert explained.peak_nbytes == run.plan.peak_nbytes
@@ -143,3 +151,78 @@ def test_of_a_stretch_that_runs_again_nothing_is_computed_that_nothing_needs() -
     assert list(needed.of(0, 3, {inner, bent})) == [SAVE, SAVE, SAVE]
     assert list(needed.of(4, 8, ())) == [RUN, RUN, SAVE, SKIP]
     loss.backward()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed: int) -> None:
+    """Pieces of a stretch in any order: seconds by counts of who needs a value are those of a whole look."""
+    choose = random.Random(seed)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        values, seen = [x], torch.zeros(ROWS, WIDTH)
+        for k in range(40):
+            one, other = choose.choice(values[-4:]), choose.choice(values)
+            match choose.randrange(8):
+                case 0 | 1:
+                    values.append(functional.gelu(functional.linear(one, UP[k % BLOCKS])) @ UP[0])
+                case 2:
+                    values.append(functional.layer_norm(one, (WIDTH,)) + other)
+                case 3:
+                    values.append(functional.dropout(one, 0.1) * other)
+                case 4:
+                    values.append(one.reshape(WIDTH, ROWS).t().tanh())
+                case 5:
+                    values.append(functional.scaled_dot_product_attention(one, other, one))
+                case 6:
+                    torch.add(one.detach(), 1.0, out=seen)
+                    values.append(other + seen)
+                case _:
+                    values.append(torch.cat([one[:2], other[2:]]).mul(2).add_(1))
+        return sum(values).sum()  # type: ignore[union-attr, return-value]
+
+    run, found = Program(program, budget="1GiB"), list[Borders]()
+    made = run._borders
+    run._borders = lambda sweep: found.append(made(sweep)) or found[-1]  # type: ignore[assignment, func-returns-value]
+    x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
+    run(x).backward()
+    borders, n = found[-1], len(found[-1].record)
+    for first, end in ((0, n), (0, n // 2), (n // 3, n), (n // 4, n // 2)):
+        pieces, again = borders.may_be_held(first, end), borders.asked(first, end)
+        choose.shuffle(pieces)
+        values, saves, whole = frozenset[int](), frozenset[int](), borders.needed_seconds(first, end)
+        for piece in pieces:
+            for other in choose.sample(pieces, min(5, len(pieces))):
+                left = borders.needed_seconds(first, end, values | other.values, saves | other.operations)
+                assert again.saved_by(other.values, other.operations) == pytest.approx(whole - left)
+            values, saves = values | piece.values, saves | piece.operations
+            saved = again.saved_by(piece.values, piece.operations, there=True)
+            left = borders.needed_seconds(first, end, values, saves)
+            assert saved == pytest.approx(whole - left)
+            whole = left
+
+
+def test_stretches_that_grow_toward_the_beginning_run_less_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for later ones is gone when early ones are reversed: blocks of which few results are long to make
+    and small, as bottlenecks have them."""
+    narrow, wide = 8, 4 * WIDTH
+    into, inner, out = (
+        [torch.randn(b, a, generator=generator).div(a**0.5).requires_grad_() for _ in range(4 * BLOCKS)]
+        for a, b in ((wide, narrow), (narrow, narrow), (narrow, wide))
+    )
+
+    def bottlenecks(x: torch.Tensor) -> torch.Tensor:
+        for a, b, c in zip(into, inner, out, strict=True):
+            y = functional.gelu(functional.linear(functional.gelu(functional.linear(x, a)), b))
+            x = functional.gelu(x + functional.linear(y, c))
+        return x
+
+    x = torch.linspace(-1, 1, ROWS * wide).view(ROWS, wide)
+    budget = tape_of(bottlenecks, x) // 4
+    run = compare(bottlenecks, [*into, *inner, *out], lambda: (x,), budget, calls=4, planner="auto")
+    assert run._last is not None
+    grown = products_planned(run, run._last.holding, x)
+    monkeypatch.setattr(candidates, "_TAPERS", ())
+    run = compare(bottlenecks, [*into, *inner, *out], lambda: (x,), budget, calls=4, planner="auto")
+    assert run._last is not None
+    alike = products_planned(run, run._last.holding, x)
+    assert 0 < grown < alike

@@ -8,7 +8,7 @@ import numpy
 
 from tapestream.costs import Profile, StageCost
 from tapestream.executor.program.record.record import Record
-from tapestream.executor.program.replay.needed import RUN, Needed
+from tapestream.executor.program.replay.needed import RUN, Asked, Needed
 from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
@@ -44,6 +44,7 @@ class Borders:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
+        self._second: list[float] = self._seconds.tolist()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -125,6 +126,10 @@ class Borders:
         operations ``saves`` have made themselves of what they save (see `Needed`)."""
         todo = numpy.frombuffer(self._needed.of(first, end, there, saves), dtype=numpy.uint8)
         return float(self._seconds[first:end][todo == RUN].sum())
+
+    def asked(self, first: int, end: int) -> Asked:
+        """What has to run again of a stretch, as more and more of what it makes is kept."""
+        return self._needed.asked(first, end, self._second)
 
     def may_be_held(self, first: int, end: int) -> list[Piece]:
         """What a stretch makes again for what it saves, and what stays as it is made."""

@@ -7,6 +7,7 @@ does not run either. They belong to the restart checkpoint before the stretch, w
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -97,26 +98,29 @@ class Holds:
         a, b, borders = self._cuts[stage], self._cuts[stage + 1], self.borders
         if b - a > _LONGEST:
             return
-        values = saves = frozenset[int]()
-        left, whole = borders.may_be_held(a, b), borders.needed_seconds(a, b)
-        ask, saved = left, dict[Piece, float]()
+        left, again = borders.may_be_held(a, b), borders.asked(a, b)
+        ask, price = left, dict[Piece, float]()  # seconds saved for a byte
         for _ in range(_MOST):
             for piece in ask:
-                saved[piece] = whole - borders.needed_seconds(a, b, values | piece.values, saves | piece.operations)
-            best = max(left, key=lambda piece: saved[piece] / (piece.beside(held) + 1), default=None)
-            if best is None or saved[best] <= 0:
+                seconds = again.saved_by(piece.values, piece.operations)
+                price[piece] = seconds / (piece.beside(held) + 1)
+            best = max(left, key=price.__getitem__, default=None)
+            if best is None or price[best] <= 0:
                 return
-            yield _Held(stage, best, best.beside(held), saved[best])
+            nbytes = best.beside(held)
+            seconds = again.saved_by(best.values, best.operations, there=True)
+            yield _Held(stage, best, nbytes, seconds)
             left.remove(best)
-            held, values, saves = held | best.storages.keys(), values | best.values, saves | best.operations
-            whole -= saved[best]
+            held |= best.storages.keys()
             ask = [piece for piece in left if abs(piece.made_by - best.made_by) <= _NEAR]
 
 
 def _judged(plan: Plan, held: Sequence[_Held], budget: int) -> Plan | None:
-    profile = plan.profile
+    profile, nbytes = plan.profile, Counter[int]()
     for one in held:
-        profile = _with_larger_state(profile, one.stage, one.nbytes)
+        nbytes[one.stage] += one.nbytes
+    for stage, more in nbytes.items():
+        profile = _with_larger_state(profile, stage, more)
     with contextlib.suppress(BudgetError):
         return Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
     return None

@@ -1,6 +1,7 @@
 """Which operations of a stretch have to run again for what the stretch saves, given values that are there already."""
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from tapestream.executor.program.calls.users import by_user
@@ -74,8 +75,54 @@ class Needed:
             alone, held = (SAVE if given == packs else RUN), (SAVE if given else SKIP)
         return _Row(k, results, tuple(record.arguments_of(k)), alone, held)
 
+    def asked(self, first: int, end: int, seconds: Sequence[float]) -> "Asked":
+        """The same of one stretch to which what is there is added step by step; ``seconds`` by operation."""
+        return Asked(self._rows(first, end), seconds)
+
     def may_be_held(self, k: int) -> bool:
         """Whether operation ``k`` need not compute where what it has made itself of what it saves is there."""
         record = self.record
         some = MIXED < record.given[k] < record.packs[k]
         return some and not (k in self._always or k in self._idle or self._users[record.calls[k]])
+
+
+class Asked:
+    """What has to run again of one stretch, as more and more is there: what that leaves unasked for is found by counts
+    of who needs each value, from there on alone."""
+
+    def __init__(self, rows: Sequence[_Row], seconds: Sequence[float]) -> None:
+        self._rows, self._seconds = {row.k: row for row in rows}, seconds
+        self._maker = {number: row.k for row in reversed(rows) for number in reversed(row.results)}
+        self._there, self._saves = set[int](), set[int]()
+        self._what, self._needed = dict[int, int](), Counter[int]()
+        for row in rows:  # last one first
+            self._what[row.k] = what = RUN if any(self._needed[n] for n in row.results) else row.alone
+            if what != SKIP:
+                self._needed.update(set(row.arguments))
+
+    def saved_by(self, values: Iterable[int], operations: Iterable[int], *, there: bool = False) -> float:
+        """Seconds that need not run again if ``values`` are there, too, and what ``operations`` have made themselves of
+        what they save. ``there``: they are from now on."""
+        values, saves = self._there.union(values), self._saves.union(operations)
+        what, fewer, found = dict[int, int](), Counter[int](), 0.0
+        ask = [self._maker[n] for n in values - self._there if n in self._maker] + [*(saves - self._saves)]
+        while ask:
+            k = ask.pop()
+            row, before = self._rows[k], what.get(k, self._what[k])
+            now = row.held if row.alone == RUN and k in saves else row.alone
+            if any(self._needed[n] > fewer[n] and n not in values for n in row.results):
+                now = RUN
+            if now >= before:
+                continue
+            what[k] = now
+            found += self._seconds[k] if before == RUN else 0.0
+            if now == SKIP:
+                for number in set(row.arguments):
+                    fewer[number] += 1
+                    if fewer[number] == self._needed[number] and number in self._maker:
+                        ask.append(self._maker[number])
+        if there:
+            self._there, self._saves = values, saves
+            self._what.update(what)
+            self._needed.subtract(fewer)
+        return found
