@@ -21,14 +21,13 @@ def left_for_call(limit: int | None, live: int, calls: int) -> int | None:
 def left_on_device(what: str, budget: Budget, live: int, device: torch.device) -> int:
     """Bytes of the device for the next call. Raises BudgetError where such calls leave nothing of the budget."""
     limit = budget.device_nbytes
-    left = left_for_call(free_nbytes(device) + live if limit is None else limit, live, budget.calls)
-    assert left is not None
-    if left <= 0:
+    whole = free_nbytes(device) + live if limit is None else limit
+    if whole <= live:
         raise BudgetError(
             f"{what}: the budget of {limit} bytes is taken by calls whose backward has not run yet; {_ADVICE} more, "
             f"or give each a part of it: Budget({limit}, calls=2)"
         )
-    return left
+    return max(1, left_for_call(whole, live, budget.calls) or 0)
 
 
 @contextlib.contextmanager
