@@ -155,6 +155,25 @@ def test_adapters(name: str, requires: bool, tmp_path: Path) -> None:
     assert both(make, UNTIED, tmp_path / "home")
 
 
+def test_learned_prompts_train_and_learned_keys_and_values_are_refused_by_name(tmp_path: Path) -> None:
+    def loss_by(config: type, folder: Path | None) -> torch.Tensor:
+        torch.manual_seed(4)
+        model = peft.get_peft_model(UNTIED.model(), config(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        if folder is not None:
+            ts.stream(model, budget="1MiB", folder=folder, device="cpu")
+        torch.manual_seed(8)
+        ids = words(5)
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    for config in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        loss_by(config, None)
+    assert torch.equal(*(loss_by(peft.PromptTuningConfig, folder) for folder in (None, tmp_path)))
+    with pytest.raises(GradientError, match=r"learned keys and values in one \(prefix tuning\)"):
+        loss_by(peft.PrefixTuningConfig, tmp_path)
+
+
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 

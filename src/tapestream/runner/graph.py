@@ -51,7 +51,8 @@ def reached_leaves(
             raise GradientError(
                 f"{user} uses a tensor that was computed before the stage and requires a gradient "
                 f"(made by {node.name()}); pass it through the state, so that its gradient is not lost, or detach(). "
-                "If a module keeps it from an earlier call (a cache), switch that off: use_cache=False, say"
+                "If a module keeps it from an earlier call (a cache), switch that off: use_cache=False, say; if it is "
+                "learned keys and values in one (prefix tuning), tune prompts or LoRA adapters instead"
             )
     return list(leaves.values())
 
