@@ -61,7 +61,7 @@ clean:
 
 # Half an hour; then some hours, about three of them for million_layers, which takes 32 GB of disk.
 BENCHMARKS := everything_fits equal_peak from_disk beside_ramtorch random_lengths forward_only planning_speed \
-  beside_schedules \
+  beside_schedules least_again \
   async_disk beside_compiled beside_trainer loop_overhead offload_and_recompute program_long program_networks program_speed save_speed supernets \
   what_to_expect million_layers
 # Each needs more than they do, and is run by itself: beside_deepspeed (DeepSpeed), loop_beside (--peers, a Python with

@@ -55,7 +55,7 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     theirs, ours, network = case.network(), case.network(), case.network()
     plain = step_of(theirs, case, theirs)
     plain()
-    stored, tape = peak_of_step(theirs, plain, case), _tape_nbytes(theirs, case)
+    stored, tape = peak_of_step(theirs, plain, case), tape_nbytes(theirs, case)
     program, peak = _within(ours, case, tape // 4)
     moving = case.network()
     tiers, moving_peak = _within(moving, case, tape // 4, chosen.folder)
@@ -114,7 +114,7 @@ def _rows(case: Case, chosen: Settings) -> Iterator[Row]:
     }  # fmt: skip
 
 
-def _tape_nbytes(network: Network, case: Case) -> int:
+def tape_nbytes(network: Network, case: Case) -> int:
     """Bytes that plain PyTorch's forward leaves behind for backward."""
     x, targets = case.batch()
     network.zero_grad()
