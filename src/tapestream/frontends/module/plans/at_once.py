@@ -70,9 +70,11 @@ def for_calls(plan: Callable[[int], "Prepared"], within: Within) -> "Prepared":
 
 def _leanest(plan: Callable[[int], "Prepared"]) -> tuple["Prepared", int]:
     """The plan that needs least, and its bytes."""
-    try:
-        return plan(1), 1
-    except BudgetError as error:
-        if error.least_nbytes is None:
-            raise  # the host or the disk is too small
-        return plan(error.least_nbytes), error.least_nbytes
+    nbytes = 1
+    while True:
+        try:
+            return plan(nbytes), nbytes
+        except BudgetError as error:
+            if error.least_nbytes is None or error.least_nbytes <= nbytes:
+                raise  # the host or the disk is too small
+            nbytes = error.least_nbytes
