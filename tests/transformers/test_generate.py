@@ -1,5 +1,6 @@
 """`generate()` of streamed models: every way of decoding gives plain's tokens, and training goes on as in plain."""
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,24 +51,41 @@ def prepared(name: str) -> Any:
     return model
 
 
-@pytest.fixture(params=["gpt2", "llama", "t5", "whisper"])
-def trio(request: Any, tmp_path: Path) -> Iterator[Trio]:
+@contextlib.contextmanager
+def side_by_side(name: str, folder: Path) -> Iterator[Trio]:
     """A family, a plain model of it, and one with room for some of its blocks, at home on disk."""
-    theirs = prepared(request.param)
+    theirs = prepared(name)
     ours = copy.deepcopy(theirs)
-    ts.stream(ours, device="cpu", machine=DIRECT, budget="1 MiB", folder=tmp_path / "home")
+    ts.stream(ours, device="cpu", machine=DIRECT, budget="1 MiB", folder=folder)
     handle = handle_of(ours)
     largest = max(block.layout.nbytes for block in handle.store.blocks)
     total = sum(p.nbytes for p in ours.parameters())
     handle.budget = ts.Budget(total + 3 * largest + 100_000)
     try:
-        yield request.param, theirs, ours
+        yield name, theirs, ours
     finally:
         ts.unstream(ours)
 
 
+@pytest.fixture(params=["gpt2", "llama", "t5", "whisper"])
+def trio(request: Any, tmp_path: Path) -> Iterator[Trio]:
+    with side_by_side(request.param, tmp_path / "home") as found:
+        yield found
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_and_scores_are_those_of_plain_pytorch(trio: Trio, way: str) -> None:
+    compare_tokens(trio, way)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "opt", "bloom", "gpt_neox", "mamba"])
+def test_other_decoders_with_their_caches(name: str, tmp_path: Path) -> None:
+    """Sliding windows, states in place of keys and values, experts, biases by position."""
+    with side_by_side(name, tmp_path / "home") as trio:
+        compare_tokens(trio, "greedy")
+
+
+def compare_tokens(trio: Trio, way: str) -> None:
     name, theirs, ours = trio
     traces = []
     for model in (theirs, ours):
