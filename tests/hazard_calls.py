@@ -15,6 +15,7 @@ from tapestream.errors import BudgetError
 
 ROWS = 4
 FRONTENDS = ("chain", "loop", "stream", "program")
+BY_AUTO = "program by auto"  # which plans better for the second and third call
 D, K = ts.Tier.DEVICE, ts.Tier.DISK
 DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -59,7 +60,7 @@ class Repeated:
 
 
 def through(net: Net, kind: str, frontend: str, budget: int, folder: Path, **options: Any) -> Call:
-    """The same by one of FRONTENDS within ``budget`` bytes; ``options`` are for all but a program."""
+    """The same by one of FRONTENDS, or BY_AUTO, within ``budget`` bytes; ``options`` are for all but a program."""
     if frontend == "chain":
         return ts.Chain(list(net.blocks), budget=budget, **options)
     if frontend == "loop":
@@ -77,7 +78,7 @@ def through(net: Net, kind: str, frontend: str, budget: int, folder: Path, **opt
             **options,
         )
         return net
-    return ts.Program(net, budget=budget, planner="revolve")
+    return ts.Program(net, budget=budget, planner="auto" if frontend == BY_AUTO else "revolve")
 
 
 def drawn(number: int) -> torch.Tensor:

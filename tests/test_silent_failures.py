@@ -8,11 +8,13 @@ folder that the tape moves to: `frontends/test_silent_failures_moved.py`.
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hazard_calls import (
+    BY_AUTO,
     FRONTENDS,
     ROWS,
     Call,
@@ -31,6 +33,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError
+from tapestream.frontends.program import candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,6 +42,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_gradients_and_buffers_are_plain_pytorchs(kind: str, frontend: str, tmp_path: Path) -> None:
     assert_as_plain(kind, frontend, tmp_path, steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_by_the_default_planner(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five calls: of the third on, plans that hold parts of stretches, whatever time the search for them takes."""
+    monkeypatch.setattr(candidates, "_CALLS", 10**6)
+    five = partial(steps, batches=5)
+    assert_as_plain(kind, BY_AUTO, tmp_path, five)
+    _, least = tightly(kind, BY_AUTO, tmp_path, five)
+    theirs, net = net_of(kind), net_of(kind)
+    assert_same(
+        five(plainly(theirs, kind, BY_AUTO), theirs), five(through(net, kind, BY_AUTO, 5 * least // 4, tmp_path), net)
+    )
 
 
 def drawn_otherwise() -> None:

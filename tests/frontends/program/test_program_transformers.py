@@ -21,7 +21,6 @@ NAMES = (
     "gpt2", "llama", "qwen3", "gemma3", "mixtral", "opt", "bloom", "gpt_neox", "bert", "roberta", "t5", "vit", "resnet",
     "segformer", "swin", "whisper", "clip", "mamba",
 )  # fmt: skip
-CHEAP = ("gpt2", "qwen3", "gemma3", "bert", "vit", "whisper")
 Batch = Callable[[int], dict[str, Any]]
 
 
@@ -83,15 +82,9 @@ def family(name: str, training: bool) -> tuple[nn.Module, Batch]:
     return FAMILIES[name].model().train(training), FAMILIES[name].batch
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_families(name: str) -> None:
-    assert_exact(*family(name, training=True))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_families(name: str, training: bool) -> None:
+def test_families(name: str, training: bool) -> None:
     assert_exact(*family(name, training))
 
 
