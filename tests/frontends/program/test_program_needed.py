@@ -11,9 +11,9 @@ from test_program_record import Products
 from torch.nn import functional
 
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
-from tapestream.frontends.program import candidates
+from tapestream.frontends.program import candidates, holds
 from tapestream.frontends.program.cuts import Borders
-from tapestream.frontends.program.holds import NOTHING, Holding
+from tapestream.frontends.program.holds import NOTHING, Holding, Holds
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record
 from tapestream.storage.meter import track_memory
@@ -153,9 +153,8 @@ def test_of_a_stretch_that_runs_again_nothing_is_computed_that_nothing_needs() -
     loss.backward()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed: int) -> None:
-    """Pieces of a stretch in any order: seconds by counts of who needs a value are those of a whole look."""
+def borders_of(seed: int) -> tuple[Borders, random.Random]:
+    """Of a random program, and what its pieces are chosen by."""
     choose = random.Random(seed)
 
     def program(x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +184,14 @@ def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed
     run._borders = lambda sweep: found.append(made(sweep)) or found[-1]  # type: ignore[assignment, func-returns-value]
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
     run(x).backward()
-    borders, n = found[-1], len(found[-1].record)
+    return found[-1], choose
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed: int) -> None:
+    """Pieces of a stretch in any order: seconds by counts of who needs a value are those of a whole look."""
+    borders, choose = borders_of(seed)
+    n = len(borders.record)
     for first, end in ((0, n), (0, n // 2), (n // 3, n), (n // 4, n // 2)):
         pieces, again = borders.may_be_held(first, end), borders.asked(first, end)
         choose.shuffle(pieces)
@@ -198,6 +204,23 @@ def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed
             saved = again.saved_by(piece.values, piece.operations, there=True)
             left = borders.needed_seconds(first, end, values, saves)
             assert saved == pytest.approx(whole - left)
+            whole = left
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_piece_that_is_held_saves_seconds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far from each other, too: two pieces between which all runs again for either save it once."""
+    monkeypatch.setattr(holds, "_NEAR", 0)
+    borders = borders_of(seed)[0]
+    cuts = [0, len(borders.record) // 2, len(borders.record)]
+    for stage in (0, 1):
+        found = Holds(cuts, borders)._of(stage, shared=False)
+        assert all(one.seconds > 0 for one in found)
+        values, saves, whole = frozenset[int](), frozenset[int](), borders.needed_seconds(*cuts[stage : stage + 2])
+        for one in found:
+            values, saves = values | one.piece.values, saves | one.piece.operations
+            left = borders.needed_seconds(*cuts[stage : stage + 2], values, saves)
+            assert one.seconds == pytest.approx(whole - left)
             whole = left
 
 

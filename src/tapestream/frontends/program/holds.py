@@ -99,19 +99,21 @@ class Holds:
         if b - a > _LONGEST:
             return
         left, again = borders.may_be_held(a, b), borders.asked(a, b)
-        ask, price = left, dict[Piece, float]()  # seconds saved for a byte
-        for _ in range(_MOST):
+        ask, price, taken = left, dict[Piece, float](), 0  # seconds saved for a byte
+        while left and taken < _MOST:
             for piece in ask:
-                seconds = again.saved_by(piece.values, piece.operations)
-                price[piece] = seconds / (piece.beside(held) + 1)
-            best = max(left, key=price.__getitem__, default=None)
-            if best is None or price[best] <= 0:
+                price[piece] = again.saved_by(piece.values, piece.operations) / (piece.beside(held) + 1)
+            best = max(left, key=price.__getitem__)
+            seconds, nbytes = again.saved_by(best.values, best.operations), best.beside(held)
+            if seconds / (nbytes + 1) < price[best]:  # something far from it has been taken that saves the same
+                ask = [best]
+                continue
+            if seconds <= 0:
                 return
-            nbytes = best.beside(held)
-            seconds = again.saved_by(best.values, best.operations, there=True)
+            again.saved_by(best.values, best.operations, there=True)
             yield _Held(stage, best, nbytes, seconds)
             left.remove(best)
-            held |= best.storages.keys()
+            held, taken = held | best.storages.keys(), taken + 1
             ask = [piece for piece in left if abs(piece.made_by - best.made_by) <= _NEAR]
 
 
