@@ -40,8 +40,8 @@ def _cases(quick: bool) -> list[Case]:
 def _rows(case: Case, chosen: Settings) -> list[Row]:
     plain = case.network()
     seconds = alternate({"plain": step_of(plain, case, plain)}, chosen.rounds, chosen.device).seconds("plain")
-    shares = (0.9,) if chosen.quick else _SHARES
-    return [_row(case, share, tape_nbytes(plain, case), seconds) for share in shares]
+    tape, shares = tape_nbytes(plain, case), (0.9,) if chosen.quick else _SHARES
+    return [_row(case, share, tape, seconds) for share in shares]
 
 
 def _row(case: Case, share: float, tape: int, seconds: float) -> Row:

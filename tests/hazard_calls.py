@@ -151,8 +151,9 @@ def assert_ran_again(call: Call, net: Net) -> None:
     assert plan.simulation.forwards > plan.simulation.recorded
 
 
-def assert_as_plain(kind: str, frontend: str, folder: Path, trace: Callable[[Call, Net], Trace]) -> None:
-    """What ``trace`` finds is plain PyTorch's to the last bit, at the least budget, where something ran again."""
+def assert_as_plain(kind: str, frontend: str, folder: Path, trace: Callable[[Call, Net], Trace]) -> int:
+    """What ``trace`` finds is plain PyTorch's to the last bit, at the least budget, where something ran again; gives
+    that budget."""
     theirs = net_of(kind)
     expected = trace(plainly(theirs, kind, frontend), theirs)
 
@@ -160,4 +161,4 @@ def assert_as_plain(kind: str, frontend: str, folder: Path, trace: Callable[[Cal
         assert_same(expected, trace(call, net))
         assert_ran_again(call, net)
 
-    tightly(kind, frontend, folder, use)
+    return tightly(kind, frontend, folder, use)[1]

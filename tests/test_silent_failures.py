@@ -49,8 +49,7 @@ def test_programs_by_the_default_planner(kind: str, tmp_path: Path, monkeypatch:
     """Five calls: of the third on, plans that hold parts of stretches, whatever time the search for them takes."""
     monkeypatch.setattr(candidates, "_CALLS", 10**6)
     five = partial(steps, batches=5)
-    assert_as_plain(kind, BY_AUTO, tmp_path, five)
-    _, least = tightly(kind, BY_AUTO, tmp_path, five)
+    least = assert_as_plain(kind, BY_AUTO, tmp_path, five)
     theirs, net = net_of(kind), net_of(kind)
     assert_same(
         five(plainly(theirs, kind, BY_AUTO), theirs), five(through(net, kind, BY_AUTO, 5 * least // 4, tmp_path), net)

@@ -1,7 +1,7 @@
 """``Budget(calls=)``: room for several calls that await their backward at once, whichever front-end makes them."""
 
-import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,14 @@ import pytest
 import torch
 from exact import assert_same
 from pairs import sgd
-from streamable import Model
 from streaming import gradients_of, streamed
-from test_stream_ledger import held_nbytes, options  # noqa: F401
+from test_stream_ledger import CASE, options, peak_nbytes, tokens  # noqa: F401
 from torch import nn
 
 import tapestream as ts
 from tapestream.errors import BudgetError, InputError
-from tapestream.models.gpt import GPT, GPTConfig
-from tapestream.storage.meter import track_memory
 
 LENGTHS = (48, 64, 32)
-
-
-def tokens(length: int = 64) -> tuple[torch.Tensor, ...]:
-    return torch.randint(0, 256, (4, length)), torch.randint(0, 256, (4, length))
-
-
-CASE = Model(lambda: GPT(GPTConfig(6, 64, 2, vocabulary=256, context=64)), tokens)
 
 
 def preferences(model: nn.Module, lengths: Sequence[int] = (64, 64)) -> torch.Tensor:
@@ -67,13 +57,7 @@ def test_the_least_budget_for_several_calls_holds_them(lengths: tuple[int, ...],
             sgd(model)
             assert torch.equal(preferences(model, lengths), loss)
             assert_same(gradients_of(plain), gradients_of(model))
-            model.zero_grad()
-            gc.collect()
-            before = held_nbytes(model)
-            with track_memory() as meter:
-                preferences(model, lengths)
-                model.zero_grad()
-            assert before + meter.peak_nbytes <= 1.05 * budget
+            assert peak_nbytes(model, partial(preferences, model, lengths)) <= 1.05 * budget
     assert not alike or asked_for(least, 1, lengths, options) > least
 
 

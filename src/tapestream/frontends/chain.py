@@ -23,7 +23,7 @@ from tapestream.frontends.given import (
     listed,
     named_device,
 )
-from tapestream.frontends.others import beside_others, left_for_call, left_on_device
+from tapestream.frontends.others import beside_others, room_for_call
 from tapestream.ir.actions import PhaseKind, Tier
 from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
@@ -199,10 +199,8 @@ class Chain(nn.Module):
 
     def _room(self, device: torch.device) -> Budget:
         """What other live calls leave of the budget."""
-        live, budget = self._live, self.budget
-        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: budget.disk_nbytes}
-        host, disk = (left_for_call(limit, live[tier], budget.calls) for tier, limit in below.items())
-        return Budget(left_on_device(type(self).__name__, budget, live[Tier.DEVICE], device), host=host, disk=disk)
+        host = self._below_on(device).host_nbytes()
+        return room_for_call(type(self).__name__, self.budget, self._live, host, device)
 
     def _below_on(self, device: torch.device) -> Below:
         if self._below is None or self._below.device != device:

@@ -1,19 +1,32 @@
 """Calls of one front-end that hold a part of its budget while their backward has not run yet."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError
 from tapestream.frontends.available import free_nbytes
+from tapestream.ir.actions import Tier
 from tapestream.units import format_nbytes
 
 _ADVICE = "run their backward first, drop their results, or allow"
 
 
-def left_for_call(limit: int | None, live: int, calls: int) -> int | None:
+def room_for_call(
+    what: str, budget: Budget, live: Mapping[Tier, int], host: int | None, device: torch.device
+) -> Budget:
+    """Bytes for the next call in each tier, beside ``live`` bytes that calls hold; ``host``: of all in host memory.
+    Raises BudgetError where they leave nothing of the device."""
+    return Budget(
+        left_on_device(what, budget, live[Tier.DEVICE], device),
+        host=_left(host, live[Tier.HOST], budget.calls),
+        disk=_left(budget.disk_nbytes, live[Tier.DISK], budget.calls),
+    )
+
+
+def _left(limit: int | None, live: int, calls: int) -> int | None:
     """Bytes of ``limit`` for one of ``calls`` calls at once, beside ``live`` bytes that such calls hold."""
     return None if limit is None else max(0, min(limit // calls, limit - live))
 
@@ -27,7 +40,7 @@ def left_on_device(what: str, budget: Budget, live: int, device: torch.device) -
             f"{what}: the budget of {limit} bytes is taken by calls whose backward has not run yet; {_ADVICE} more, "
             f"or give each a part of it: Budget({limit}, calls=2)"
         )
-    return max(1, left_for_call(whole, live, budget.calls) or 0)
+    return max(1, _left(whole, live, budget.calls) or 0)
 
 
 @contextlib.contextmanager

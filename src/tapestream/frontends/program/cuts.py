@@ -44,7 +44,6 @@ class Borders:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
-        self._second: list[float] = self._seconds.tolist()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -129,7 +128,7 @@ class Borders:
 
     def asked(self, first: int, end: int) -> Asked:
         """What has to run again of a stretch, as more and more of what it makes is kept."""
-        return self._needed.asked(first, end, self._second)
+        return self._needed.asked(first, end, self._seconds[first:end].tolist())
 
     def may_be_held(self, first: int, end: int) -> list[Piece]:
         """What a stretch makes again for what it saves, and what stays as it is made."""

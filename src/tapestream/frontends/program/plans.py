@@ -102,7 +102,7 @@ def prepare(
     )
 
 
-def _turns(found: "Found", reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:
+def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:
     """By operation what the first sweep does, by stretch whose saved tensors move what its backward reads."""
     plan, cuts, _ = found
     moves = transfers(plan.schedule) if plan.simulation.bytes_moved else {}

@@ -26,7 +26,7 @@ from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.around import uncompiled
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
-from tapestream.frontends.others import beside_others, left_for_call, left_on_device
+from tapestream.frontends.others import beside_others, room_for_call
 from tapestream.frontends.program.call import Replays, Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
@@ -197,9 +197,8 @@ class Program:
         device = self._device_of((args, kwargs))
         function = functools.partial(self._whole, *args, **kwargs)
         known = self._prepared.get(kind_of((args, kwargs)))
-        calls, host = self.budget.calls, self._below_on(device).host_nbytes()
-        nbytes = left_on_device("Program", self.budget, 0, device)  # as if no other call were waiting for its backward
-        room = Budget(nbytes, host=left_for_call(host, 0, calls), disk=left_for_call(self.budget.disk_nbytes, 0, calls))
+        none, host = dict.fromkeys(Tier, 0), self._below_on(device).host_nbytes()  # as if no other call were waiting
+        room = room_for_call("Program", self.budget, none, host, device)
         return explained(
             function, device, room, self.planner, self._kinds, known, self._below_on(device),
             gradients_within=self.gradients_within,
@@ -270,12 +269,9 @@ class Program:
 
     def _room(self, device: torch.device) -> Budget:
         """What calls whose backward has not run yet leave of the budget."""
-        live, budget = self._live, self.budget
-        if any(live.values()):
+        if any(self._live.values()):
             let_go_of_failed_backward()
-        below = {Tier.HOST: self._below_on(device).host_nbytes(), Tier.DISK: budget.disk_nbytes}
-        host, disk = (left_for_call(limit, live[tier], budget.calls) for tier, limit in below.items())
-        return Budget(left_on_device("Program", budget, live[Tier.DEVICE], device), host=host, disk=disk)
+        return room_for_call("Program", self.budget, self._live, self._below_on(device).host_nbytes(), device)
 
     def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
         for tier, n in nbytes.items():

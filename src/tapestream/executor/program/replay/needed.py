@@ -1,7 +1,7 @@
 """Which operations of a stretch have to run again for what the stretch saves, given values that are there already."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tapestream.executor.program.calls.users import by_user
@@ -76,8 +76,8 @@ class Needed:
         return _Row(k, results, tuple(record.arguments_of(k)), alone, held)
 
     def asked(self, first: int, end: int, seconds: Sequence[float]) -> "Asked":
-        """The same of one stretch to which what is there is added step by step; ``seconds`` by operation."""
-        return Asked(self._rows(first, end), seconds)
+        """The same of one stretch to which what is there is added step by step; ``seconds`` of its operations."""
+        return Asked(self._rows(first, end), dict(enumerate(seconds, first)))
 
     def may_be_held(self, k: int) -> bool:
         """Whether operation ``k`` need not compute where what it has made itself of what it saves is there."""
@@ -90,7 +90,7 @@ class Asked:
     """What has to run again of one stretch, as more and more is there: what that leaves unasked for is found by counts
     of who needs each value, from there on alone."""
 
-    def __init__(self, rows: Sequence[_Row], seconds: Sequence[float]) -> None:
+    def __init__(self, rows: Sequence[_Row], seconds: Mapping[int, float]) -> None:
         self._rows, self._seconds = {row.k: row for row in rows}, seconds
         self._maker = {number: row.k for row in reversed(rows) for number in reversed(row.results)}
         self._there, self._saves = set[int](), set[int]()

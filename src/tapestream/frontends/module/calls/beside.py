@@ -43,12 +43,18 @@ def prepare_beside(handle: "Streamed", asked: Prepared, prepared: Prepared, call
     Whichever runs while the others wait, all stay within the budget: ``shared_nbytes`` and the ``held_nbytes`` of
     each, and of those that the budget says are still to come. Raises BudgetError where too little is left.
     """
-    allowed, most, _ = whole_of(handle, strict=False)
-    left, resident = allowed - sum(call.prepared.held_nbytes for call in calls), calls[-1].prepared.resident
+    live = [call.prepared for call in calls]
+    within = _left_by(handle, live)
     try:
-        return _beside(handle, prepared, Within(left, max(1, most - len(calls)), strict=False), resident)
+        return _beside(handle, prepared, within, live[-1].resident)
     except BudgetError as error:
-        raise _refusal(handle, error, left, [*(call.asked for call in calls), asked]) from None
+        raise _refusal(handle, error, within.nbytes, [*(call.asked for call in calls), asked]) from None
+
+
+def _left_by(handle: "Streamed", live: Sequence[Prepared]) -> Within:
+    """What live calls leave of the budget, for the next one and those that the budget says are still to come."""
+    allowed, most, _ = whole_of(handle, strict=False)
+    return Within(allowed - sum(one.held_nbytes for one in live), max(1, most - len(live)), strict=False)
 
 
 def _refusal(handle: "Streamed", error: BudgetError, left: int, asked: Sequence[Prepared]) -> BudgetError:
@@ -131,9 +137,7 @@ def _one_after_the_other(handle: "Streamed", asked: Sequence[Prepared], allowed:
         for one in asked:
             prepared = gathering(handle, _again(handle, one, whole_of(handle, strict=False), None), {})
             if live:
-                left = allowed - sum(other.held_nbytes for other in live)
-                within = Within(left, max(1, calls - len(live)), strict=False)
-                prepared = _beside(handle, prepared, within, live[-1].resident)
+                prepared = _beside(handle, prepared, _left_by(handle, live), live[-1].resident)
             live.append(prepared)
     finally:
         handle.budget = before
