@@ -18,12 +18,12 @@ BUDGET = 96 * MIB
 ALLOWED = BUDGET + 32 * MIB
 
 
-def child(folder: Path, **changes: Any) -> dict[str, Any]:
+def child(folder: Path, script: str = "step.py", **changes: Any) -> dict[str, Any]:
     job = {
         "layers": 12, "width": 512, "length": 32, "steps": 3, "update": "step", "budget": BUDGET,
         "streamed": True, "allowed": 0, "folder": str(folder), **changes,
     }  # fmt: skip
-    return run("step.py", json.dumps(job))
+    return run(script, json.dumps(job))
 
 
 def run(script: str, argument: str) -> dict[str, Any]:
@@ -48,6 +48,20 @@ def test_training_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_
     assert found["digest"] == plain["digest"]
     assert found["resident"] < ALLOWED
     assert not any(tmp_path.iterdir()), "the folder must go with the process"
+
+
+def test_clipping_and_states_of_model_and_optimizer_take_no_memory_of_their_size(tmp_path: Path) -> None:
+    """Gradients on disk are clipped; 450 MB of states are saved, and loaded again, in the memory of training."""
+    (home := tmp_path / "home").mkdir()
+
+    def living(**changes: Any) -> dict[str, Any]:
+        return child(home, "living.py", saved=str(tmp_path / "saved.pt"), **changes)
+
+    plain = living(streamed=False)
+    assert plain["seen"][1] == plain["seen"][2], "a step from the states that were saved is that step again"
+    failed = living(streamed=False, allowed=ALLOWED)
+    assert "memory" in failed["failed"] or "alloc" in failed["failed"]
+    assert living(allowed=ALLOWED) == plain
 
 
 def test_a_model_in_memory_goes_to_disk_block_by_block(tmp_path: Path) -> None:

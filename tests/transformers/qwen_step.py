@@ -1,5 +1,6 @@
 """A few AdamW steps of a Qwen3 with tied embeddings in a process of its own, under a hard limit: ``python qwen_step.py
-JSON``; prints what it has seen as JSON."""
+JSON``; prints what it has seen as JSON. ``saved``: the folder of a saved one, read under the limit; None: with random
+weights, made before."""
 
 import hashlib
 import json
@@ -35,12 +36,16 @@ def qwen(vocabulary: int, width: int, layers: int) -> Any:
 
 
 def prepare(job: dict[str, Any], vocabulary: int, width: int) -> tuple[Any, Any]:
-    model = qwen(vocabulary, width, job["layers"]).to(getattr(torch, job["dtype"]))
+    saved = job["saved"]
+    with torch.device("meta" if saved else "cpu"):
+        model = qwen(vocabulary, width, job["layers"]).to(getattr(torch, job["dtype"]))
     if not job["streamed"]:
+        model = type(model).from_pretrained(saved).train() if saved else model
         if job["chunks"]:
             compute_lazily(model.lm_head, job["chunks"])
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ts.stream(model, device="cpu", budget=job["budget"], folder=job["folder"], loss_chunks=job["chunks"])
+    home = {"folder": job["folder"], "weights": saved}
+    ts.stream(model, device="cpu", budget=job["budget"], loss_chunks=job["chunks"], **home)
     return model, ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=job["update"], master=job["master"])
 
 
@@ -79,9 +84,9 @@ def train(model: Any, optimizer: Any, job: dict[str, Any], vocabulary: int) -> t
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     # Threads, pools and kernels exist before the limit is set: a small run first.
-    train(*prepare({**job, "budget": "1 GiB"}, 500, 64), {**job, "tokens": 64}, 500)
-    model, optimizer = prepare(job, job["vocabulary"], job["width"])
-    mine = 0 if job["streamed"] else sum(p.nbytes for p in model.parameters())
+    train(*prepare({**job, "budget": "1 GiB", "saved": None}, 500, 64), {**job, "tokens": 64}, 500)
+    made = None if job["saved"] else prepare(job, job["vocabulary"], job["width"])
+    mine = 0 if job["streamed"] or made is None else sum(p.nbytes for p in made[0].parameters())
     now = status()
     if job["allowed"]:
         limit = now["VmData"] - mine + job["allowed"]
@@ -89,6 +94,7 @@ def main(job: dict[str, Any]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     before = status()["VmRSS"] - mine
     try:
+        model, optimizer = made or prepare(job, job["vocabulary"], job["width"])
         least = least_budget(model, job) if job["tell_least"] else None
         losses, seconds = train(model, optimizer, job, job["vocabulary"])
     except (RuntimeError, MemoryError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from qwen_step import qwen
 
 MIB = 2**20
 # Freed memory goes back to the system at once, so that a limit on the process is a limit on what is in use.
@@ -18,7 +19,7 @@ REST = 64 * MIB  # for the process beside what a budget covers, buffers of matri
 # 32 MiB of embedding: with gradient and state 128 MiB, and three times 32 MiB for logits and their loss.
 SMALL: dict[str, Any] = {
     "vocabulary": 32768, "width": 256, "layers": 2, "tokens": 256, "chunks": 8, "steps": 3, "threads": 1,
-    "dtype": "float32", "master": None, "streamed": True, "allowed": 0, "budget": 0, "tell_least": False,
+    "dtype": "float32", "master": None, "streamed": True, "allowed": 0, "budget": 0, "tell_least": False, "saved": None,
 }  # fmt: skip
 # The weight, its gradient and a tenth; with "step" a place as well from which the gradient goes home.
 BUDGETS = {"backward": 80 * MIB, "step": 116 * MIB}
@@ -44,6 +45,21 @@ def test_a_wide_embedding_trains_under_a_hard_limit_where_plain_pytorch_fails(up
     failed = child(tmp_path, streamed=False, chunks=None, allowed=allowed)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
     found = child(tmp_path, update=update, budget=BUDGETS[update], allowed=allowed)
+    assert "failed" not in found, found
+    assert found["losses"] == expected["losses"]
+    assert found["digest"] == expected["digest"]
+
+
+def test_a_saved_folder_larger_than_the_memory_is_read_and_trained(tmp_path: Path) -> None:
+    """153 MB of weights in shards of 20, four times that with gradients and state, where 144 MiB may be taken."""
+    deep = {"vocabulary": 1024, "width": 512, "layers": 12, "tokens": 32, "saved": str(tmp_path / "saved")}
+    qwen(deep["vocabulary"], deep["width"], deep["layers"]).save_pretrained(deep["saved"], max_shard_size="20MB")
+    (home := tmp_path / "home").mkdir()
+    budget = 80 * MIB
+    expected = child(home, **deep, streamed=False, chunks=None)
+    failed = child(home, **deep, streamed=False, chunks=None, allowed=budget + REST)
+    assert "memory" in failed["failed"] or "alloc" in failed["failed"]
+    found = child(home, **deep, update="backward", budget=budget, chunks=None, allowed=budget + REST)
     assert "failed" not in found, found
     assert found["losses"] == expected["losses"]
     assert found["digest"] == expected["digest"]
