@@ -1,6 +1,7 @@
 """The judge: walks a schedule action by action, checks every rule of docs/ir.md and adds up bytes and seconds."""
 
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -84,35 +85,19 @@ class Judge:
 
     def obey(self, action: Action) -> None:
         """Check and apply one action."""
-        match action:
-            case Forward():
-                self.forward(action.start, action.stop)
-            case Record():
-                self.record(action.stage)
-            case Backward():
-                self.backward(action.stage)
-            case Keep():
-                self.keep(action.stage)
-            case Restore():
-                self.restore(action.stage)
-            case Free():
-                self.places.free(action.value, action.tier)
-            case Wait():
-                self.places.wait(action.value, action.tier)
-            case Offload():
-                if action.target <= action.source:
-                    broken("Offload goes to a slower tier; use Prefetch for a faster one")
-                self.places.copy(action.value, action.source, action.target)
-            case Prefetch():
-                if action.target >= action.source:
-                    broken("Prefetch goes to a faster tier; use Offload for a slower one")
-                self.places.copy(action.value, action.source, action.target)
-            case Update():
-                self.blocks.update(action.block, action.part, self.next_backward)
-            case Phase():
-                self.enter(action.kind)
-            case _:
-                assert_never(action)
+        _RULES[type(action)](self, action)
+
+    def offload(self, action: Offload) -> None:
+        """Offload: a copy to a slower tier begins."""
+        if action.target <= action.source:
+            broken("Offload goes to a slower tier; use Prefetch for a faster one")
+        self.places.copy(action.value, action.source, action.target)
+
+    def prefetch(self, action: Prefetch) -> None:
+        """Prefetch: a copy to a faster tier begins."""
+        if action.target >= action.source:
+            broken("Prefetch goes to a faster tier; use Offload for a slower one")
+        self.places.copy(action.value, action.source, action.target)
 
     def enter(self, kind: PhaseKind) -> None:
         """Phase: the boundary between two of the user's calls."""
@@ -268,6 +253,8 @@ class Judge:
 
     def _branch_of(self, k: int) -> tuple[int, int]:
         """The first and last state of the branch of stage ``k``."""
+        if len(self.spans) == 1:
+            return self.spans[0]
         return next((span for span in reversed(self.spans) if span[0] <= k), self.spans[0])
 
     def keep(self, k: int) -> None:
@@ -307,3 +294,18 @@ class Judge:
         if self.phase is not None:
             self.phase_seconds[self.phase] = self.clock.now - self.phase_began
             self.phase_began = self.clock.now
+
+
+_RULES: dict[type[Action], Callable[[Judge, Any], None]] = {  # schedules are long: a `match` asks class after class
+    Forward: lambda judge, action: judge.forward(action.start, action.stop),
+    Record: lambda judge, action: judge.record(action.stage),
+    Backward: lambda judge, action: judge.backward(action.stage),
+    Keep: lambda judge, action: judge.keep(action.stage),
+    Restore: lambda judge, action: judge.restore(action.stage),
+    Offload: Judge.offload,
+    Prefetch: Judge.prefetch,
+    Wait: lambda judge, action: judge.places.wait(action.value, action.tier),
+    Free: lambda judge, action: judge.places.free(action.value, action.tier),
+    Update: lambda judge, action: judge.blocks.update(action.block, action.part, judge.next_backward),
+    Phase: lambda judge, action: judge.enter(action.kind),
+}

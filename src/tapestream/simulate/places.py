@@ -1,5 +1,6 @@
 """Places: in which tiers each value has a copy, and which copies are on their way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ from tapestream.simulate.explain import RuleBroken, name_of
 from tapestream.simulate.memory import Memory, States
 
 DEVICE = Tier.DEVICE
+_TIERS = tuple(Tier)  # to go through the class itself takes longer
 BLOCK_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
 # Nothing in a schedule makes these again, so the last current copy must not be dropped.
 _IRREPLACEABLE = frozenset((Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER_STATE, Kind.COTANGENT))
@@ -48,6 +50,7 @@ class Places:
     """
 
     __slots__ = (
+        "_nbytes_of",
         "clock",
         "current",
         "flights",
@@ -69,28 +72,25 @@ class Places:
         self.recorded = self.current[Kind.SAVED]
         self.flights: dict[Value, Flight] = {}
         self.moved: dict[tuple[Tier, Tier], int] = {}
+        stages, blocks = profile.stages, profile.blocks
+        self._nbytes_of: dict[Kind, Callable[[int], int]] = {
+            Kind.STATE: profile.full_state_nbytes,
+            Kind.SAVED: lambda k: stages[k].saved_nbytes,
+            Kind.COTANGENT: profile.cotangent_nbytes,
+            Kind.PARAMETERS: lambda block: blocks[block].parameters_nbytes,
+            Kind.BUFFERS: lambda block: blocks[block].buffers_nbytes,
+            Kind.GRADIENT: lambda block: blocks[block].gradient_nbytes,
+            Kind.OPTIMIZER_STATE: self._part_nbytes,
+        }
 
     def nbytes_of(self, kind: Kind, number: int) -> int:
         """Bytes of one copy."""
-        profile = self.profile
-        match kind:
-            case Kind.STATE:
-                return profile.full_state_nbytes(number)
-            case Kind.SAVED:
-                return profile.stages[number].saved_nbytes
-            case Kind.COTANGENT:
-                return profile.cotangent_nbytes(number)
-            case Kind.PARAMETERS:
-                return profile.blocks[number].parameters_nbytes
-            case Kind.BUFFERS:
-                return profile.blocks[number].buffers_nbytes
-            case Kind.GRADIENT:
-                return profile.blocks[number].gradient_nbytes
-            case Kind.OPTIMIZER_STATE:
-                part, index = divmod(number, _PART)
-                return profile.blocks[index].parts[part]
-            case _:
-                return 0
+        of = self._nbytes_of.get(kind)
+        return of(number) if of is not None else 0
+
+    def _part_nbytes(self, number: int) -> int:
+        part, index = divmod(number, _PART)
+        return self.profile.blocks[index].parts[part]
 
     def check(self, value: Value) -> None:
         """The profile must know the value."""
@@ -134,8 +134,8 @@ class Places:
         if self.flights and (flight := self.flights.get(value_of(kind, number))):
             broken(f"this drops {kind.name} {number} while it is in flight to {flight.target.name}; put Wait before it")
         tiers = self.current[kind].pop(number, 0) | self.stale[kind].pop(number, 0)
-        nbytes = self.nbytes_of(kind, number)
-        for tier in Tier:
+        nbytes = self.nbytes_of(kind, number) if tiers else 0
+        for tier in _TIERS:
             if tiers >> tier & 1:
                 self.memory.nbytes[tier] -= nbytes
 
