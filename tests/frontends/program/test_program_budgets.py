@@ -74,7 +74,7 @@ def test_what_works_within_a_budget_works_within_every_larger_one(
                 reruns=step < 6)  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [0.4, 0.45, 0.5, 0.6])
+@pytest.mark.parametrize("share", [0.4, pytest.param(0.45, marks=pytest.mark.full), 0.5, pytest.param(0.6, marks=pytest.mark.full)])
 def test_a_budget_is_refused_by_what_backward_really_takes(share: float) -> None:
     """A convolution's backward takes several times what a guess would be. Where it was tried only if there was room,
     half of the tape was refused, and two fifths were not, and then exceeded."""
