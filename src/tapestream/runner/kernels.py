@@ -54,20 +54,30 @@ _flushes = functools.partial(operator.eq, 0.0, _DENORMAL)
 """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
 
 
+_ATTENTION_ON_CPU, _ATTENTION = (
+    _choices(("flash", "math", "sdp_priority_order")),
+    _choices(("mem_efficient", "cudnn", "overrideable")),
+)
 ON_CPU: list[Choice] = [
     (_C._get_deterministic_algorithms, _set_deterministic),
     (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
-    *_choices(("flash", "math", "sdp_priority_order", "mkldnn_enabled")),
+    *_ATTENTION_ON_CPU,
+    *_choices(("mkldnn_enabled",)),
     _precision("mkldnn"),
     (torch.get_num_threads, torch.set_num_threads),
     (_flushes, torch.set_flush_denormal),
 ]
 KERNELS: list[Choice] = [
     *ON_CPU,
-    *_choices(("mem_efficient", "cudnn", "overrideable", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    *_ATTENTION,
+    *_choices(("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
     _precision("cuda"),
 ]
 """What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
+FOR_ATTENTION = [get for get, _ in (*_ATTENTION_ON_CPU, *_ATTENTION)]
+"""How to ask for what `scaled_dot_product_attention` alone goes by."""
+GUARDED = (_C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only, torch.get_num_threads)
+"""How to ask for what torch's own guard of its global state knows, too."""
 
 
 def fixed(answer: Any) -> Any:

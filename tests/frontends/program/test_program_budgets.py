@@ -14,6 +14,7 @@ from tapestream.errors import BudgetError
 from tapestream.frontends.program.program import Program
 from tapestream.storage.meter import track_memory
 
+FULL = pytest.mark.full
 SIDE = 96
 STATES = 2 * 5056  # of the generator, which are kept whether something draws or not
 SQUARE = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1))
@@ -58,7 +59,7 @@ def leaves_of(function: Function) -> list[torch.Tensor]:
         pytest.param(writing, torch.randn(16, 32), id="writing"),
     ],
 )
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=FULL)])
 def test_what_works_within_a_budget_works_within_every_larger_one(
     function: Function, x: torch.Tensor, first: int
 ) -> None:
@@ -74,7 +75,7 @@ def test_what_works_within_a_budget_works_within_every_larger_one(
                 reruns=step < 6)  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [0.4, pytest.param(0.45, marks=pytest.mark.full), 0.5, pytest.param(0.6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("share", [0.4, pytest.param(0.45, marks=FULL), 0.5, pytest.param(0.6, marks=FULL)])
 def test_a_budget_is_refused_by_what_backward_really_takes(share: float) -> None:
     """A convolution's backward takes several times what a guess would be. Where it was tried only if there was room,
     half of the tape was refused, and two fifths were not, and then exceeded."""
@@ -158,9 +159,7 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
     return (meter.peak_nbytes - y.nbytes - in_the_making - STATES) / budget
 
 
-@pytest.mark.parametrize(
-    "share", [1.0, pytest.param(1.1, marks=pytest.mark.full), pytest.param(1.3, marks=pytest.mark.full), 2.0]
-)
+@pytest.mark.parametrize("share", [1.0, pytest.param(1.1, marks=FULL), pytest.param(1.3, marks=pytest.mark.full), 2.0])
 @pytest.mark.parametrize(
     ("function", "x"),
     [

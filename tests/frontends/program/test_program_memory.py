@@ -19,6 +19,7 @@ from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Tier
 from tapestream.storage.meter import track_memory
 
+FULL = pytest.mark.full
 SIDE = 64
 W = (torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)) / 8).requires_grad_()
 
@@ -89,7 +90,7 @@ def test_the_record_takes_few_bytes_an_operation() -> None:
     assert (record.host_nbytes() + patterns) / len(record) < 400
 
 
-@pytest.mark.parametrize("share", [1.0, pytest.param(1.1, marks=pytest.mark.full), 1.3, pytest.param(2.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("share", [1.0, pytest.param(1.1, marks=FULL), 1.3, pytest.param(2.0, marks=FULL)])
 def test_an_operation_that_could_not_be_tried_for_lack_of_room_stays_within_the_budget(share: float) -> None:
     """The backward of a square takes twice what the square is given, and here that is most of the budget."""
     wanted, x = torch.randn(200, 2), torch.randn(200, 2, requires_grad=True)
@@ -169,7 +170,7 @@ def test_what_a_call_held_goes_with_its_graph_and_not_with_garbage(how: str) -> 
         gc.enable()
 
 
-@pytest.mark.parametrize("factor", [1.0, pytest.param(1.1, marks=pytest.mark.full), 1.2, pytest.param(1.5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(1.1, marks=FULL), 1.2, pytest.param(1.5, marks=FULL)])
 def test_what_an_operation_has_saved_goes_when_its_own_nodes_have_asked_for_it(factor: float) -> None:
     """Not when an earlier one asks that has saved something, too: between the two, gradients are joined."""
     torch.manual_seed(0)
@@ -189,7 +190,7 @@ def test_what_an_operation_has_saved_goes_when_its_own_nodes_have_asked_for_it(f
     _check_peak(attention, torch.randn(32, 64, 128), factor)
 
 
-@pytest.mark.parametrize("factor", [1, pytest.param(1.1, marks=pytest.mark.full), 1.3])
+@pytest.mark.parametrize("factor", [1, pytest.param(1.1, marks=FULL), 1.3])
 @pytest.mark.parametrize("weights", [False, True])
 def test_self_attention_is_tried_as_such(weights: bool, factor: float) -> None:
     """Where query, key and value are one tensor, they are projected at once; backward of that takes more."""
@@ -210,7 +211,7 @@ def test_what_is_measured_with_one_tensor_given_thrice_says_nothing_of_three() -
     assert len({id(call.measured) for call in calls}) == 3
 
 
-@pytest.mark.parametrize("factor", [1, pytest.param(1.1, marks=pytest.mark.full), 1.3])
+@pytest.mark.parametrize("factor", [1, pytest.param(1.1, marks=FULL), 1.3])
 def test_transformer_encoder_layers_near_the_least(factor: float) -> None:
     layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0) for _ in range(4))
 

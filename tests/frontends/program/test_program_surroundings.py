@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import compare, least
+from side_by_side import compare, hear_followed, least
 from test_program_unseen import W, X, given, often, tight
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record.ambients import Ambients, surroundings
@@ -153,6 +155,83 @@ def test_kernels_chosen_inside() -> None:
     assert found.report is not None
     assert found.report.reruns > 0
     assert torch.backends.cuda.flash_sdp_enabled() == before
+
+
+def test_attention_is_followed_though_its_kernel_is_chosen_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed = hear_followed(monkeypatch)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for k in range(12):
+            backend = SDPBackend.MATH if k % (2 + torch.initial_seed() // 4) else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(backend):
+                q = torch.tanh(x @ W).view(1, 2, 4, 16)
+                x = torch.tanh(functional.scaled_dot_product_attention(q, q, q).reshape(8, 16) + x)
+        return x
+
+    compare(program, [W, X], given, calls=7)
+    compare(program, [W, X], given, 1 << 24, calls=7, reruns=False)
+    assert "scaled_dot_product_attention" in followed
+    assert "tanh" in followed
+
+
+@contextlib.contextmanager
+def switched(switch: Callable[[Any], Any], there: Any, back: Any) -> Iterator[None]:
+    switch(there)
+    try:
+        yield
+    finally:
+        switch(back)
+
+
+@contextlib.contextmanager
+def _warning() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "grad mode": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast's cache": lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
+    "default dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
+    "warnings": _warning,
+    "mkldnn": lambda: switched(torch._C._set_mkldnn_enabled, False, True),
+    "precision": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
+    "threads": lambda: switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "denormals": lambda: switched(torch.set_flush_denormal, True, False),
+    "function mode": lambda: torch.device("meta"),
+    "dispatch mode": _Dispatches,
+    "tangents": forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_short_look_at_what_surrounds_an_operation_sees_all_but_choices_for_attention(name: str) -> None:
+    with CHANGES[name]():
+        pass  # a precision that has been set is another one than none
+    ambients = Ambients([], ("cpu",))
+    number = ambients.now(0)
+    ambients.guard(0)
+    assert ambients.hold(0)
+    assert not ambients.hold(1)
+    with CHANGES[name]():
+        assert not ambients.hold(0)
+    assert ambients.hold(0)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert ambients.hold(0)
+        assert ambients.now(0) != number
 
 
 def test_kernels_are_chosen_in_replays_as_in_the_first_run() -> None:

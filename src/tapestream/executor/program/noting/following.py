@@ -7,10 +7,10 @@ reads it. Whatever is not quite as it was is noted as if nothing were known; whe
 nothing after it is followed.
 """
 
-import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import torch
 
@@ -18,8 +18,8 @@ from tapestream.executor.program.calls.templates import PLAIN
 from tapestream.executor.program.noting.outsiders import Outsiders
 from tapestream.executor.program.record.last import BY_OPERATION, Last
 from tapestream.executor.program.record.record import ALIVE
-from tapestream.executor.program.record.step import Number, Numbers, Step
-from tapestream.executor.program.record.tape import handle
+from tapestream.executor.program.record.step import CONSTANT, MADE, OUTSIDE, Step
+from tapestream.executor.program.record.tape import PLACES
 
 if TYPE_CHECKING:
     from tapestream.executor.program.noting.noting import Noting
@@ -36,9 +36,9 @@ class Following:
         self.last, self.noting = last, noting
         self.k = self.noted = 0
         self._steps = last.steps
-        self._values = list[weakref.ref[torch.Tensor]]()
-        self._versions = list[int]()
-        self._outsiders = Outsiders(last, noting.record, noting.numbers)
+        self._values, self._versions, self._ids = list[ref[torch.Tensor]](), list[int](), list[int]()
+        self._outsiders = Outsiders(last, noting.record, noting.numbers, self._ids)
+        self._externals, self._packs = noting.record.externals, noting.packs
         self._living, self._deaths = list[int](), dict[int, int]()  # of values that are not in the record yet
         self._looked = self._buried = 0  # at so many values; before an earlier operation than this one
         self._ambients = 0  # how many of the record's are known to be those of last time
@@ -50,8 +50,8 @@ class Following:
         step = self._steps[k]
         if step is None or function is not step.function:
             return UNKNOWN
-        if not self._outsiders.agree():  # calls that make nothing (`tolist()`) may have shown others
-            noting.stop_following()
+        if len(self._externals) > len(self._outsiders.tensors) and not self._outsiders.agree():
+            noting.stop_following()  # calls that make nothing (`tolist()`) have shown others
             return UNKNOWN
         if k >= noting.quiet and not self._goes_on():
             return UNKNOWN
@@ -59,16 +59,19 @@ class Following:
             return UNKNOWN
         if step.writes and not self._may_write(step):
             return UNKNOWN
-        packs, saved = noting.packs, list[torch.Tensor]()
+        packs = self._packs
+        saved: list[torch.Tensor] = []
         if packs.count:
             packs.begin(k)  # a call before it has failed
-        packs.first, packs.listed = handle(k, 0), saved
+        packs.first, packs.listed = k * PLACES, saved
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
         finally:
             packs.listed = None
         made = (result,) if isinstance(result, torch.Tensor) else result
-        if len(saved) != step.packs or not self._is_as_then(step, made):
+        if len(saved) != step.packs or not (
+            type(made[0]) is torch.Tensor if step.made == 1 == len(made) else self._is_as_then(step, made)
+        ):
             self._closely((function, args, kwargs), step, result, saved)
             return result
         if saved and (packs.taking or packs.holding):
@@ -77,7 +80,11 @@ class Following:
             self._has_written(step)
         if step.made:
             for tensor in made:
-                self._add(tensor)
+                if noting.holding:
+                    self._hold(tensor)
+                self._values.append(ref(tensor))
+                self._versions.append(tensor._version)
+                self._ids.append(id(tensor))
         self.k = k + 1
         return result
 
@@ -89,17 +96,24 @@ class Following:
             args = (*args, *kwargs.values())
         if len(args) != len(step.expected):
             return False
-        same = True
-        for expected, given in zip(step.expected, args, strict=True):
-            if type(expected) is Number:
-                if not self._is(expected, given):
+        same, outsiders = True, self._outsiders
+        for kind, expected, given in zip(step.kinds, step.expected, args):  # noqa: B905 - they are as many
+            if kind == CONSTANT:
+                if given is not expected:
+                    same = False
+            elif kind == MADE:
+                if given is None or self._values[expected]() is not given or self._versions[expected] != given._version:
                     return False
-            elif type(expected) is Numbers:
+            elif kind == OUTSIDE:
+                if expected >= len(outsiders.tensors):
+                    if not outsiders.takes(expected, given):
+                        return False
+                elif outsiders.tensors[expected] is not given or outsiders.versions[expected] != given._version:
+                    return False
+            else:
                 tensors = expected.tensors_of(given)
                 if tensors is None or not all(self._is(number, tensor) for number, tensor in tensors):
                     return False
-            elif given is not expected:
-                same = False
         return same or step.agrees(args)
 
     def _is(self, number: int, given: Any) -> bool:
@@ -115,7 +129,11 @@ class Following:
 
     def _is_around(self, step: Step) -> bool:
         """Whether what surrounds a call is what did last time."""
-        if self.noting.ambient() != step.ambient:
+        ambients, epoch = self.noting.ambients, self.noting.epoch
+        if step.attends or not ambients.hold(epoch):
+            ambients.now(epoch)
+            ambients.guard(epoch)
+        if ambients.number != step.ambient:
             return False
         mine = self.noting.record.ambients
         if self._ambients < len(mine):
@@ -171,17 +189,17 @@ class Following:
         first = step.numbers[0]
         return made[0] is (self._values[first]() if first >= 0 else self._outsiders.tensors[~first])
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        """The next value."""
-        noting, value = self.noting, len(self._values)
-        if noting.holding and value in noting.holding:
-            noting.hold([value], [tensor], self.last.record.storage)
-        self._know(tensor)
+    def _hold(self, tensor: torch.Tensor) -> None:
+        """The next value belongs to a restart checkpoint, perhaps."""
+        value = len(self._values)
+        if value in self.noting.holding:
+            self.noting.hold([value], [tensor], self.last.record.storage)
 
     def _know(self, tensor: torch.Tensor) -> None:
-        self._values.append(weakref.ref(tensor))
+        """The next value."""
+        self._values.append(ref(tensor))
         self._versions.append(tensor._version)
-        self._outsiders.made.add(id(tensor))
+        self._ids.append(id(tensor))
 
     def _closely(self, call: tuple[Any, Any, Any], step: Step, result: Any, saved: list[torch.Tensor]) -> None:
         """A call was made that saves or gives something else than last time."""

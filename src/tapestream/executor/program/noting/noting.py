@@ -69,11 +69,11 @@ class Noting:
         self.following: Following | None = None
         self._bypassed: set[int] = set()  # storages that .data shows
         self._exposed = Exposed(self.numbers.storage_of)
-        self._epoch = 0
+        self.epoch = 0
         self._hidden: Hidden | None = None
         self._trials = Trials(keeper.device)
         kinds = {"cpu": 0, keeper.device.type: 0, **({"cuda": 0} if cuda_in_use() else {})}
-        self._ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
+        self.ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
 
     @property
     def exposed(self) -> bool:
@@ -82,7 +82,7 @@ class Noting:
 
     def ambient(self) -> int:
         """The number of what surrounds an operation now."""
-        return self._ambients.now(self._epoch)
+        return self.ambients.now(self.epoch)
 
     def follow(self, last: Last | None) -> None:
         """Expect the operations of ``last`` time, if that is known."""

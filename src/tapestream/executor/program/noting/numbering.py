@@ -54,7 +54,8 @@ class Numbering:
     def given(self, tensors: Sequence[torch.Tensor], k: int) -> list[int]:
         """The numbers of arguments of operation ``k``; one never seen is external. Raises GradientError where the
         program has made one in a way that no call showed."""
-        values, found = self._values, list[int]()
+        values = self._values
+        found: list[int] = []
         for tensor in tensors:
             ref = values.get(id(tensor))
             if ref is not None and ref() is tensor:

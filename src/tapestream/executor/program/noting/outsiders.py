@@ -1,5 +1,6 @@
 """`Outsiders`: the external tensors of a sweep that follows: taken one by one, noted in the record many at once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,17 +8,17 @@ import torch
 from tapestream.executor.program.calls.templates import PLAIN
 from tapestream.executor.program.calls.values import address_of
 from tapestream.executor.program.noting.numbering import Numbering
-from tapestream.executor.program.record.keeper import foreign
 from tapestream.executor.program.record.last import Last
 from tapestream.executor.program.record.record import Record, looks_of
 
 
 class Outsiders:
     """``tensors`` by number, and the ``versions`` that they had when they were used last; ``shown``: by storage, those
-    that show it, by ``~k``; ``made``: ids of tensors that the program has made, of dead ones among them."""
+    that show it, by ``~k``. ``made``: ids of tensors that the program has made so far, of dead ones among them."""
 
-    def __init__(self, last: Last, record: Record, numbers: Numbering) -> None:
-        self.tensors, self.versions, self.made = list[torch.Tensor](), list[int](), set[int]()
+    def __init__(self, last: Last, record: Record, numbers: Numbering, made: Sequence[int]) -> None:
+        self.tensors, self.versions = list[torch.Tensor](), list[int]()
+        self._made, self._known, self._looked = made, set[int](), 0
         self._last, self._record, self._numbers = last, record, numbers
         self._addresses = list[int]()
         self._storages: dict[int, int] = {}  # by address
@@ -30,9 +31,11 @@ class Outsiders:
         if number != len(self.tensors) or number == len(outside):
             return False
         then = outside[number]
-        if type(tensor) not in PLAIN or id(tensor) in self.made:
+        self._known.update(self._made[self._looked :])
+        self._looked = len(self._made)
+        if type(tensor) not in PLAIN or id(tensor) in self._known:
             return False
-        if tensor.grad_fn is not None or then.storage in self._record.writes:
+        if not tensor.is_leaf or then.storage in self._record.writes:
             return False
         if looks_of((tensor,)) != then.looks:
             return False
@@ -41,7 +44,7 @@ class Outsiders:
             return False
         if not self._shows(memory._cdata, then.storage):
             return False
-        if not tensor.requires_grad and foreign(tensor):
+        if not (tensor.requires_grad or memory.resizable()):  # it is not torch's own
             self._record.arrays.outside(then.storage, tensor)  # as it is now
         self._add(tensor, then.storage, memory._cdata)
         return True

@@ -75,7 +75,8 @@ class Packs:
         """Operation ``k`` has saved these, of which it has made those from ``given`` on itself: keep them or not."""
         operation = self.holding.get(k) if self.holding else None
         if self.taking or operation is not None:
-            found = [(tensor.detach(), tensor._version) for tensor in saved]
+            # What is no result of an operation has no graph that would hold this in turn.
+            found = [(t if t.is_leaf else t.detach(), t._version) for t in saved]
             if self.taking:
                 self._tape.saved[k] = found
             if operation is not None and found[given:]:

@@ -42,22 +42,24 @@ class Recorder(Noting, TorchFunctionMode):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the program runs."""
-        here = [self]  # the graph holds both hooks as long as it lives: it must not hold all this
+        here = [self.packs]  # the graph holds both hooks as long as it lives: it must not hold all this
+        inside = [self]
 
         def pack(tensor: torch.Tensor) -> Handle:
-            recorder = here[0]
-            listed = recorder.packs.listed
+            packs = here[0]
+            listed = packs.listed
             if listed is not None:
                 listed.append(tensor)
-                return recorder.packs.first + len(listed) - 1
+                return packs.first + len(listed) - 1
             # By an operation that no torch call showed: nothing could make it again.
-            return recorder.packs.add(tensor) if recorder._inside else (tensor.detach(), tensor._version)
+            return packs.add(tensor) if inside[0]._inside else (tensor.detach(), tensor._version)
 
         try:
             with saved_tensors_hooks(pack, self.tape.unpack), heard_by(self), self:
                 yield
         finally:
             here.clear()
+            inside.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.following is not None and not self._inside:
@@ -161,7 +163,7 @@ class Recorder(Noting, TorchFunctionMode):
 
     def casts_cleared(self) -> None:
         """See `Listener`."""
-        self._epoch += 1
+        self.epoch += 1
 
     def compiled(self) -> None:
         """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""

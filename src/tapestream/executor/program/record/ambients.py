@@ -11,27 +11,36 @@ from torch.autograd import forward_ad
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record.record import Ambient
-from tapestream.runner.kernels import KERNELS, ON_CPU, are_chosen, choose, fixed
+from tapestream.runner.kernels import FOR_ATTENTION, GUARDED, KERNELS, ON_CPU, are_chosen, choose, fixed
 from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
 
 
+_GUARD: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "GlobalStateGuard", None)
+"""Tells by one call whether the grad mode, autocast, the default dtype, `GUARDED` and some more are what they were when
+it was made. (What is asked between two kernels is no longer in the processor's caches: the less, the faster.)"""
+
+
 class Ambients:
-    """Numbers of ambients in ``found``, for devices of ``kinds``."""
+    """Numbers of ambients in ``found``, for devices of ``kinds``; ``number``: that of what held when asked last."""
 
     def __init__(self, found: list[Ambient], kinds: Sequence[str]) -> None:
         self._found, self._kinds = found, kinds
+        kernels = [get for get, _ in (ON_CPU if tuple(kinds) == ("cpu",) else KERNELS)]
         self._questions: list[Callable[[], Any]] = [
             torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_cache_enabled,
             torch.get_default_dtype,
             *(functools.partial(torch.is_autocast_enabled, kind) for kind in kinds),
             *(functools.partial(torch.get_autocast_dtype, kind) for kind in kinds),
-            *(get for get, _ in (ON_CPU if tuple(kinds) == ("cpu",) else KERNELS)),
+            *kernels,
         ]  # fmt: skip
         self._numbers: dict[Ambient, int] = {}
         self._last: Any = None
-        self._number = 0
+        self.number = 0
+        self._others = [torch.is_inference_mode_enabled, *(g for g in kernels if g not in (*GUARDED, *FOR_ATTENTION))]
+        self._guard: Any = None
+        self._guarded: tuple[int, list[Any]] | None = None
 
     def now(self, epoch: int) -> int:
         """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode,
@@ -45,8 +54,22 @@ class Ambients:
         answers = [*map(operator.call, self._questions)]
         seen = answers, epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
         if seen != self._last:  # comparing is cheaper than a hash
-            self._last, self._number = seen, self._number_of(*seen)
-        return self._number
+            self._last, self.number = seen, self._number_of(*seen)
+        return self.number
+
+    def guard(self, epoch: int) -> None:
+        """From now on, `hold` tells whether what `now` was just asked for holds."""
+        if _GUARD is not None and not (_C._len_torch_function_stack() or _C._len_torch_dispatch_stack()):
+            self._guard, self._guarded = _GUARD(), (epoch, [*map(operator.call, self._others)])
+
+    def hold(self, epoch: int) -> bool:
+        """Whether they do for sure, but for what attention alone goes by."""
+        guard = self._guard
+        if guard is None or not guard.check() or forward_ad._current_level >= 0:
+            return False
+        if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack():
+            return False
+        return (epoch, [*map(operator.call, self._others)]) == self._guarded
 
     def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> int:
         (grad, inference, cache, dtype), kinds = answers[:4], len(self._kinds)

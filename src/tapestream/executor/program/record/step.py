@@ -6,13 +6,10 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tapestream.executor.program.calls.patterns import Pattern
 from tapestream.executor.program.calls.templates import ATOMS, PLACE, Held, alike
-
-
-class Number(int):
-    """Stands for the value, or the external tensor, that has this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +21,14 @@ class Numbers:
 
     def tensors_of(self, value: Any) -> Iterator[tuple[int, torch.Tensor]] | None:
         """The tensors in ``value`` by their numbers, None where it is another container or has other constants."""
-        found = list[torch.Tensor]()
+        found: list[torch.Tensor] = []
         if not alike((self.template,), (value,), found) or len(found) != len(self.numbers):
             return None
         return zip(self.numbers, found, strict=True)
+
+
+CONSTANT, MADE, OUTSIDE, SEVERAL = range(4)
+"""What an argument is: a constant, a value, an external tensor, a container with tensors in it."""
 
 
 @dataclass(slots=True)
@@ -36,8 +37,9 @@ class Step:
     tensors, all new, or 0: its first argument is what it gives; ``writes``: storages of others, of which it says that
     it writes into them.
 
-    ``names`` of those given by name, which come last; ``expected``: what a call is to be given, tensors by `Number`
-    and `Numbers`; constants are the very objects that were given last, where these cannot change.
+    ``names`` of those given by name, which come last; ``expected``: what a call is to be given, and by ``kinds`` what
+    each is: a value by its number, an external tensor ``~k`` by k, or `Numbers`; constants are the very objects that
+    were given last, where these cannot change.
     """
 
     pattern: Pattern
@@ -48,20 +50,24 @@ class Step:
     writes: tuple[int, ...]
     function: Callable[..., Any] = field(init=False)
     names: tuple[str, ...] = field(init=False)
+    attends: bool = field(init=False)
+    kinds: tuple[int, ...] = field(init=False)
     expected: list[Any] = field(init=False)
     _templates: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         kwargs = self.pattern.kwargs or {}
         self.function, self.names = self.pattern.function, tuple(kwargs)
+        self.attends = self.function is scaled_dot_product_attention
         self._templates = (*self.pattern.args, *kwargs.values())
         numbers = iter(self.numbers)
-        self.expected = [_expected(template, numbers) for template in self._templates]
+        found = [_expected(template, numbers) for template in self._templates]
+        self.kinds, self.expected = tuple(kind for kind, _ in found), [expected for _, expected in found]
 
     def agrees(self, given: Sequence[Any]) -> bool:
         """Whether the constants in what a call is given are those of ``expected``, if not the same objects."""
-        for place, (expected, value) in enumerate(zip(self.expected, given, strict=True)):
-            if type(expected) is Number or type(expected) is Numbers or value is expected:
+        for place, (kind, expected, value) in enumerate(zip(self.kinds, self.expected, given, strict=True)):
+            if kind != CONSTANT or value is expected:
                 continue
             if not alike((self._templates[place],), (value,), []):
                 return False
@@ -70,11 +76,12 @@ class Step:
         return True
 
 
-def _expected(template: Any, numbers: Iterator[int]) -> Any:
+def _expected(template: Any, numbers: Iterator[int]) -> tuple[int, Any]:
     if template is PLACE:
-        return Number(next(numbers))
+        number = next(numbers)
+        return (MADE, number) if number >= 0 else (OUTSIDE, ~number)
     count = _places(template)
-    return Numbers(template, tuple(islice(numbers, count))) if count else template
+    return (SEVERAL, Numbers(template, tuple(islice(numbers, count)))) if count else (CONSTANT, template)
 
 
 def _places(template: Any) -> int:

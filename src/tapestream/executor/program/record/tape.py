@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -13,7 +13,7 @@ Saved: TypeAlias = list[tuple[torch.Tensor, int]]
 Handle: TypeAlias = int | tuple[torch.Tensor, int]
 """Where a saved tensor is found; or itself with its version, where nothing could make it again."""
 
-_PLACES = 1 << 20  # most tensors that one operation may save
+PLACES = 1 << 20  # most tensors that one operation may save
 
 
 class Tape:
@@ -38,11 +38,23 @@ class Tape:
         """A saved tensor, for autograd. Raises GradientError where it would not be what it was."""
         if isinstance(handle, tuple):
             return _unchanged(*handle)
-        operation, place = divmod(handle, _PLACES)
+        operation, place = divmod(handle, PLACES)
         asked = self._asked
-        if operation == asked.operation:
-            return self._given(asked, place)
-        del asked  # nothing holds what is done with while other stretches run again
+        if operation != asked.operation:
+            del asked  # nothing holds what is done with while other stretches run again
+            asked = self._ask(operation)
+        tensor, version = asked.saved[place]
+        if tensor._version != version:
+            _unchanged(tensor, version)
+        if asked.left:
+            asked.left &= ~(1 << place)
+            if not asked.left:
+                self._asked = _NOBODY
+                self.saved.pop(operation, None)
+        return tensor
+
+    def _ask(self, operation: int) -> "_Asked":
+        """Another operation than the last one asks."""
         with self._lock:
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
@@ -52,28 +64,21 @@ class Tape:
                 self._asked = _NOBODY
                 self.bring(operation)
             saved = self.saved[operation]
-            self._asked = asked = _Asked(operation, saved, set(range(len(saved))) if self.once else None)
-            return self._given(asked, place)
-
-    def _given(self, asked: "_Asked", place: int) -> torch.Tensor:
-        tensor = _unchanged(*asked.saved[place])
-        if asked.left is not None:
-            asked.left.discard(place)
-            if not asked.left:
-                self._asked = _NOBODY
-                self.saved.pop(asked.operation, None)
-        return tensor
+            self._asked = asked = _Asked(operation, saved, (1 << len(saved)) - 1 if self.once else 0)
+            return asked
 
 
-class _Asked(NamedTuple):
-    """The operation that asked last, what it has saved, and the places that it has not asked for (None: see `Tape`)."""
+class _Asked:
+    """The operation that asked last, what it has saved, and a bit for each place that it has not asked for (0: see
+    `Tape`)."""
 
-    operation: int
-    saved: Saved
-    left: set[int] | None
+    __slots__ = ("left", "operation", "saved")
+
+    def __init__(self, operation: int, saved: Saved, left: int) -> None:
+        self.operation, self.saved, self.left = operation, saved, left
 
 
-_NOBODY = _Asked(-1, [], None)
+_NOBODY = _Asked(-1, [], 0)
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
@@ -87,9 +92,9 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 def handle(operation: int, place: int) -> int:
     """What the graph holds in place of a saved tensor. Raises GradientError above a million in one operation."""
-    if place >= _PLACES:
-        raise GradientError(f"Program: operation {operation} saves more than {_PLACES} tensors; make it several")
-    return operation * _PLACES + place
+    if place >= PLACES:
+        raise GradientError(f"Program: operation {operation} saves more than {PLACES} tensors; make it several")
+    return operation * PLACES + place
 
 
 def inside() -> GradientError:
