@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tapestream as ts
 from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.runner.modes import Surroundings
 
 WIDTH, SCALE = 32, {"by": 1.5}
 FRONTS = ("chain", "join", "loop", "stream")
@@ -337,3 +338,17 @@ def test_what_a_forward_adds_to_its_class_goes_with_the_profile() -> None:
     with pytest.raises(InputError, match="goes further with each run"):
         ts.Chain([Adds() for _ in range(3)], budget=2**20)(torch.randn(16, WIDTH, requires_grad=True))
     assert not hasattr(Adds, "seen")
+
+
+def test_the_precision_of_convolutions_is_that_of_the_call() -> None:
+    ask, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    put("mkldnn", "conv", "bf16")
+    try:
+        surroundings = Surroundings(on_cpu=True)
+        assert surroundings.hold()
+    finally:
+        put("mkldnn", "conv", "none")
+    assert not surroundings.hold()
+    with surroundings.again():
+        assert ask("mkldnn", "conv") == "bf16"
+    assert ask("mkldnn", "conv") == "none"

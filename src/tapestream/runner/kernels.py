@@ -1,8 +1,8 @@
 """What chooses between kernels, and so decides about last bits: how to ask for it, and how to set it."""
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -42,40 +42,46 @@ def _choices(names: Sequence[str]) -> list[Choice]:
     return found
 
 
-def _precision(backend: str) -> Choice:
-    ask = getattr(_C, "_get_fp32_precision_getter", None)
-    return (torch.get_float32_matmul_precision if ask is None else functools.partial(ask, backend, "matmul")), _refused
+def _precisions(backend: str) -> list[Choice]:
+    """Of products, convolutions and recurrent layers in float32."""
+    ask, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
+    if ask is None or put is None:  # before PyTorch 2.9
+        convolutions = _choices(("cudnn_allow_tf32",)) if backend == "cuda" else []
+        return [(torch.get_float32_matmul_precision, _refused), *convolutions]
+    others = [(partial(ask, backend, kind), partial(put, backend, kind)) for kind in ("conv", "rnn")]
+    return [(partial(ask, backend, "matmul"), _refused), *others]
 
 
 _DENORMAL = float.fromhex("0x1p-1074")  # not computed: that would be flushed, too
 
 
-_flushes = functools.partial(operator.eq, 0.0, _DENORMAL)
+_flushes = partial(operator.eq, 0.0, _DENORMAL)
 """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
 
 
-_ATTENTION_ON_CPU, _ATTENTION = (
-    _choices(("flash", "math", "sdp_priority_order")),
-    _choices(("mem_efficient", "cudnn", "overrideable")),
-)
+_ATTENTION_ON_CPU = _choices(("flash", "math", "sdp_priority_order"))
+_ATTENTION_ON_GPU = _choices(("mem_efficient", "cudnn", "overrideable"))
+_PRODUCTS_ON_CPU, _PRODUCTS_ON_GPU = _precisions("mkldnn"), _precisions("cuda")
 ON_CPU: list[Choice] = [
     (_C._get_deterministic_algorithms, _set_deterministic),
     (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
     *_ATTENTION_ON_CPU,
     *_choices(("mkldnn_enabled",)),
-    _precision("mkldnn"),
+    *_PRODUCTS_ON_CPU,
     (torch.get_num_threads, torch.set_num_threads),
     (_flushes, torch.set_flush_denormal),
 ]
 KERNELS: list[Choice] = [
     *ON_CPU,
-    *_ATTENTION,
+    *_ATTENTION_ON_GPU,
     *_choices(("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
-    _precision("cuda"),
+    *_PRODUCTS_ON_GPU,
 ]
 """What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
-FOR_ATTENTION = [get for get, _ in (*_ATTENTION_ON_CPU, *_ATTENTION)]
+FOR_ATTENTION = [get for get, _ in (*_ATTENTION_ON_CPU, *_ATTENTION_ON_GPU)]
 """How to ask for what `scaled_dot_product_attention` alone goes by."""
+FOR_PRODUCTS = [get for get, _ in (*_PRODUCTS_ON_CPU, *_PRODUCTS_ON_GPU)]
+"""How to ask for what matrix products, convolutions and recurrent layers alone go by."""
 GUARDED = (_C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only, torch.get_num_threads)
 """How to ask for what torch's own guard of its global state knows, too."""
 

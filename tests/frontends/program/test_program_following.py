@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import random
 import threading
 import weakref
@@ -88,7 +89,7 @@ def test_a_record_is_that_of_a_call_that_was_looked_at(
         runs = Program(module, budget=factor * least_of(module, (x,)), planner="revolve")
         for call in range(5):
             if call == 4:
-                monkeypatch.setattr(Recorder, "follow", lambda self, last: None)
+                monkeypatch.setattr(Recorder, "follow", lambda *_: None)
             torch.manual_seed(call)
             runs(x).sum().backward()
             assert call == 0 or (runs.report is not None and runs.report.planned)
@@ -332,7 +333,7 @@ def test_a_call_that_does_something_else_is_that_of_plain_pytorch(
             if call == 3:
                 assert followed
         with monkeypatch.context() as patch:
-            patch.setattr(Recorder, "follow", lambda self, last: None)
+            patch.setattr(Recorder, "follow", lambda *_: None)
             for odd[0] in (False, True):
                 outcome(runs, [W, V, x], make)
     notes = [told(record) for record in found]
@@ -595,6 +596,33 @@ def test_parameters_may_be_swapped_between_calls() -> None:
     for _ in range(3):
         expected, got = (outcome(one, [*model.parameters()], lambda: (x.double(),)) for one in (model, runs))
         assert all(map(same, got[2], expected[2]))
+
+
+def test_a_model_that_is_replaced_by_another_is_not_held(followed: list[str]) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 2))
+
+    held, x = {"model": model()}, torch.randn(2, 2, 6, 6)
+    runs = Program(lambda x: torch.tanh(held["model"](x)), budget="1MiB", planner="revolve")
+    for _ in range(3):
+        first = weakref.ref(held["model"])
+        for _ in range(5):
+            with_buffers = [*held["model"].parameters(), *held["model"].buffers()]
+            before = [t.detach().clone() for t in with_buffers]
+            expected = outcome(lambda x: torch.tanh(held["model"](x)), [*held["model"].parameters()], lambda: (x,))
+            after = [t.detach().clone() for t in with_buffers]
+            followed.clear()
+            with torch.no_grad():
+                for tensor, was in zip(with_buffers, before, strict=True):
+                    tensor.copy_(was)
+            ours = outcome(runs, [*held["model"].parameters()], lambda: (x,))
+            assert all(map(same, ours[2], expected[2]))
+            assert all(map(torch.equal, with_buffers, after))
+            del expected, ours, with_buffers, tensor
+        assert "conv2d" in followed
+        held["model"] = model()
+        gc.collect()
+        assert first() is None
 
 
 def test_a_last_call_holds_no_tensors_and_goes_with_the_program(followed: list[str]) -> None:

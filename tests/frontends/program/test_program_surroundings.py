@@ -3,6 +3,7 @@ finds it as it was in the first run, or is refused by name."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,6 +210,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "warnings": _warning,
     "mkldnn": lambda: switched(torch._C._set_mkldnn_enabled, False, True),
     "precision": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
+    "convolutions": lambda: switched(partial(torch._C._set_fp32_precision_setter, "mkldnn", "conv"), "bf16", "none"),
     "threads": lambda: switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "denormals": lambda: switched(torch.set_flush_denormal, True, False),
     "function mode": lambda: torch.device("meta"),
@@ -224,13 +226,14 @@ def test_the_short_look_at_what_surrounds_an_operation_sees_all_but_choices_for_
     ambients = Ambients([], ("cpu",))
     number = ambients.now(0)
     ambients.guard(0)
-    assert ambients.hold(0)
-    assert not ambients.hold(1)
+    assert ambients.hold(0, products=True)
+    assert not ambients.hold(1, products=True)
     with CHANGES[name]():
-        assert not ambients.hold(0)
-    assert ambients.hold(0)
+        assert not ambients.hold(0, products=True)
+        assert ambients.hold(0, products=False) == (name == "convolutions")
+    assert ambients.hold(0, products=True)
     with sdpa_kernel(SDPBackend.MATH):
-        assert ambients.hold(0)
+        assert ambients.hold(0, products=True)
         assert ambients.now(0) != number
 
 
@@ -283,6 +286,30 @@ def test_switches_of_cudnn_are_watched_where_cuda_is_used() -> None:
         enter(found[first])
         assert not torch.backends.cudnn.deterministic
     assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("planner", ["revolve", "auto"])
+def test_convolutions_are_run_again_in_the_precision_of_the_first_run(planner: str) -> None:
+    weight = torch.randn(8, 8, 3, 3, generator=torch.Generator().manual_seed(0)).div(8).requires_grad_()
+    image = torch.randn(2, 8, 12, 12, generator=torch.Generator().manual_seed(1))
+    put = partial(torch._C._set_fp32_precision_setter, "mkldnn", "conv")
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = torch.tanh(functional.conv2d(x, weight, padding=1))
+        return x.square().sum()
+
+    def gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with switched(put, "bf16", "none"):
+            result = run(image)
+        return torch.autograd.grad(result, weight)[0]
+
+    expected = gradient(program)
+    run = Program(program, budget=20 * image.nbytes, planner=planner)
+    for _ in range(4):
+        assert torch.equal(gradient(run), expected)
+        assert run.report is not None
+        assert run.report.reruns > 0
 
 
 def test_another_precision_in_backward_is_refused() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from tapestream.errors import InputError
 from tapestream.executor.program.noting.taken import TakingWhole
+from tapestream.executor.program.record.last import Place
 from tapestream.frontends.module.blocks import repeated_children
 
 Opaque: TypeAlias = type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] | Literal["auto"]
@@ -39,6 +41,15 @@ def compiled_in(function: Callable[..., Any]) -> list[nn.Module]:
     """The modules that ``function`` calls and that ``module.compile()`` has compiled in place."""
     parts = (part for module in _modules_of(function) for part in module.modules())
     return [part for part in parts if part._compiled_call_impl is not None]
+
+
+def places_in(function: Callable[..., Any]) -> dict[int, Place]:
+    """Where the modules that ``function`` calls have their parameters and buffers, by the ids of these."""
+    found: dict[int, Place] = {}
+    for part in (part for module in _modules_of(function) for part in module.modules()):
+        for which in ("_parameters", "_buffers"):
+            found |= {id(t): (weakref.ref(part), which, name) for name, t in vars(part)[which].items() if t is not None}
+    return found
 
 
 def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:

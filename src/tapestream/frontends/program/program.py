@@ -32,7 +32,7 @@ from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.given import device_of, kind_of
-from tapestream.frontends.program.modules import Opaque, taking_whole
+from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.watch import Online, Planned
@@ -153,7 +153,7 @@ class Program:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding
             if not self._measures(prepared):
-                recorder.follow(self._noted.get(key))
+                recorder.follow(self._noted.get(key), functools.partial(places_in, self.function))
         try:
             with patient_collector():
                 found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)

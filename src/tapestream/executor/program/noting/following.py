@@ -8,14 +8,14 @@ nothing after it is followed.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
 
 from tapestream.executor.program.calls.templates import PLAIN
-from tapestream.executor.program.noting.outsiders import Outsiders
+from tapestream.executor.program.noting.outsiders import Outsiders, Places
 from tapestream.executor.program.record.last import BY_OPERATION, Last
 from tapestream.executor.program.record.record import ALIVE
 from tapestream.executor.program.record.step import CONSTANT, MADE, OUTSIDE, Step
@@ -32,12 +32,12 @@ class Following:
     """One sweep that follows ``last``, as long as it can: operation ``k`` is the next, and those from ``noted`` on are
     not in the record yet. By value, a weak reference and the version it had last."""
 
-    def __init__(self, noting: "Noting", last: Last) -> None:
+    def __init__(self, noting: "Noting", last: Last, places: Callable[[], Places]) -> None:
         self.last, self.noting = last, noting
         self.k = self.noted = 0
         self._steps = last.steps
         self._values, self._versions, self._ids = list[ref[torch.Tensor]](), list[int](), list[int]()
-        self._outsiders = Outsiders(last, noting.record, noting.numbers, self._ids)
+        self._outsiders = Outsiders(last, noting.record, noting.numbers, self._ids, places)
         self._externals, self._packs = noting.record.externals, noting.packs
         self._living, self._deaths = list[int](), dict[int, int]()  # of values that are not in the record yet
         self._looked = self._buried = 0  # at so many values; before an earlier operation than this one
@@ -130,7 +130,7 @@ class Following:
     def _is_around(self, step: Step) -> bool:
         """Whether what surrounds a call is what did last time."""
         ambients, epoch = self.noting.ambients, self.noting.epoch
-        if step.attends or not ambients.hold(epoch):
+        if step.attends or not ambients.hold(epoch, step.multiplies):
             ambients.now(epoch)
             ambients.guard(epoch)
         if ambients.number != step.ambient:
@@ -169,8 +169,15 @@ class Following:
         noting = self.noting
         if noting.moves is not None:
             return False
+        outsiders = self._outsiders
         for storage in step.writes:
-            noting.keeper.before_write(storage, self._outsiders.shown[storage])
+            shown, copied = outsiders.shown[storage], outsiders.copies.get(storage)
+            if copied is not None and len(shown) == 1:
+                number, tensor, version, copy = copied
+                known = shown[0][1] is tensor and version == tensor._version
+                if known and noting.keeper.copied_before(storage, number, tensor, copy):
+                    continue
+            noting.keeper.before_write(storage, shown)
         return True
 
     def _has_written(self, step: Step) -> None:
@@ -212,6 +219,11 @@ class Following:
         noting.note_closely(call, list(step.numbers), versions, frozenset(step.writes), result, step.ambient, seconds)
 
     # -- the record -----------------------------------------------------------------------------------------------
+
+    def look_again(self) -> None:
+        """See `Noting.look_again`."""
+        self.flush()
+        self._outsiders.look_again()
 
     def flush(self) -> None:
         """Bring the record, and all that numbers tensors, up to where the program is."""

@@ -16,6 +16,7 @@ from tapestream.executor.program.calls.writes import check_changed
 from tapestream.executor.program.noting.following import Following
 from tapestream.executor.program.noting.generators import Draws
 from tapestream.executor.program.noting.numbering import Numbering
+from tapestream.executor.program.noting.outsiders import Places
 from tapestream.executor.program.noting.packs import Packs
 from tapestream.executor.program.noting.trials import Spare, Trials, expected
 from tapestream.executor.program.record.ambients import Ambients
@@ -84,9 +85,9 @@ class Noting:
         """The number of what surrounds an operation now."""
         return self.ambients.now(self.epoch)
 
-    def follow(self, last: Last | None) -> None:
-        """Expect the operations of ``last`` time, if that is known."""
-        self.following = self.numbers.following = None if last is None else Following(self, last)
+    def follow(self, last: Last | None, places: Callable[[], Places] = dict) -> None:
+        """Expect the operations of ``last`` time, if that is known. ``places`` of tensors that it may be given."""
+        self.following = self.numbers.following = None if last is None else Following(self, last, places)
 
     def stop_following(self) -> None:
         """Look at all operations from here on."""
@@ -96,6 +97,11 @@ class Noting:
         """Have all in the record that has been done so far."""
         if self.following is not None:
             self.following.flush()
+
+    def look_again(self) -> None:
+        """Have all in the record: what comes may do what no call has shown so far."""
+        if self.following is not None:
+            self.following.look_again()
 
     def alive(self, wanted: Set[int]) -> Mapping[int, tuple[torch.Tensor, int]]:
         """See `Numbering.alive`: the values ``wanted``, and others perhaps."""

@@ -1,28 +1,67 @@
 """`Outsiders`: the external tensors of a sweep that follows: taken one by one, noted in the record many at once."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from tapestream.executor.program.calls.templates import PLAIN
 from tapestream.executor.program.calls.values import address_of
 from tapestream.executor.program.noting.numbering import Numbering
-from tapestream.executor.program.record.last import Last
+from tapestream.executor.program.record.keeper import is_whole
+from tapestream.executor.program.record.last import Last, Outside, Place
 from tapestream.executor.program.record.record import Record, looks_of
+
+Copied: TypeAlias = tuple[int, torch.Tensor, int, torch.Tensor]
+"""An external tensor's number ``~k``, itself, the version that it had, and a copy."""
+_FEW_NBYTES = 1 << 14
+
+
+Ready: TypeAlias = tuple[torch.Tensor, int, int, int]
+"""An external tensor, the version that it had, the address of its storage, and that of its first element."""
+Places: TypeAlias = Mapping[int, Place]
+"""Of tensors, by their ids."""
 
 
 class Outsiders:
     """``tensors`` by number, and the ``versions`` that they had when they were used last; ``shown``: by storage, those
-    that show it, by ``~k``. ``made``: ids of tensors that the program has made so far, of dead ones among them."""
+    that show it, by ``~k``. ``made``: ids of tensors that the program has made so far, of dead ones among them.
 
-    def __init__(self, last: Last, record: Record, numbers: Numbering, made: Sequence[int]) -> None:
+    Those of last time that are still there are looked at all at once when the sweep begins: between two kernels, one
+    look takes as long as ten that follow each other. ``copies``, by storage: of what operations will write into.
+    """
+
+    def __init__(
+        self, last: Last, record: Record, numbers: Numbering, made: Sequence[int], places: Callable[[], Places]
+    ) -> None:
         self.tensors, self.versions = list[torch.Tensor](), list[int]()
         self._made, self._known, self._looked = made, set[int](), 0
+        self._places: Callable[[], Places] | Places = places
         self._last, self._record, self._numbers = last, record, numbers
         self._addresses = list[int]()
         self._storages: dict[int, int] = {}  # by address
         self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.copies: dict[int, Copied] = {}
+        self._ready = [self._as_then(~number, then) for number, then in enumerate(last.outside)]
+
+    def _as_then(self, number: int, then: Outside) -> Ready | None:
+        """What is in the place of the tensor of last time; None where it is not as that was."""
+        tensor = _found(then.place)
+        if tensor is None or not tensor.is_leaf or looks_of((tensor,)) != then.looks:
+            return None
+        memory: Any = tensor.untyped_storage()
+        if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
+            return None
+        if not (tensor.requires_grad or memory.resizable()):
+            return None
+        few = then.storage in self._last.written and memory.nbytes() <= _FEW_NBYTES
+        if few and not tensor.requires_grad and is_whole(tensor):
+            self.copies[then.storage] = number, tensor, tensor._version, tensor.clone()
+        return tensor, tensor._version, memory._cdata, tensor.data_ptr()
+
+    def look_again(self) -> None:
+        """Something was done that may have changed others."""
+        self._ready, self.copies = [], {}
 
     def takes(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: a leaf over
@@ -31,13 +70,22 @@ class Outsiders:
         if number != len(self.tensors) or number == len(outside):
             return False
         then = outside[number]
+        if then.storage in self._record.writes:
+            return False
+        ready = self._ready[number] if self._ready else None
+        if ready is not None and ready[0] is tensor and ready[1] == tensor._version and ready[3] == tensor.data_ptr():
+            if not self._shows(ready[2], then.storage):
+                return False
+            self._add(tensor, then.storage, ready[2])
+            return True
+        return self._takes_closely(tensor, then)
+
+    def _takes_closely(self, tensor: torch.Tensor, then: Outside) -> bool:
         self._known.update(self._made[self._looked :])
         self._looked = len(self._made)
         if type(tensor) not in PLAIN or id(tensor) in self._known:
             return False
-        if not tensor.is_leaf or then.storage in self._record.writes:
-            return False
-        if looks_of((tensor,)) != then.looks:
+        if not tensor.is_leaf or looks_of((tensor,)) != then.looks:
             return False
         memory: Any = tensor.untyped_storage()
         if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
@@ -47,7 +95,15 @@ class Outsiders:
         if not (tensor.requires_grad or memory.resizable()):  # it is not torch's own
             self._record.arrays.outside(then.storage, tensor)  # as it is now
         self._add(tensor, then.storage, memory._cdata)
+        if not then.sought or (then.place is not None and _found(then.place) is not tensor):
+            self._seek(tensor, then)
         return True
+
+    def _seek(self, tensor: torch.Tensor, then: Outside) -> None:
+        """Where the next call may well find it."""
+        if callable(self._places):
+            self._places = self._places()
+        then.place, then.sought = self._places.get(id(tensor)), True
 
     def _shows(self, address: int, storage: int) -> bool:
         """Whether memory there is ``storage`` as far as external tensors know; it is then."""
@@ -93,3 +149,12 @@ class Outsiders:
                     "something that no torch call showed"
                 )
             numbers.outside(tensor, then.storage, address, then.looks, self.versions[number], then.first_use)
+
+
+def _found(place: Place | None) -> torch.Tensor | None:
+    """The tensor that is there now, of no user's class."""
+    module = None if place is None else place[0]()
+    if place is None or module is None:
+        return None
+    tensor = vars(module)[place[1]].get(place[2])
+    return tensor if type(tensor) in PLAIN else None

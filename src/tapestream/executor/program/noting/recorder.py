@@ -80,7 +80,7 @@ class Recorder(Noting, TorchFunctionMode):
                     with self:  # in place of the call, which would be ours again
                         return kernel_of(func, args, kwargs)(*args, **kwargs)
             return func(*args, **kwargs)
-        self.flush()
+        self.look_again()
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
         if func in SWITCHES and ((number := self.numbers.of(args[0])) is None or number < 0):
@@ -118,7 +118,7 @@ class Recorder(Noting, TorchFunctionMode):
         if self._inside:
             return function(*args, **kwargs)
         with self.unheard():
-            self.flush()
+            self.look_again()
         self._hidden, k = Hidden(), len(self.record)
         try:
             with self.unheard():
@@ -191,7 +191,7 @@ class Recorder(Noting, TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any], *, always: bool = False) -> Any:
         self._inside = True
         try:
-            self.flush()
+            self.look_again()
             return self._noted(func, args, kwargs, always)
         finally:
             self._inside = False

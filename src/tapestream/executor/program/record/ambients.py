@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record.record import Ambient
-from tapestream.runner.kernels import FOR_ATTENTION, GUARDED, KERNELS, ON_CPU, are_chosen, choose, fixed
+from tapestream.runner.kernels import FOR_ATTENTION, FOR_PRODUCTS, GUARDED, KERNELS, ON_CPU, are_chosen, choose, fixed
 from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
@@ -38,9 +38,11 @@ class Ambients:
         self._numbers: dict[Ambient, int] = {}
         self._last: Any = None
         self.number = 0
-        self._others = [torch.is_inference_mode_enabled, *(g for g in kernels if g not in (*GUARDED, *FOR_ATTENTION))]
+        elsewhere = (*GUARDED, *FOR_ATTENTION, *FOR_PRODUCTS)
+        self._always = [torch.is_inference_mode_enabled, *(get for get in kernels if get not in elsewhere)]
+        self._products = [get for get in kernels if get in FOR_PRODUCTS]
         self._guard: Any = None
-        self._guarded: tuple[int, list[Any]] | None = None
+        self._guarded: tuple[int, list[Any], list[Any]] = 0, [], []
 
     def now(self, epoch: int) -> int:
         """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode,
@@ -60,16 +62,20 @@ class Ambients:
     def guard(self, epoch: int) -> None:
         """From now on, `hold` tells whether what `now` was just asked for holds."""
         if _GUARD is not None and not (_C._len_torch_function_stack() or _C._len_torch_dispatch_stack()):
-            self._guard, self._guarded = _GUARD(), (epoch, [*map(operator.call, self._others)])
+            answers = [*map(operator.call, self._always)], [*map(operator.call, self._products)]
+            self._guard, self._guarded = _GUARD(), (epoch, *answers)
 
-    def hold(self, epoch: int) -> bool:
-        """Whether they do for sure, but for what attention alone goes by."""
+    def hold(self, epoch: int, products: bool) -> bool:
+        """Whether they do for sure, but for what attention alone goes by, and products (unless ``products``)."""
         guard = self._guard
         if guard is None or not guard.check() or forward_ad._current_level >= 0:
             return False
         if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack():
             return False
-        return (epoch, [*map(operator.call, self._others)]) == self._guarded
+        at, always, precisions = self._guarded
+        if epoch != at or [*map(operator.call, self._always)] != always:
+            return False
+        return not products or [*map(operator.call, self._products)] == precisions
 
     def _number_of(self, answers: list[Any], epoch: int, modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> int:
         (grad, inference, cache, dtype), kinds = answers[:4], len(self._kinds)

@@ -136,10 +136,19 @@ class Keeper:
             self.kept[operation].entries[number] = replace(copies[number], requires=requires)
         self._written.update({number: (tensor, storage) for number, tensor in first})
 
+    def copied_before(self, storage: int, number: int, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+        """An operation is about to write into ``storage``, which ``tensor`` alone shows: whether ``copy``, made before,
+        is all that need be kept of it."""
+        if storage not in self.unread or storage in self._held or number in self._written:
+            return False
+        self.kept[0].entries[number] = Entry(copy, storage, False, True, 0)
+        self._written[number] = tensor, storage
+        return True
+
     def _copied_alone(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> bool:
         """For the first restart checkpoint alone, at little cost: whether it is as simple as that."""
         (number, tensor), *others = externals
-        if others or tensor.requires_grad or tensor.layout is not torch.strided or not _is_whole(tensor):
+        if others or tensor.requires_grad or tensor.layout is not torch.strided or not is_whole(tensor):
             return False
         self.kept[0].entries[number] = Entry(tensor.clone(), storage, False, True, 0)
         self._written[number] = tensor, storage
@@ -222,7 +231,7 @@ def last_use(record: Record, number: int) -> int:
     return record.last_use[number] if number >= 0 else record.externals[~number].last_use
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def is_whole(tensor: torch.Tensor) -> bool:
     """Whether it shows all of its storage, as it lies there: a plain copy of it is one of the storage."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
@@ -242,7 +251,7 @@ def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
     out: dict[int, Entry] = {}
     for number, entry in entries.items():
         like = entry.tensor
-        if like.layout is not torch.strided or (len(entries) == 1 and _is_whole(like)):
+        if like.layout is not torch.strided or (len(entries) == 1 and is_whole(like)):
             tensor = like.clone()
         else:
             if copy is None:

@@ -4,19 +4,22 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
+from weakref import ref
 
 import numpy
+import torch
+from torch import nn
 
 from tapestream.executor.program.calls.patterns import Pattern, is_lasting
+from tapestream.executor.program.calls.templates import PLACE
 from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import MIXED, Record
-from tapestream.executor.program.record.step import Step
+from tapestream.executor.program.record.step import PRODUCTS, Step, places_in
 
 _MOST = 1 << 14  # operations of a record that is held for the next call
-_TELLING = frozenset(
-    ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "outer",
-     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
-     "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize",
+_TELLING = PRODUCTS | frozenset(
+    ("embedding", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize",
      "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "div", "__truediv__",
      "__rtruediv__", "true_divide", "pow", "__pow__", "__rpow__", "neg", "__neg__", "abs", "exp", "log", "sqrt",
      "rsqrt", "square", "reciprocal", "sin", "cos", "erf", "clamp", "maximum", "minimum", "lerp", "addcmul",
@@ -35,14 +38,22 @@ _TELLING = frozenset(
 are given tell, and the constants; not those (of ``nonzero``, of masks as indices) that the numbers in it tell."""
 
 
+Place: TypeAlias = tuple[ref[nn.Module], str, str]
+"""A module, which of its dictionaries, and the name of a tensor there: nothing may refer weakly to a parameter between
+two calls, which PyTorch swaps by others then only."""
+
+
 @dataclass(slots=True)
 class Outside:
-    """An external tensor, as it was last time: see `External`."""
+    """An external tensor, as it was last time: see `External`; ``place``: where it, or its like, may well be again, if
+    that has been ``sought``."""
 
     looks: int
     storage: int
     first_use: int
     last_use: int
+    place: "Place | None" = None
+    sought: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +61,14 @@ class Last:
     """``record``: without its tensors and what it knows of them, of which is left how those ``outside`` looked.
     ``steps``: by operation, None for one that must be looked at, and at the end. ``storages``: by storage, the
     operation at which it was first seen; ``saved_nbytes``: before each operation, what those before it have saved;
-    ``lessons`` of replays."""
+    ``written``: those of others, of which its steps say that they write into them; ``lessons`` of replays."""
 
     record: Record
     steps: list[Step | None]
     outside: list[Outside]
     storages: list[int]
     saved_nbytes: list[int]
+    written: frozenset[int]
     lessons: Lessons = field(default_factory=Lessons)
 
     def values_before(self, k: int) -> int:
@@ -78,7 +90,9 @@ def last_of(record: Record) -> Last | None:
     if any(after < before for before, after in pairwise(storages)):
         return None
     outside = [Outside(one.looks, one.storage, one.first_use, one.last_use) for one in record.externals]
-    return Last(_bare(record), [*_steps(record), None], outside, storages, _saved_nbytes(record))
+    steps = _steps(record)
+    written = frozenset(storage for step in steps if step is not None for storage in step.writes)
+    return Last(_bare(record), [*steps, None], outside, storages, _saved_nbytes(record), written)
 
 
 def _bare(record: Record) -> Record:
@@ -130,6 +144,8 @@ def _step(record: Record, k: int, writes: Sequence[int]) -> Step | None:
 def _tells(pattern: Pattern) -> bool:
     """Whether equal calls of it on like tensors give, save and write the like."""
     function = pattern.function
+    if function is torch.Tensor.__getitem__:  # of a mask, the numbers in it tell
+        return not pattern.foreign and pattern.args[0] is PLACE and not places_in(pattern.args[1:])
     return not pattern.foreign and is_lasting(function) and getattr(function, "__name__", "") in _TELLING
 
 

@@ -1,6 +1,6 @@
 """`Step`: an operation of the last call of a program, to tell whether a call is that operation again."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,6 +27,11 @@ class Numbers:
         return zip(self.numbers, found, strict=True)
 
 
+PRODUCTS = frozenset(
+    ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "outer",
+     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)  # fmt: skip
+"""Functions that multiply matrices, or convolve."""
 CONSTANT, MADE, OUTSIDE, SEVERAL = range(4)
 """What an argument is: a constant, a value, an external tensor, a container with tensors in it."""
 
@@ -51,6 +56,7 @@ class Step:
     function: Callable[..., Any] = field(init=False)
     names: tuple[str, ...] = field(init=False)
     attends: bool = field(init=False)
+    multiplies: bool = field(init=False)
     kinds: tuple[int, ...] = field(init=False)
     expected: list[Any] = field(init=False)
     _templates: tuple[Any, ...] = field(init=False)
@@ -59,6 +65,7 @@ class Step:
         kwargs = self.pattern.kwargs or {}
         self.function, self.names = self.pattern.function, tuple(kwargs)
         self.attends = self.function is scaled_dot_product_attention
+        self.multiplies = getattr(self.function, "__name__", "") in PRODUCTS
         self._templates = (*self.pattern.args, *kwargs.values())
         numbers = iter(self.numbers)
         found = [_expected(template, numbers) for template in self._templates]
@@ -80,13 +87,13 @@ def _expected(template: Any, numbers: Iterator[int]) -> tuple[int, Any]:
     if template is PLACE:
         number = next(numbers)
         return (MADE, number) if number >= 0 else (OUTSIDE, ~number)
-    count = _places(template)
+    count = places_in((template,))
     return (SEVERAL, Numbers(template, tuple(islice(numbers, count)))) if count else (CONSTANT, template)
 
 
-def _places(template: Any) -> int:
-    """How many tensors there are in it."""
-    return (template is PLACE) + (sum(map(_places, template.items)) if type(template) is Held else 0)
+def places_in(templates: Iterable[Any]) -> int:
+    """How many tensors there are in them."""
+    return sum(places_in(one.items) if type(one) is Held else one is PLACE for one in templates)
 
 
 def _is_fixed(value: Any) -> bool:
