@@ -20,7 +20,8 @@ def _set_warn_only(warn_only: bool) -> None:
     _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
 
 
-def _refused(wanted: str) -> None:
+def refused(wanted: str) -> None:
+    """In place of what puts it back: raise GradientError."""
     # PyTorch has two ways to set it, and some questions raise where both are used.
     raise GradientError(
         f"an operation had the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
@@ -38,8 +39,12 @@ def _choices(names: Sequence[str]) -> list[Choice]:
         if hasattr(_C, f"_set_sdp_use_{name}"):
             found.append((getattr(_C, f"_get_{name}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{name}")))
         elif hasattr(_C, f"_set_{name}"):
-            found.append((getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")))
+            found.append((getattr(_C, f"_get_{name}"), partial(_put, getattr(_C, f"_set_{name}"))))
     return found
+
+
+def _put(put: Callable[..., Any], answer: Any) -> None:
+    put(*answer) if isinstance(answer, tuple) else put(answer)
 
 
 def _precisions(backend: str) -> list[Choice]:
@@ -47,9 +52,9 @@ def _precisions(backend: str) -> list[Choice]:
     ask, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
     if ask is None or put is None:  # before PyTorch 2.9
         convolutions = _choices(("cudnn_allow_tf32",)) if backend == "cuda" else []
-        return [(torch.get_float32_matmul_precision, _refused), *convolutions]
+        return [(torch.get_float32_matmul_precision, refused), *convolutions]
     others = [(partial(ask, backend, kind), partial(put, backend, kind)) for kind in ("conv", "rnn")]
-    return [(partial(ask, backend, "matmul"), _refused), *others]
+    return [(partial(ask, backend, "matmul"), refused), *others]
 
 
 _DENORMAL = float.fromhex("0x1p-1074")  # not computed: that would be flushed, too
@@ -59,9 +64,20 @@ _flushes = partial(operator.eq, 0.0, _DENORMAL)
 """Whether the processor takes denormal numbers for 0, as `torch.set_flush_denormal` has it."""
 
 
-_ATTENTION_ON_CPU = _choices(("flash", "math", "sdp_priority_order"))
-_ATTENTION_ON_GPU = _choices(("mem_efficient", "cudnn", "overrideable"))
-_PRODUCTS_ON_CPU, _PRODUCTS_ON_GPU = _precisions("mkldnn"), _precisions("cuda")
+_ATTENTION_ON_CPU = _choices(("flash", "math", "sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction"))
+_ATTENTION_ON_GPU = _choices(("mem_efficient", "cudnn", "overrideable", "fa3"))
+_PRODUCTS_ON_CPU = [
+    *_precisions("mkldnn"),
+    *_choices(("mkldnn_deterministic", "nnpack_enabled", "cpu_allow_fp16_reduced_precision_reduction")),
+]
+_PRODUCTS_ON_GPU = [
+    *_precisions("cuda"),
+    *_choices(
+        ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
+         "cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend",
+         "cudnn_depthwise_kernel")
+    ),
+]  # fmt: skip
 ON_CPU: list[Choice] = [
     (_C._get_deterministic_algorithms, _set_deterministic),
     (_C._get_deterministic_algorithms_warn_only, _set_warn_only),

@@ -21,6 +21,7 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record.ambients import Ambients, surroundings
 from tapestream.executor.program.record.record import Ambient
 from tapestream.frontends.program.program import Program
+from tapestream.runner.kernels import KERNELS, are_chosen, choose, fixed, refused
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
@@ -211,12 +212,17 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "mkldnn": lambda: switched(torch._C._set_mkldnn_enabled, False, True),
     "precision": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
     "convolutions": lambda: switched(partial(torch._C._set_fp32_precision_setter, "mkldnn", "conv"), "bf16", "none"),
+    "nnpack": lambda: switched(torch._C._set_nnpack_enabled, False, True),
+    "deterministic convolutions": lambda: switched(torch._C._set_mkldnn_deterministic, True, False),
     "threads": lambda: switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "denormals": lambda: switched(torch.set_flush_denormal, True, False),
     "function mode": lambda: torch.device("meta"),
     "dispatch mode": _Dispatches,
     "tangents": forward_ad.dual_level,
 }
+
+
+PRODUCTS = ("convolutions", "nnpack", "deterministic convolutions")
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -230,7 +236,7 @@ def test_the_short_look_at_what_surrounds_an_operation_sees_all_but_choices_for_
     assert not ambients.hold(1, products=True)
     with CHANGES[name]():
         assert not ambients.hold(0, products=True)
-        assert ambients.hold(0, products=False) == (name == "convolutions")
+        assert ambients.hold(0, products=False) == (name in PRODUCTS)
     assert ambients.hold(0, products=True)
     with sdpa_kernel(SDPBackend.MATH):
         assert ambients.hold(0, products=True)
@@ -269,6 +275,21 @@ def test_kernels_are_chosen_in_replays_as_in_the_first_run() -> None:
     assert len(seen) > 10
     assert set(seen) == {inside}
     assert look() == outside
+
+
+def test_all_that_chooses_kernels_can_be_asked_for_and_put_back() -> None:
+    before = [get() for get, _ in KERNELS]
+    for (_, put), answer in zip(KERNELS, before, strict=True):
+        if put is not refused:
+            put(answer)
+    assert [get() for get, _ in KERNELS] == before
+    reductions = partial(torch._C._get_cublas_allow_bf16_reduced_precision_reduction)
+    chosen = [fixed(answer) for answer in before]
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not reductions()[0]
+    assert not are_chosen(chosen)
+    choose(chosen)
+    assert are_chosen(chosen)
+    assert [get() for get, _ in KERNELS] == before
 
 
 def test_switches_of_cudnn_are_watched_where_cuda_is_used() -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tapestream.errors import GradientError
 from tapestream.executor.program.calls.exposed import EXPOSING
 from tapestream.executor.program.calls.hidden import Hidden
-from tapestream.executor.program.calls.patterns import tensors_of
+from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
 from tapestream.executor.program.calls.seams import heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
 from tapestream.executor.program.calls.writes import QUESTIONS, SWITCHES, gives_back
@@ -80,7 +80,10 @@ class Recorder(Noting, TorchFunctionMode):
                     with self:  # in place of the call, which would be ours again
                         return kernel_of(func, args, kwargs)(*args, **kwargs)
             return func(*args, **kwargs)
-        self.look_again()
+        if is_lasting(func) and getattr(func, "__name__", "") != "__set__":
+            self.flush()
+        else:  # no versions tell what it does to others
+            self.look_again()
         if func is torch.Tensor.__deepcopy__:
             return self._deep_copied(*args)
         if func in SWITCHES and ((number := self.numbers.of(args[0])) is None or number < 0):
@@ -137,6 +140,7 @@ class Recorder(Noting, TorchFunctionMode):
         if self._inside:
             return function(*args)
         with self.unheard():
+            self.look_again()
             return self._call(function, args, {}, always=True)
 
     @contextlib.contextmanager
@@ -191,7 +195,7 @@ class Recorder(Noting, TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any], *, always: bool = False) -> Any:
         self._inside = True
         try:
-            self.look_again()
+            self.flush()
             return self._noted(func, args, kwargs, always)
         finally:
             self._inside = False
