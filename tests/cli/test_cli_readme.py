@@ -118,7 +118,13 @@ def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
 PLANS = re.findall(r"```\n\$ (tapestream plan gpt(?:[^\n\\]|\\\n)*)\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize(("command", "shown"), PLANS, ids=[plan[0].split()[2] for plan in PLANS])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        pytest.param(*plan, id=plan[0].split()[2], marks=[pytest.mark.full] if "175b" in plan[0] else [])
+        for plan in PLANS
+    ],
+)
 def test_the_plans_shown_are_those_that_are_made(command: str, shown: str) -> None:
     words = command.replace("\\\n", " ").split()[1:]
     found = CliRunner(env={"COLUMNS": "130"}).invoke(make_app(), words)

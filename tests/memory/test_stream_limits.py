@@ -51,11 +51,11 @@ def test_training_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_
 
 
 def test_clipping_and_states_of_model_and_optimizer_take_no_memory_of_their_size(tmp_path: Path) -> None:
-    """Gradients on disk are clipped; 450 MB of states are saved, and loaded again, in the memory of training."""
+    """Gradients on disk are clipped; 300 MB of states are saved, and loaded again, in the memory of training."""
     (home := tmp_path / "home").mkdir()
 
     def living(**changes: Any) -> dict[str, Any]:
-        return child(home, "living.py", saved=str(tmp_path / "saved.pt"), **changes)
+        return child(home, "living.py", layers=8, saved=str(tmp_path / "saved.pt"), **changes)
 
     plain = living(streamed=False)
     assert plain["seen"][1] == plain["seen"][2], "a step from the states that were saved is that step again"

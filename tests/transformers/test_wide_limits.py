@@ -50,6 +50,7 @@ def test_a_wide_embedding_trains_under_a_hard_limit_where_plain_pytorch_fails(up
     assert found["digest"] == expected["digest"]
 
 
+@pytest.mark.full
 def test_a_saved_folder_larger_than_the_memory_is_read_and_trained(tmp_path: Path) -> None:
     """153 MB of weights in shards of 20, four times that with gradients and state, where 144 MiB may be taken."""
     deep = {"vocabulary": 1024, "width": 512, "layers": 12, "tokens": 32, "saved": str(tmp_path / "saved")}

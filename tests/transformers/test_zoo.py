@@ -34,11 +34,14 @@ def cases(*, full: bool = False) -> list[Any]:
     found = []
     for name, family in FAMILIES.items():
         few = settings_of(family, PAIRWISE)
-        for setting in [s for s in settings_of(family, PRODUCT) if s not in few] if full else few:
+        rest = [s for s in settings_of(family, PRODUCT) if s not in few]
+        more = settings_of(family, PAIRWISE[6:])[len(found) % 2 :: 2]  # of these three, each is tried with every other
+        for setting in rest if full else few:
             reason, fails = FAILS.get(name, ("", lambda _: False))
             # Refused, or stopped by an error: wrong bits (an AssertionError) are never expected.
             errors = (RuntimeError, ValueError, AttributeError)
             marks = [pytest.mark.xfail(reason=reason, strict=True, raises=errors)] if fails(setting) else []
+            marks += [pytest.mark.full] if setting in more and not full else []
             found.append(pytest.param(name, setting, marks=marks, id=f"{name}-{setting}"))
     return found
 

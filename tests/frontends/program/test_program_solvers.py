@@ -52,7 +52,7 @@ def adaptive_steps() -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("planner", ["auto", "revolve"])
+@pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 @pytest.mark.parametrize("solver", [conjugate_gradients, adaptive_steps])
 def test_solvers_that_end_by_a_condition_on_tensors(solver: Callable[[], torch.Tensor], planner: str) -> None:
     counted.clear()
@@ -80,7 +80,7 @@ class Mixer(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("planner", ["auto", "revolve"])
+@pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 def test_a_mixer_and_spectral_norms(planner: str, training: bool) -> None:
     """A spectral norm's vectors are buffers that move by themselves while it trains."""
     torch.manual_seed(0)

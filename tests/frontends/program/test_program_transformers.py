@@ -82,8 +82,14 @@ def family(name: str, training: bool) -> tuple[nn.Module, Batch]:
     return FAMILIES[name].model().train(training), FAMILIES[name].batch
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        pytest.param(name, training, marks=() if training or number % 2 else pytest.mark.full)
+        for number, name in enumerate(NAMES)
+        for training in (True, False)
+    ],
+)
 def test_families(name: str, training: bool) -> None:
     assert_exact(*family(name, training))
 

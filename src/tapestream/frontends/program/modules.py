@@ -48,7 +48,8 @@ def places_in(function: Callable[..., Any]) -> dict[int, Place]:
     found: dict[int, Place] = {}
     for part in (part for module in _modules_of(function) for part in module.modules()):
         for which in ("_parameters", "_buffers"):
-            found |= {id(t): (weakref.ref(part), which, name) for name, t in vars(part)[which].items() if t is not None}
+            held = vars(part).get(which, {})  # a scripted module has none
+            found |= {id(t): (weakref.ref(part), which, name) for name, t in held.items() if t is not None}
     return found
 
 

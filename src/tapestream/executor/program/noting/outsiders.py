@@ -14,13 +14,11 @@ from tapestream.executor.program.record.record import Record, looks_of
 
 Copied: TypeAlias = tuple[int, torch.Tensor, int, torch.Tensor]
 """An external tensor's number ``~k``, itself, the version that it had, and a copy."""
-_FEW_NBYTES = 1 << 14
-
-
 Ready: TypeAlias = tuple[torch.Tensor, int, int, int]
 """An external tensor, the version that it had, the address of its storage, and that of its first element."""
 Places: TypeAlias = Mapping[int, Place]
 """Of tensors, by their ids."""
+_FEW_NBYTES = 1 << 14
 
 
 class Outsiders:
@@ -156,5 +154,5 @@ def _found(place: Place | None) -> torch.Tensor | None:
     module = None if place is None else place[0]()
     if place is None or module is None:
         return None
-    tensor = vars(module)[place[1]].get(place[2])
+    tensor: torch.Tensor | None = vars(module)[place[1]].get(place[2])
     return tensor if type(tensor) in PLAIN else None
