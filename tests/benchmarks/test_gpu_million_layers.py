@@ -64,6 +64,7 @@ def test_steps_are_those_of_plain_pytorch(table: Any, number: int, tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_run_in_a_process_of_its_own(table: Any, tmp_path: Path) -> None:
     chosen = table.Settings("cpu", quick=True, rounds=1, threads=1, save=False, folder=str(tmp_path))
     job = table.jobs(quick=True)[1]

@@ -20,7 +20,9 @@ def asked(device: str, flops: float, budget: int) -> Question:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("device", "flops", "mebibytes"), [("cpu", 1e11, 435), ("cuda", 6e13, 548)])
+@pytest.mark.parametrize(
+    ("device", "flops", "mebibytes"), [pytest.param("cpu", 1e11, 435, marks=pytest.mark.full), ("cuda", 6e13, 548)]
+)
 def test_no_planner_is_faster_than_joint_where_blocks_must_leave_for_others(
     device: str, flops: float, mebibytes: int
 ) -> None:

@@ -38,7 +38,10 @@ def asked_for(budget: int, calls: int, lengths: Sequence[int], options: dict[str
     return told.value.least_nbytes
 
 
-@pytest.mark.parametrize("lengths", [(64, 64), pytest.param((64, 64, 64), marks=pytest.mark.full), LENGTHS])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param((64, 64), marks=pytest.mark.full), pytest.param((64, 64, 64), marks=pytest.mark.full), LENGTHS],
+)
 def test_the_least_budget_for_several_calls_holds_them(lengths: tuple[int, ...], options: dict[str, Any]) -> None:  # noqa: F811
     """It is named by the first of them, before anything was run in vain, and is less than what they need if each takes
     what there is."""

@@ -423,7 +423,9 @@ def test_an_exception_leaves_nothing_behind(chain_that_fails: tuple[Chain, Faili
     assert torch.equal(x.grad, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if number % 2 else ()) for number, name in enumerate(CASES)]
+)
 def test_profiling_leaves_nothing_behind(name: str) -> None:
     """An output that a stage saves under hooks must not keep its own graph alive."""
     case = CASES[name]

@@ -35,7 +35,9 @@ def run(script: str, argument: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("update", [pytest.param("step", marks=pytest.mark.full), "backward"])
+@pytest.mark.parametrize(
+    "update", [pytest.param("step", marks=pytest.mark.full), pytest.param("backward", marks=pytest.mark.full)]
+)
 def test_training_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_path: Path) -> None:
     """150 MB of parameters, 600 MB with gradients and state, in 96 MiB and 32 MiB for the rest of the process."""
     plain = child(tmp_path, streamed=False)

@@ -54,8 +54,8 @@ def leaves_of(function: Function) -> list[torch.Tensor]:
     ("function", "x"),
     [
         pytest.param(convolutions(6), torch.randn(2, 4, 8, 8), id="convolutions"),
-        pytest.param(nn.Sequential(*list(attention_blocks())[:3]), torch.randn(2, 32, 32), id="attention"),  # type: ignore[call-overload]
-        pytest.param(dropouts(), torch.randn(64, 32), id="dropouts"),
+        pytest.param(nn.Sequential(*list(attention_blocks())[:3]), torch.randn(2, 32, 32), id="attention", marks=FULL),  # type: ignore[call-overload]
+        pytest.param(dropouts(), torch.randn(64, 32), id="dropouts", marks=FULL),
         pytest.param(writing, torch.randn(16, 32), id="writing"),
     ],
 )
@@ -159,7 +159,9 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
     return (meter.peak_nbytes - y.nbytes - in_the_making - STATES) / budget
 
 
-@pytest.mark.parametrize("share", [1.0, pytest.param(1.1, marks=FULL), pytest.param(1.3, marks=pytest.mark.full), 2.0])
+@pytest.mark.parametrize(
+    "share", [1.0, pytest.param(1.1, marks=FULL), pytest.param(1.3, marks=FULL), pytest.param(2.0, marks=FULL)]
+)
 @pytest.mark.parametrize(
     ("function", "x"),
     [
