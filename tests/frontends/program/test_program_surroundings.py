@@ -187,15 +187,6 @@ def switched(switch: Callable[[Any], Any], there: Any, back: Any) -> Iterator[No
         switch(back)
 
 
-@contextlib.contextmanager
-def _warning() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 class _Dispatches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -208,7 +199,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "autocast's cache": lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
     "default dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
     "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
-    "warnings": _warning,
+    "warnings": lambda: switched(lambda on: torch.use_deterministic_algorithms(on, warn_only=on), True, False),
     "mkldnn": lambda: switched(torch._C._set_mkldnn_enabled, False, True),
     "precision": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
     "convolutions": lambda: switched(partial(torch._C._set_fp32_precision_setter, "mkldnn", "conv"), "bf16", "none"),
@@ -283,9 +274,8 @@ def test_all_that_chooses_kernels_can_be_asked_for_and_put_back() -> None:
         if put is not refused:
             put(answer)
     assert [get() for get, _ in KERNELS] == before
-    reductions = partial(torch._C._get_cublas_allow_bf16_reduced_precision_reduction)
     chosen = [fixed(answer) for answer in before]
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not reductions()[0]
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     assert not are_chosen(chosen)
     choose(chosen)
     assert are_chosen(chosen)

@@ -143,12 +143,14 @@ class _Untouched(Keeper):
         self._record, self._versions = record, contextlib.ExitStack()
         self._copies: dict[int, Entry] = {}
 
-    def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
+    def before_write(
+        self, storage: int, externals: list[tuple[int, torch.Tensor]], copy: torch.Tensor | None = None
+    ) -> None:
         """See `Keeper`."""
         for number, tensor in externals:
             if number not in self.kept[0].entries:
                 self._versions.enter_context(_unsafe_preserve_version_counter(tensor))
-        super().before_write(storage, externals)
+        super().before_write(storage, externals, copy)
 
     def settle(self, record: Record) -> None:
         """See `Keeper`."""

@@ -69,9 +69,7 @@ class Following:
         finally:
             packs.listed = None
         made = (result,) if isinstance(result, torch.Tensor) else result
-        if len(saved) != step.packs or not (
-            type(made[0]) is torch.Tensor if step.made == 1 == len(made) else self._is_as_then(step, made)
-        ):
+        if len(saved) != step.packs or not self._is_as_then(step, made):
             self._closely((function, args, kwargs), step, result, saved)
             return result
         if saved and (packs.taking or packs.holding):
@@ -82,9 +80,7 @@ class Following:
             for tensor in made:
                 if noting.holding:
                     self._hold(tensor)
-                self._values.append(ref(tensor))
-                self._versions.append(tensor._version)
-                self._ids.append(id(tensor))
+                self._know(tensor)
         self.k = k + 1
         return result
 
@@ -169,15 +165,8 @@ class Following:
         noting = self.noting
         if noting.moves is not None:
             return False
-        outsiders = self._outsiders
         for storage in step.writes:
-            shown, copied = outsiders.shown[storage], outsiders.copies.get(storage)
-            if copied is not None and len(shown) == 1:
-                number, tensor, version, copy = copied
-                known = shown[0][1] is tensor and version == tensor._version
-                if known and noting.keeper.copied_before(storage, number, tensor, copy):
-                    continue
-            noting.keeper.before_write(storage, shown)
+            noting.keeper.before_write(storage, *self._outsiders.written(storage))
         return True
 
     def _has_written(self, step: Step) -> None:
@@ -191,6 +180,8 @@ class Following:
 
     def _is_as_then(self, step: Step, made: Any) -> bool:
         """Whether the results of a call are as many plain tensors as last time, all new, or its first argument."""
+        if step.made == 1:
+            return len(made) == 1 and type(made[0]) is torch.Tensor
         if step.made:
             return len(made) == step.made and all(type(tensor) is torch.Tensor for tensor in made)
         first = step.numbers[0]

@@ -12,8 +12,8 @@ from tapestream.executor.program.record.keeper import is_whole
 from tapestream.executor.program.record.last import Last, Outside, Place
 from tapestream.executor.program.record.record import Record, looks_of
 
-Copied: TypeAlias = tuple[int, torch.Tensor, int, torch.Tensor]
-"""An external tensor's number ``~k``, itself, the version that it had, and a copy."""
+Copied: TypeAlias = tuple[torch.Tensor, int, torch.Tensor]
+"""An external tensor, the version that it had, and a copy."""
 Ready: TypeAlias = tuple[torch.Tensor, int, int, int]
 """An external tensor, the version that it had, the address of its storage, and that of its first element."""
 Places: TypeAlias = Mapping[int, Place]
@@ -26,7 +26,7 @@ class Outsiders:
     that show it, by ``~k``. ``made``: ids of tensors that the program has made so far, of dead ones among them.
 
     Those of last time that are still there are looked at all at once when the sweep begins: between two kernels, one
-    look takes as long as ten that follow each other. ``copies``, by storage: of what operations will write into.
+    look takes as long as ten that follow each other; and what operations will write into is copied, if it is small.
     """
 
     def __init__(
@@ -39,27 +39,39 @@ class Outsiders:
         self._addresses = list[int]()
         self._storages: dict[int, int] = {}  # by address
         self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        self.copies: dict[int, Copied] = {}
-        self._ready = [self._as_then(~number, then) for number, then in enumerate(last.outside)]
+        self._copies: dict[int, Copied] = {}  # by storage
+        self._ready = [self._as_then(then) for then in last.outside]
 
-    def _as_then(self, number: int, then: Outside) -> Ready | None:
+    def _as_then(self, then: Outside) -> Ready | None:
         """What is in the place of the tensor of last time; None where it is not as that was."""
         tensor = _found(then.place)
-        if tensor is None or not tensor.is_leaf or looks_of((tensor,)) != then.looks:
-            return None
-        memory: Any = tensor.untyped_storage()
-        if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
-            return None
-        if not (tensor.requires_grad or memory.resizable()):
+        memory = None if tensor is None else self._memory_as_then(tensor, then)
+        if tensor is None or memory is None or not (tensor.requires_grad or memory.resizable()):
             return None
         few = then.storage in self._last.written and memory.nbytes() <= _FEW_NBYTES
         if few and not tensor.requires_grad and is_whole(tensor):
-            self.copies[then.storage] = number, tensor, tensor._version, tensor.clone()
+            self._copies[then.storage] = tensor, tensor._version, tensor.clone()
         return tensor, tensor._version, memory._cdata, tensor.data_ptr()
+
+    def _memory_as_then(self, tensor: torch.Tensor, then: Outside) -> Any:
+        """The storage of a leaf that looks as that of last time, None of another tensor."""
+        if not tensor.is_leaf or looks_of((tensor,)) != then.looks:
+            return None
+        memory = tensor.untyped_storage()
+        return memory if memory.nbytes() == self._last.record.storage_nbytes[then.storage] else None
+
+    def written(self, storage: int) -> tuple[list[tuple[int, torch.Tensor]], torch.Tensor | None]:
+        """Those that show ``storage``, which is about to be written into, and a copy of the only one, if there is one
+        as it is now."""
+        shown, copied = self.shown[storage], self._copies.get(storage)
+        if copied is None or len(shown) != 1:
+            return shown, None
+        tensor, version, copy = copied
+        return shown, copy if shown[0][1] is tensor and version == tensor._version else None
 
     def look_again(self) -> None:
         """Something was done that may have changed others."""
-        self._ready, self.copies = [], {}
+        self._ready, self._copies = [], {}
 
     def takes(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is, for sure, external tensor ``number``, the next one, as that was last time: a leaf over
@@ -83,12 +95,8 @@ class Outsiders:
         self._looked = len(self._made)
         if type(tensor) not in PLAIN or id(tensor) in self._known:
             return False
-        if not tensor.is_leaf or looks_of((tensor,)) != then.looks:
-            return False
-        memory: Any = tensor.untyped_storage()
-        if memory.nbytes() != self._last.record.storage_nbytes[then.storage]:
-            return False
-        if not self._shows(memory._cdata, then.storage):
+        memory = self._memory_as_then(tensor, then)
+        if memory is None or not self._shows(memory._cdata, then.storage):
             return False
         if not (tensor.requires_grad or memory.resizable()):  # it is not torch's own
             self._record.arrays.outside(then.storage, tensor)  # as it is now

@@ -117,12 +117,15 @@ class Keeper:
             if left := [place for place in self._held.pop(entry.storage, ()) if place[0] != operation]:
                 self._held[entry.storage] = left
 
-    def before_write(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> None:
-        """An operation is about to write into ``storage``, which ``externals`` show."""
+    def before_write(
+        self, storage: int, externals: list[tuple[int, torch.Tensor]], copy: torch.Tensor | None = None
+    ) -> None:
+        """An operation is about to write into ``storage``, which ``externals`` show. ``copy``: of the only one of them,
+        which shows all of it, as it is now."""
         first = [(number, tensor) for number, tensor in externals if number not in self._written]
         if storage not in self._held and not first:
             return
-        if storage in self.unread and storage not in self._held and self._copied_alone(storage, externals):
+        if storage in self.unread and storage not in self._held and self._copied_alone(storage, externals, copy):
             return
         like = {number: Entry.of(tensor, storage, private=False) for number, tensor in first}
         places = [(operation, number, entry.requires) for operation in self.kept for number, entry in like.items()]
@@ -136,21 +139,14 @@ class Keeper:
             self.kept[operation].entries[number] = replace(copies[number], requires=requires)
         self._written.update({number: (tensor, storage) for number, tensor in first})
 
-    def copied_before(self, storage: int, number: int, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-        """An operation is about to write into ``storage``, which ``tensor`` alone shows: whether ``copy``, made before,
-        is all that need be kept of it."""
-        if storage not in self.unread or storage in self._held or number in self._written:
-            return False
-        self.kept[0].entries[number] = Entry(copy, storage, False, True, 0)
-        self._written[number] = tensor, storage
-        return True
-
-    def _copied_alone(self, storage: int, externals: list[tuple[int, torch.Tensor]]) -> bool:
+    def _copied_alone(self, storage: int, externals: list[tuple[int, torch.Tensor]], copy: torch.Tensor | None) -> bool:
         """For the first restart checkpoint alone, at little cost: whether it is as simple as that."""
         (number, tensor), *others = externals
-        if others or tensor.requires_grad or tensor.layout is not torch.strided or not is_whole(tensor):
-            return False
-        self.kept[0].entries[number] = Entry(tensor.clone(), storage, False, True, 0)
+        if copy is None:
+            if others or tensor.requires_grad or tensor.layout is not torch.strided or not is_whole(tensor):
+                return False
+            copy = tensor.clone()
+        self.kept[0].entries[number] = Entry(copy, storage, False, True, 0)
         self._written[number] = tensor, storage
         return True
 

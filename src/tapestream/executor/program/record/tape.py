@@ -43,9 +43,7 @@ class Tape:
         if operation != asked.operation:
             del asked  # nothing holds what is done with while other stretches run again
             asked = self._ask(operation)
-        tensor, version = asked.saved[place]
-        if tensor._version != version:
-            _unchanged(tensor, version)
+        tensor = _unchanged(*asked.saved[place])
         if asked.left:
             asked.left &= ~(1 << place)
             if not asked.left:
