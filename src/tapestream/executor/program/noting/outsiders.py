@@ -26,7 +26,7 @@ class Outsiders:
     that show it, by ``~k``. ``made``: ids of tensors that the program has made so far, of dead ones among them.
 
     Those of last time that are still there are looked at all at once when the sweep begins: between two kernels, one
-    look takes as long as ten that follow each other; and what operations will write into is copied, if it is small.
+    look takes as long as several that follow each other; and what operations will write into is copied, if it is small.
     """
 
     def __init__(
