@@ -36,6 +36,22 @@ def exchange(new: Sequence[Any]) -> None:
         _push_mode(one)  # type: ignore[no-untyped-call]
 
 
+def saving_entered() -> bool:
+    """Whether any hooks on saved tensors are entered here."""
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def save_below(hooks: saved_tensors_hooks) -> None:
+    """Enter ``hooks`` below all that are entered here, which are left before them."""
+    above, autograd = list[tuple[Any, Any]](), _C._autograd
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        above.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    hooks.__enter__()
+    for pack, unpack in reversed(above):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def dispatching() -> tuple[Any, ...]:
     """The dispatch modes that are entered here, without PyTorch's own and ours, which count or log."""
     return tuple(mode for mode in _dispatch_modes() if _is_users(mode))

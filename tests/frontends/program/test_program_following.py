@@ -628,7 +628,9 @@ def test_a_model_that_is_replaced_by_another_is_not_held(followed: list[str]) ->
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_that_are_there_and_not_called_do_not_matter(followed: list[str]) -> None:
     scripted, model, x = torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), torch.randn(2, 4)
-    runs = Program(lambda x, other=False: scripted(x) if other else torch.tanh(model(x)), budget="1MiB")
+    runs = Program(
+        lambda x, other=False: scripted(x) if other else torch.tanh(model(x)), budget="1MiB", planner="revolve"
+    )
     for _ in range(5):
         runs(x).sum().backward()
     assert followed

@@ -146,9 +146,10 @@ def test_what_did_not_draw_draws() -> None:
 
     for planner in PLANNERS:
         rates = cycle([0.5])
-        for budget in budgets(program, planner):
+        for k, budget in enumerate(budgets(program, planner)):  # the last one holds all, at times
             rates = cycle([0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.5])
-            compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=8, planner=planner)
+            compare(program, list(net.parameters()), given(leaf(64, WIDTH)), budget, calls=8, planner=planner,
+                    reruns=k < 4)  # fmt: skip
 
 
 @pytest.mark.parametrize("inplace", [torch.tensor(True), torch.tensor(False)])

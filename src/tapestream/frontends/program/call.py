@@ -64,6 +64,10 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     recorder.forget()
     for external in record.externals:
         external.version = external.tensor._version
+        became = external.tensor.requires_grad and not (external.leaf and external.requires)
+        if recorder.departed is not None and became:
+            external.own = external.takes = True
+            external.tensor = external.held  # the graph of the program itself may hold this
     record.spoilt = record.spoilt or unseen(record)
     record.arrays.settle(record.saves)
     keeper.settle(record)

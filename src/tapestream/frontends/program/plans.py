@@ -61,6 +61,11 @@ class Prepared:
         """Whether anything goes below the device."""
         return self.plan is not None and bool(self.plan.simulation.bytes_moved)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all that is saved stays where it is."""
+        return self.reversal is not None and len(self.reversal.recorded) == len(self.cuts) - 1 and not self.moves
+
     def fits(self, room: Budget) -> bool:
         """Whether there is a plan that fits into ``room``."""
         peaks = {} if self.plan is None else self.plan.simulation.peak_nbytes

@@ -5,7 +5,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.calls.patterns import Kinds
 from tapestream.executor.program.calls.seams import listener_now
+from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.collector import patient_collector
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.keeper import Keeper, held_nbytes
@@ -28,12 +29,14 @@ from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
 from tapestream.frontends.others import beside_others, room_for_call
 from tapestream.frontends.program.call import Replays, Sweep, sweep
+from tapestream.frontends.program.courses import Courses, beside_beginning
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.given import device_of, kind_of
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
+from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
@@ -43,20 +46,6 @@ from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import refuse_hooks
 
 _REMEMBERED = 16  # kinds of arguments that plans are kept for
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The last call: its operations, stretches, those recorded in the first sweep, restart checkpoints kept in it, and
-    the bytes of both; whether a plan for this very sequence was followed; the stretches that backward runs again."""
-
-    operations: int
-    stages: int
-    recorded: int
-    kept: int
-    held_nbytes: int
-    planned: bool
-    reruns: int
 
 
 class Program:
@@ -116,6 +105,7 @@ class Program:
         self._prepared: dict[Any, Prepared] = {}
         self._last: Prepared | None = None
         self._noted: dict[Any, Last | None] = {}
+        self._courses = Courses()
         self._replays: weakref.ref[Replays] | None = None
         self._live = dict.fromkeys(Tier, 0)
         self.report: Report | None = None
@@ -143,12 +133,15 @@ class Program:
         room, key = self._room(device), kind_of((args, kwargs))
         record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
         online = Online(record, keeper, tape, room.device_nbytes or 0)
-        prepared = self._prepared.get(key)
+        prepared, known = self._prepared.get(key), self._courses.of(key, room)
         watch: Online | Planned = online
-        if prepared is not None and prepared.fits(room):
+        along = None if known is None else Along(known.course)
+        if along is None and prepared is not None and prepared.fits(room):
             watch = self._following(prepared, online, device)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
         recorder.spare = watch.spare
+        if along is not None:
+            recorder.go_along(along, functools.partial(self._otherwise, key, online, along))
         if isinstance(watch, Planned) and prepared is not None:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding
@@ -158,8 +151,9 @@ class Program:
             with patient_collector():
                 found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
                 if any(record.packs):
-                    self._finish(found, tape, watch, room, key, recorder.followed())
-                    self._note(key, recorder)
+                    self._finish(found, tape, watch, room, key, recorder)
+                if known is not None and along is not None:
+                    self._went(along, known.report, key, recorder)
         except BaseException:
             if isinstance(watch, Planned):
                 watch.give_up()
@@ -204,12 +198,32 @@ class Program:
             gradients_within=self.gradients_within,
         )  # fmt: skip
 
+    def _otherwise(self, key: Any, online: Online, along: Along) -> None:
+        """What comes is another call than last time: the next one is to be noted from its beginning on."""
+        self._courses.forget(key)
+        online.depart(along.held_nbytes)
+
+    def _went(self, along: Along, report: Report, key: Any, recorder: Recorder) -> None:
+        """A call has gone along: all of it, or up to where it was noted."""
+        nbytes = report.held_nbytes
+        if recorder.departed is None:
+            self.report, self._last = report, self._prepared[key]
+        else:
+            record, nbytes = recorder.record, along.held_nbytes
+            after = self.report if any(record.packs) else None
+            after = after or replace(report, held_nbytes=0, planned=False)
+            operations = along.operations + len(record)
+            self.report = replace(after, operations=operations, held_nbytes=after.held_nbytes + nbytes)
+        waiting = {Tier.DEVICE: nbytes}
+        self._count(waiting, +1)
+        weakref.finalize(along.mark, self._count, waiting, -1).atexit = False
+
     def _finish(
-        self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, followed: Last | None
+        self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, recorder: Recorder
     ) -> None:
         """Make the call ready for its backward, and the plan for the next one."""
         record, kept, shape = found.record, found.keeper.kept, found.record.shape()
-        before = self._prepared.get(key)
+        before, whole = self._prepared.get(key), recorder.departed is None
         planned = isinstance(watch, Planned) and before is not None and _as_planned(found, watch, before, shape)
         moves = watch.moves if isinstance(watch, Planned) and planned else None
         below, waiting = self._below_on(found.keeper.device), dict.fromkeys(Tier, 0)
@@ -225,9 +239,12 @@ class Program:
             if isinstance(watch, Planned):
                 watch.give_up()
             borders, budget = self._borders(found), room.device_nbytes or 0
-            with beside_others("Program", self._live[Tier.DEVICE], self.budget):
+            with beside_others("Program", self._live[Tier.DEVICE], self.budget), beside_beginning(recorder.departed):
+                budget = max(1, budget - (0 if recorder.departed is None else recorder.departed.held_nbytes))
                 cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
-            if before is None or before.shape == shape or not before.fits(room):
+            if not whole:
+                pass  # the end of a program: all of it is noted the next time
+            elif before is None or before.shape == shape or not before.fits(room):
                 self._remember(key, prepare(borders, shape, room, self.planner, None, below))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
@@ -237,10 +254,13 @@ class Program:
         )
         self._count(waiting, +1)
         weakref.finalize(tape, self._count, waiting, -1).atexit = False
-        lessons = followed.lessons if planned and followed is not None else None
+        followed = recorder.followed() if planned else None
+        lessons = None if followed is None else followed.lessons
         replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
+        if whole:
+            self._note(key, recorder, shape)
 
     def _borders(self, found: Sweep) -> Borders:
         return Borders(found.record, found.numbers, gradients_within=self.gradients_within)
@@ -249,10 +269,13 @@ class Program:
         """Whether calls are still timed, for a better plan."""
         return prepared.looks < LOOKS and self.planner == "auto"
 
-    def _note(self, key: Any, recorder: Recorder) -> None:
+    def _note(self, key: Any, recorder: Recorder, shape: Any) -> None:
         """What the next call, if it makes the same operations by the same plan, need not look at again."""
-        planned = self.report is not None and self.report.planned
-        _put(self._noted, key, recorder.as_last() if planned and not self._measures(self._prepared[key]) else None)
+        assert self.report is not None
+        prepared = self._prepared[key]
+        follows = self.report.planned and not self._measures(prepared)
+        _put(self._noted, key, recorder.as_last() if follows else None)
+        self._courses.learn(key, recorder, prepared, shape, self.report)
 
     def _remember(self, key: Any, prepared: Prepared) -> None:
         self._last = prepared

@@ -96,6 +96,9 @@ class Sizes:
         for value, border in parted.items():
             since[value] = min(border, since[value])
         self.cotangent = self.spans(until, since, nbytes)
+        for external in record.externals:
+            if external.own:  # its cotangent waits for what is not noted
+                self.cotangent[: external.last_use + 1] += external.held.nbytes
         outside = numpy.array([e.tensor.nbytes if e.takes else 0 for e in record.externals] or [0])
         own = arguments >= 0
         number = numpy.where(own, arguments, 0)

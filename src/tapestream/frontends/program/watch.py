@@ -70,6 +70,11 @@ class Online:
         self._kept_nbytes = 0
         self._on_tape = _Taped(record)
 
+    def depart(self, held_nbytes: int) -> None:
+        """Nothing was noted so far, and takes so much of the budget."""
+        self.budget = max(1, self.budget - held_nbytes)
+        self._tick = self._next = max(1, self.budget // 16)
+
     def begin(self, k: int, saved_nbytes: int, taped: int | None) -> None:
         """Go on from operation ``k``; ``taped``: from which on all is on the tape."""
         self.taped, self._next = k if taped is None else taped, saved_nbytes + self._tick

@@ -39,9 +39,11 @@ def buffers_in(values: Iterable[Any]) -> list[Any]:
 
 class Arrays:
     """Those that backward needs, each with a checksum: what an operation has saved of an array is the array itself, in
-    plain PyTorch, and backward takes what is in it by then. So it is held here as long as there."""
+    plain PyTorch, and backward takes what is in it by then. So it is held here as long as there. ``met``: whether there
+    were any."""
 
     def __init__(self) -> None:
+        self.met = False
         self._given: list[tuple[Any, int]] = []
         self._shown: dict[int, tuple[torch.Tensor, int]] = {}
         self._outside: dict[int, list[tuple[torch.Tensor, int, int]]] = {}
@@ -57,6 +59,7 @@ class Arrays:
     def outside(self, storage: int, tensor: torch.Tensor) -> None:
         """A tensor that no call showed is over memory of others: an argument, or made by a function that was taken out
         of torch under a name of its own before (``from torch import from_numpy``). Large ones would take too long."""
+        self.met = True
         if tensor.untyped_storage().nbytes() <= _WATCHED_NBYTES:
             self._outside.setdefault(storage, []).append((tensor.detach(), tensor._version, checksum(tensor)))
 

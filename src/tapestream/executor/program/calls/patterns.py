@@ -157,7 +157,7 @@ class Patterns:
         pattern = self._of(key, function, args, kwargs)
         measured = self.kinds.measured.setdefault((pattern.kind, *shapes), Measured())
         needs = [one[2] for one in shapes]
-        into, attribute = _into(pattern, tensors), _attribute(function)
+        into, attribute = _into(pattern, tensors), attribute_of(function)
         buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
         lasting = not (pattern.foreign or buffers) and is_lasting(function)
         like = (key, shapes) if lasting else None
@@ -246,7 +246,8 @@ def is_lasting(function: Any) -> bool:
     return is_torchs_own(function) or str(getattr(function, "__module__", "")).startswith("torch.")
 
 
-def _attribute(function: Any) -> str | None:
+def attribute_of(function: Any) -> str | None:
+    """The name of the attribute of a tensor that it asks for, if any."""
     asks = getattr(function, "__name__", None) == "__get__"
     return getattr(getattr(function, "__self__", None), "__name__", None) if asks else None
 

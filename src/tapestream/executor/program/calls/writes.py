@@ -157,14 +157,19 @@ def check_changed(
     storage_of: Callable[[torch.Tensor], int],
     external: Sequence[int],
     announced: Set[int],
+    *,
+    own: bool,
 ) -> set[int]:
     """Refuse writes into tensors of others that a replay could not honour; gives storages written unannounced, which
-    spoils the restart checkpoints that hold them. ``before``: version and need of a gradient; ``external``: by storage.
+    spoils the restart checkpoints that hold them. ``before``: version and need of a gradient; ``external``: by storage;
+    ``own``: such tensors may be the program's, from before it was noted.
     """
     spoilt = set()
     for tensor, (version, wanted) in zip(tensors, before, strict=True):
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
+            continue
+        if own and written and storage in announced:
             continue
         if external[storage] and flag:
             raise GradientError(

@@ -13,6 +13,7 @@ from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import Call, Measured, tensors_of
 from tapestream.executor.program.calls.seams import FROM_DLPACK
 from tapestream.executor.program.calls.writes import check_changed
+from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.following import Following
 from tapestream.executor.program.noting.generators import Draws
 from tapestream.executor.program.noting.numbering import Numbering
@@ -54,7 +55,8 @@ class Noting:
     ``next_nbytes``: what the next operation is to take, with what it makes and saves, as far as that can be known.
     ``spare``: see `Spare`. ``holding``: values that are to be kept with the restart checkpoint before an earlier
     operation, which is there, by their number. ``moves``: what goes below the device meanwhile. ``following``: of a
-    call before, None where all is looked at closely.
+    call before, None where all is looked at closely; ``along``: the course as long as nothing is noted,
+    which is ``departed`` from then.
     """
 
     spare: Spare = staticmethod(_always)
@@ -62,10 +64,17 @@ class Noting:
     def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
         super().__init__()
         self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
+        self.along: Along | None = None
+        self.departed: Along | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """The first operation is to come."""
+        record, keeper, tape = self.record, self.keeper, self.tape
         self.holding: Mapping[int, int] = {}
         self.moves: Moves | None = None
         self.quiet = self.next_nbytes = self._largest_nbytes = 0
-        self.numbers = Numbering(record, keeper)
+        self.numbers = Numbering(record, keeper, departed=self.departed is not None)
         self.packs = Packs(record, self.numbers, tape, keeper.hold)
         self.following: Following | None = None
         self._bypassed: set[int] = set()  # storages that .data shows
@@ -179,6 +188,7 @@ class Noting:
         noted = bool(fresh or touched or changed or always)
         drawn = drawing is not None and self._draws.after(drawing, call)
         if not (drawn or noted):
+            record.asking.add(func)
             self.packs.begin(k)
             return
         if touched:
@@ -227,6 +237,7 @@ class Noting:
             self.record.hidden[k] = Hidden(call.shown)
         if not call.buffers and func is not FROM_DLPACK:
             return
+        self.record.arrays.met = True
         if self.record.packs[k]:
             self.record.arrays.given(call.buffers)
         for tensor in tensors if func is FROM_DLPACK else ():
@@ -251,7 +262,7 @@ class Noting:
     ) -> None:
         """What was written into without a word, or has a need of a gradient that it had not before."""
         of, external = self.numbers.storage_of, self.record.storage_external
-        for storage in check_changed(func, tensors, before, of, external, announced):
+        for storage in check_changed(func, tensors, before, of, external, announced, own=self.departed is not None):
             self.keeper.spoilt(storage)
             if self.moves is not None:
                 self.moves.written([t for t in tensors if of(t) == storage])

@@ -9,7 +9,7 @@ from tapestream.errors import InputError
 from tapestream.executor.program.calls.values import Ref, address_of, nbytes_of
 from tapestream.executor.program.record.ambients import unshown
 from tapestream.executor.program.record.keeper import Keeper, foreign
-from tapestream.executor.program.record.record import ALIVE, External, Record, looks_of
+from tapestream.executor.program.record.record import ALIVE, MAYBE_OWN, OTHERS, External, Record, looks_of
 from tapestream.runner.graph import next_sequence_number
 
 if TYPE_CHECKING:
@@ -20,11 +20,12 @@ class Numbering:
     """Values are watched weakly, external tensors held.
 
     ``alive_nbytes``: of what the program has made and still holds; ``made_nbytes``: the same of what was made since
-    that was set to 0. ``shown``: external tensors by ``~k``, by storage.
+    that was set to 0. ``shown``: external tensors by ``~k``, by storage. ``departed``: the first operations of
+    the program were not noted, and have made external tensors.
     """
 
-    def __init__(self, record: Record, keeper: Keeper) -> None:
-        self.record = record
+    def __init__(self, record: Record, keeper: Keeper, *, departed: bool = False) -> None:
+        self.record, self._departed = record, departed
         self.alive_nbytes = self.made_nbytes = 0
         self.shown: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._values: dict[int, Ref] = {}
@@ -167,7 +168,9 @@ class Numbering:
                 "writes into it; clone() it outside of inference mode, or make it under torch.no_grad()"
             )
         node = tensor.grad_fn
-        if node is not None and node._sequence_nr() >= self._since:
+        # A view gets another node when it is next looked at after something has written into what it shows.
+        earlier = self._departed and tensor._is_view()
+        if node is not None and node._sequence_nr() >= self._since and not earlier:
             raise unshown(tensor, node.name())
         number, record = self._external_in(tensor, storage, looks, tensor._version, k), self.record
         if not tensor.requires_grad and foreign(tensor):
@@ -189,7 +192,8 @@ class Numbering:
         record, requires = self.record, tensor.requires_grad
         if self._showing[storage] and not record.storage_external[storage]:
             raise unshown(tensor, None)
-        record.storage_external[storage] = 1
+        parameter = tensor.is_leaf and requires
+        record.storage_external[storage] = MAYBE_OWN if self._departed and not parameter else OTHERS
         self._showing[storage] += 1
         self._external[id(tensor)] = number = len(record.externals)
         self.shown.setdefault(storage, []).append((~number, tensor))

@@ -20,12 +20,13 @@ from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
 from tapestream.executor.program.calls.seams import heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
 from tapestream.executor.program.calls.writes import QUESTIONS, SWITCHES, gives_back
+from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.noting.noting import Noting, Operation
 from tapestream.executor.program.record.keeper import Keeper
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Handle, Tape
-from tapestream.runner.modes import exchange, modes_entered
+from tapestream.runner.modes import exchange, modes_entered, save_below
 from tapestream.runner.passable import taking_over
 
 
@@ -38,30 +39,56 @@ class Recorder(Noting, TorchFunctionMode):
         super().__init__(record, keeper, tape, between)
         self._inside = False
         self._entered: list[Any] = []
+        self._depart: Callable[[], None] = record.asking.clear
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the program runs."""
-        here = [self.packs]  # the graph holds both hooks as long as it lives: it must not hold all this
-        inside = [self]
+        here = [self]  # the graph holds both hooks as long as it lives: it must not hold all this
 
         def pack(tensor: torch.Tensor) -> Handle:
-            packs = here[0]
+            packs = here[0].packs
             listed = packs.listed
             if listed is not None:
                 listed.append(tensor)
                 return packs.first + len(listed) - 1
             # By an operation that no torch call showed: nothing could make it again.
-            return packs.add(tensor) if inside[0]._inside else (tensor.detach(), tensor._version)
+            return packs.add(tensor) if here[0]._inside else (tensor.detach(), tensor._version)
 
+        self._hooks = saved_tensors_hooks(pack, self.tape.unpack)
+        if self.along is None:
+            self._hooks.__enter__()
         try:
-            with saved_tensors_hooks(pack, self.tape.unpack), heard_by(self), self:
+            with heard_by(self), self:
                 yield
         finally:
+            if self.along is None:
+                self._hooks.__exit__()
             here.clear()
-            inside.clear()
+
+    def go_along(self, along: Along, depart: Callable[[], None]) -> None:
+        """Note nothing until a call is another one than last time; ``depart`` is called then."""
+        self.along, self._depart = along, depart
+
+    def depart(self) -> None:
+        """Note all from here on."""
+        self.departed, self.along = self.along, None
+        with self.unheard():
+            self.keeper.begin()
+            self._begin()
+        self._depart()
+        save_below(self._hooks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.along is not None and not self._inside:
+            self._inside = True
+            try:
+                result = self.along.call(func, args, kwargs)
+            finally:
+                self._inside = False
+            if result is not UNKNOWN:
+                return result
+            self.depart()
         if self.following is not None and not self._inside:
             self._inside = True
             try:
@@ -120,6 +147,8 @@ class Recorder(Noting, TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return function(*args, **kwargs)
+        if self.along is not None:
+            self.depart()
         with self.unheard():
             self.look_again()
         self._hidden, k = Hidden(), len(self.record)
@@ -139,6 +168,8 @@ class Recorder(Noting, TorchFunctionMode):
         """See `Listener`."""
         if self._inside:
             return function(*args)
+        if self.along is not None:
+            self.depart()
         with self.unheard():
             self.look_again()
             return self._call(function, args, {}, always=True)

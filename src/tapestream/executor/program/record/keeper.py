@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.record import OTHERS, Record
 from tapestream.executor.program.record.tape import Saved
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.guards import check_versions
@@ -63,13 +63,17 @@ class Keeper:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        first = self._generators = TorchGenerators.capture()
-        self.kept = {0: Kept(0, {}, first)}
+        self.begin()
         self.addresses: dict[int, int] = {}
         self.unread = frozenset[int]()
         # By storage, in which restart checkpoints, by operation and number, it may be without a copy of its own.
         self._held: dict[int, list[tuple[int, int]]] = {}
         self._written: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def begin(self) -> None:
+        """Operation 0 is to come."""
+        first = self._generators = TorchGenerators.capture()
+        self.kept = {0: Kept(0, {}, first)}
 
     def keep(
         self, operation: int, alive: Mapping[int, tuple[torch.Tensor, int]], wanted: Container[int] | None = None
@@ -158,7 +162,7 @@ class Keeper:
             like = next((e for e in kept.entries.values() if e.storage == storage), None)
             if like is not None and like.private:
                 copy = _over(like.tensor.untyped_storage(), tensor)
-                kept.entries[number] = Entry(copy, storage, False, True, copy._version)
+                kept.entries[number] = Entry(copy, storage, tensor.requires_grad, True, copy._version)
             elif like is not None or not record.written_since(storage, operation):
                 self.add(operation, number, tensor, storage)
             else:
@@ -212,7 +216,8 @@ def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
         if one.generators is not None and one.operation:
             found[-id(one.generators)] = one.generators.nbytes
         for entry in one.entries.values():
-            if entry.tensor.layout is torch.strided and (entry.private or not record.storage_external[entry.storage]):
+            others = record.storage_external[entry.storage] == OTHERS and not entry.private
+            if entry.tensor.layout is torch.strided and not others:
                 storage = entry.tensor.untyped_storage()
                 found[storage._cdata] = storage.nbytes()
         for tensor, _ in (saved for own in one.saves.values() for saved in own):

@@ -19,6 +19,8 @@ from tapestream.executor.program.record.unread import Unread, unread_in
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
+OTHERS, MAYBE_OWN = 1, 2
+"""Of a storage: it is that of an external tensor, which the program may have made before it was noted."""
 MIXED = -1
 """Of what an operation saves, some that it is given comes after some that it has made."""
 
@@ -65,7 +67,7 @@ class External:
     """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at`` or later, and
     when the program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a
     gradient then; ``takes``: whether it ever did. ``held``: the same without its graph, over the memory that it had at
-    first; ``looks``: how it looks to functions."""
+    first; ``looks``: how it looks to functions; ``own``: the program has made it, before it was noted."""
 
     tensor: torch.Tensor
     storage: int
@@ -78,6 +80,7 @@ class External:
     last_use: int = -1
     first_use: int = -1
     looks: int = 0
+    own: bool = False
 
     def again(self) -> torch.Tensor:
         """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be
@@ -116,7 +119,7 @@ class Record:
     them had another need then than at first.
     ``untried``: the operations of which it is not known for good what they take.
     ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
-    run again.
+    run again. ``asking``: functions of calls that made nothing, and are not noted.
     """
 
     kinds: Kinds
@@ -156,6 +159,7 @@ class Record:
     arrays: Arrays = field(default_factory=Arrays)
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
+    asking: set[Any] = field(default_factory=set)
     _unread: Unread | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -79,6 +79,11 @@ class _Asked:
 _NOBODY = _Asked(-1, [], 0)
 
 
+def unchanged(handle: tuple[torch.Tensor, int, object]) -> torch.Tensor:
+    """A saved tensor that the graph holds itself, for autograd. Raises GradientError where it was written into."""
+    return _unchanged(handle[0], handle[1])
+
+
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     if tensor._version != version:
         raise GradientError(

@@ -280,7 +280,10 @@ class ProgramSteps:
             raise ScheduleError(
                 f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
             )
-        return one.again()
+        tensor = one.again()
+        if tensor.requires_grad and not one.leaf and tensor.is_leaf and self._tells_leaves:
+            return Guard.apply(self._root, tensor.detach(), NAME)  # type: ignore[no-any-return, no-untyped-call]
+        return tensor
 
     def _took(self, k: int, into: Saved) -> None:
         """Operation ``k`` has saved ``into``, which is emptied."""

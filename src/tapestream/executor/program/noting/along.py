@@ -1,0 +1,75 @@
+"""`Along`: a program whose saved tensors all have room runs as it does without us while it does what it did last time.
+
+Nothing is noted, and what autograd saves stays where it put it. From the first call on that is another one, all is
+noted as if the program began there; of what came before, the bytes are known from last time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tapestream.executor.program.calls.patterns import tensors_of
+from tapestream.executor.program.calls.values import nbytes_of
+from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
+from tapestream.executor.program.noting.following import UNKNOWN
+from tapestream.executor.program.record.course import Course
+from tapestream.executor.program.record.tape import unchanged
+
+
+class Mark:
+    """Lives as long as autograd holds something of what one call has saved without being noted."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Along:
+    """One call, which has made so many ``operations``."""
+
+    def __init__(self, course: Course) -> None:
+        self.course, self.mark = course, Mark()
+        self.operations = self._strayed_nbytes = 0
+        self._next = 0  # among those of last time
+        self._functions, self._nbytes, self._marked = course.functions, course.nbytes, course.marked
+
+    @property
+    def held_nbytes(self) -> int:
+        """What plain autograd holds of the program so far, at most."""
+        return self.course.held_nbytes[self.operations] + self._strayed_nbytes
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call that is the next one of last time, or that makes nothing; `UNKNOWN` where it is neither."""
+        k = self._next
+        expected = self._functions[k]
+        if function is not expected and function != expected:
+            return self._asked(function, args, kwargs)
+        if k in self._marked:
+            with saved_tensors_hooks(_marking(self.mark), unchanged):
+                result = function(*args, **kwargs) if kwargs else function(*args)
+        else:
+            result = function(*args, **kwargs) if kwargs else function(*args)
+        self.operations = self._next = k + 1
+        nbytes = self._nbytes[k]
+        if nbytes >= 0 and (type(result) is not torch.Tensor or result.nbytes != nbytes):
+            self._strays(result)
+        return result
+
+    def _asked(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function in QUESTIONS or gives_back(function, args, kwargs):
+            return function(*args, **(kwargs or {}))
+        if function not in self.course.asking:
+            return UNKNOWN
+        result = function(*args, **(kwargs or {}))
+        if any(all(tensor is not one for one in args) for tensor in tensors_of(result, [])):
+            self._strays(result)
+        return result
+
+    def _strays(self, result: Any) -> None:
+        """No call is the next one any more."""
+        self._strayed_nbytes += sum(map(nbytes_of, tensors_of(result, [])))
+        self._next = len(self._functions) - 1
+
+
+def _marking(mark: Mark) -> Callable[[torch.Tensor], Any]:
+    return lambda tensor: (tensor.detach(), tensor._version, mark)

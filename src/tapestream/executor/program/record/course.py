@@ -1,0 +1,70 @@
+"""`Course`: the calls that a program makes, to know them again without noting them where all that is saved has room."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from tapestream.executor.program.calls.patterns import attribute_of, is_lasting
+from tapestream.executor.program.record.record import ALIVE, Record
+
+_MOST = 1 << 14  # operations of one that is held for the next call
+_MARKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """``functions`` by operation, and at the end None; ``nbytes`` of what each gives, -1 where that is not one tensor
+    that needs a gradient or has memory of its own; ``asking``: functions of calls that made nothing. ``held_nbytes``:
+    before each operation, and at the end, what plain autograd holds of the program: what it has saved, and what is
+    alive. ``marked``: a few of the operations that save, first and last ones among them."""
+
+    functions: list[Any]
+    nbytes: list[int]
+    asking: frozenset[Any]
+    held_nbytes: list[int]
+    marked: frozenset[int]
+
+
+def course_of(record: Record) -> Course | None:
+    """None where a part of the program could not be noted by itself: calls that no function mode sees, memory that
+    others see, or that ``.data`` shows, needs of gradients that are switched, users' modes."""
+    if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.hidden or record.untried:
+        return None
+    if any(ambient.modes or ambient.dispatching for ambient in record.ambients) or record.arrays.met:
+        return None
+    patterns = [record.patterns.all[call] for call in record.calls]
+    if any(one.foreign or not is_lasting(one.function) or attribute_of(one.function) == "data" for one in patterns):
+        return None
+    nbytes, seen = [-1] * len(record), set[int]()
+    for k in range(len(record)):
+        results = record.results_of(k)
+        if len(results) == 1 and (value := results[0]) >= 0:
+            storage = record.storage[value]
+            own = storage not in seen and not record.storage_external[storage]
+            nbytes[k] = record.cotangent_nbytes[value] or (record.storage_nbytes[storage] if own else -1)
+            seen.add(storage)
+    saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
+    marked = frozenset(saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving)
+    functions = [one.function for one in patterns]
+    return Course([*functions, None], nbytes, frozenset(record.asking), _held_nbytes(record), marked)
+
+
+def _held_nbytes(record: Record) -> list[int]:
+    n, storage = len(record), numpy.asarray(record.storage)
+    nbytes = numpy.where(numpy.asarray(record.storage_external), 0, numpy.asarray(record.storage_nbytes))
+    start, stop = (numpy.full(len(nbytes), border) for border in (n + 1, -1))
+    death = numpy.asarray(record.death)
+    numpy.minimum.at(start, storage, numpy.asarray(record.birth) + 1)
+    numpy.maximum.at(stop, storage, numpy.where(death == ALIVE, n, death))
+    stop[numpy.unique(numpy.asarray(record.saves))] = n
+    change = numpy.zeros(n + 2, dtype=numpy.int64)
+    numpy.add.at(change, start, nbytes)
+    there = start <= n
+    numpy.add.at(change, stop[there] + 1, -nbytes[there])
+    inner = numpy.concatenate(([0], numpy.cumsum(record.inner_nbytes)))
+    found: list[int] = (numpy.cumsum(change)[: n + 1] + inner).tolist()
+    return found
+
+
+__all__ = ["Course", "course_of"]
