@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from thinned import one_in
 from typer.testing import CliRunner
 
 import tapestream as ts
@@ -113,20 +115,19 @@ def test_metrics_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(left))
 
 
-@pytest.mark.parametrize(
-    "there",
-    [
-        b"my thesis\n" * 3,
-        b"no newline",
-        b'{"step": 3, "reward": 1.5}\n',
-        b"[1, 2]\n",
-        line(0).encode() + b"and a remark\n",
-        b"\n",
-        bytes(range(256)),
-        b'{"step"' * 20_000,
-    ],
+STRANGERS = (
+    b"my thesis\n" * 3,
+    b"no newline",
+    b'{"step": 3, "reward": 1.5}\n',
+    b"[1, 2]\n",
+    line(0).encode() + b"and a remark\n",
+    b"\n",
+    bytes(range(256)),
+    b'{"step"' * 20_000,
 )
-@pytest.mark.parametrize("resume", [False, True])
+
+
+@pytest.mark.parametrize(("there", "resume"), one_in(2, itertools.product(STRANGERS, [True, False])))
 def test_a_file_that_is_none_of_metrics_stays(resume: bool, there: bytes, tmp_path: Path) -> None:
     """Told before anything runs."""
     options = (*SMALL, "--steps", "2", "--saves", str(tmp_path / "saves"))

@@ -1,6 +1,7 @@
 """Saved tensors that travel to a slower tier and back: the same bits, the same strides, nothing that is not theirs."""
 
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from exact import assert_same, plain, train
 from models import CASES, Case, rows
+from thinned import one_in
 from tiered import DEVICE, DISK, DISKS, HOST, HOSTS, chain_by_hand, moved_by, saved_away
 from torch import nn
 
@@ -78,8 +80,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("engine", ["threads", "adversarial", "fake_streams"])
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    ("name", "engine"), one_in(2, itertools.product(MORE, ["threads", "adversarial", "fake_streams"]))
+)
 def test_all_saved_tensors_away_and_back(name: str, engine: str, tmp_path: Path) -> None:
     case = MORE[name]
     tier, machine, folder = (HOST, HOSTS, None) if engine == "fake_streams" else (DISK, DISKS, tmp_path)

@@ -13,6 +13,7 @@ from exact import assert_same, seed
 from pairs import CASE, Pair, both, sgd
 from streamable import WIDTH, Chained, Dense, Model, numbers
 from streaming import budget_at, everything, loss_at, options_of, streamed
+from thinned import one_in
 from torch import nn
 
 import tapestream as ts
@@ -58,8 +59,9 @@ def beside_plain(blocks: float, engine: str, home: str, folder: Path) -> Iterato
 
 @pytest.mark.parametrize("casting", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("guard", GUARDS)
-@pytest.mark.parametrize(("engine", "home"), PLACES)
-@pytest.mark.parametrize("blocks", [1.5, 4.5, 100])
+@pytest.mark.parametrize(
+    ("engine", "home", "blocks"), one_in(2, [(*one, n) for one in PLACES for n in (1.5, 4.5, 100)])
+)
 def test_outputs_are_those_of_plain_pytorch(
     blocks: float, engine: str, home: str, guard: str, casting: bool, tmp_path: Path
 ) -> None:

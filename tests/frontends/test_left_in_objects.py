@@ -14,6 +14,7 @@ import pytest
 import torch
 from exact import PLANNERS, Trace, assert_same, copy_of
 from streaming import DIRECT, gradients_of
+from thinned import one_in
 from torch import nn
 
 import tapestream as ts
@@ -150,9 +151,7 @@ def pairs(shift: int) -> list[tuple[str, float | None]]:
     return [(PLANNERS[(number + shift) % len(PLANNERS)], factor) for number, factor in enumerate(FACTORS)]
 
 
-@pytest.mark.parametrize("deep", [True, False], ids=["deep", "first"])
-@pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "disk", "deep"), one_in(3, itertools.product(KINDS, [True, False], [True, False])))
 def test_exact_or_refused(kind: str, disk: bool, deep: bool, tmp_path: Path) -> None:
     for planner, factor in pairs(KINDS.index(kind) + 2 * disk + 3 * deep):
         check(Net(kind, deep=deep), planner, factor, tmp_path if disk else None)

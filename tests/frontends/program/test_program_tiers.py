@@ -13,6 +13,7 @@ import pytest
 import test_program_random
 import torch
 from side_by_side import compare, fix_seconds, least, outcome, same
+from thinned import one_in
 from tiered import DEVICE, DISK, DISKS, HOST, HOSTS
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,8 +94,10 @@ def peak_budget(net: nn.Module, x: Tensor, part: float) -> int:
 PARTS = [(planner, part) for planner in PLANNERS for part in (0.3, 0.4 if planner == "superneurons" else 0.5)]
 
 
-@pytest.mark.parametrize(("planner", "part"), PARTS)
-@pytest.mark.parametrize("engine", ["threads", "adversarial", "fake_streams"])
+@pytest.mark.parametrize(
+    ("planner", "part", "engine"),
+    one_in(2, [(*one, engine) for one in PARTS for engine in ("threads", "adversarial", "fake_streams")]),
+)
 def test_equal_bits_and_bytes_as_planned(engine: str, planner: str, part: float, tmp_path: Path) -> None:
     net, x = network()
     budget = peak_budget(net, x, part)

@@ -85,7 +85,7 @@ def family(name: str, training: bool) -> tuple[nn.Module, Batch]:
 @pytest.mark.parametrize(
     ("name", "training"),
     [
-        pytest.param(name, training, marks=() if training or number % 3 == 0 else pytest.mark.full)
+        pytest.param(name, training, marks=() if training or number % 6 == 0 else pytest.mark.full)
         for number, name in enumerate(NAMES)
         for training in (True, False)
     ],
