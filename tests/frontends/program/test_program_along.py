@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -289,6 +289,34 @@ def test_calls_that_ask_and_calls_of_others_are_told_apart(noted: list[Any]) -> 
         found = outcome(program, [loop.weight], lambda: (loop.x,))
         assert along is not bool(noted)
         assert all(map(same, found[0] + found[2], expected[0] + expected[2]))
+
+
+@pytest.mark.parametrize("kind", ["one result", "several results", "a small result", "what no gradient flows to"])
+def test_what_grows_without_another_call_is_noted(kind: str, noted: list[Any]) -> None:
+    rows, lstm, weight = 8, nn.LSTM(4, 4), torch.randn(4, 4, requires_grad=True)
+    functions: dict[str, Callable[[], torch.Tensor]] = {
+        "one result": lambda: (torch.ones(8, 4).repeat(rows, 1) @ weight).sum(),
+        "several results": lambda: lstm(captured)[0].sum(),
+        "a small result": lambda: nn.functional.cross_entropy(captured, captured.argmax(1)),
+        "what no gradient flows to": lambda: (captured > 0).float().mean() + weight.sum(),
+    }
+    function = functions[kind]
+    program = Program(lambda x: function() * x, budget="16MiB")
+    for rows, along in ((8, False), (8, True), (8, True), (16, False)):
+        captured = torch.randn(rows, 4, requires_grad=kind == "a small result")
+        leaves = [captured, weight, *lstm.parameters()]
+        noted.clear()
+        assert agree(lambda x: function() * x, program, leaves, lambda: (torch.ones(()),))
+        assert along is not bool(noted), rows
+
+
+def test_kinds_of_arguments_that_came_long_ago_are_forgotten() -> None:
+    loop = Loop()
+    program = Program(loop, budget="16MiB")
+    for rows in range(1, 40):
+        program(torch.ones(rows, SIDE)).backward()
+    assert len(program._courses._known) == 16
+    assert all(loop.agrees(program) for _ in range(2))
 
 
 def test_written_into_after_the_call_backward_refuses() -> None:

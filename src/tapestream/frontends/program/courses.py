@@ -15,6 +15,8 @@ from tapestream.frontends.program.report import Report
 from tapestream.runner.modes import saving_entered
 from tapestream.units import format_nbytes
 
+_REMEMBERED = 16
+"""Kinds of arguments, those that came last."""
 _ROOM = 1.5
 """Times what plain autograd holds: a call that turns out otherwise at its very end has a third of the budget left for
 what follows."""
@@ -48,12 +50,15 @@ class Courses:
             peak = max(prepared.plan.peak_nbytes, *course.held_nbytes)
             known = Known(course, replace(report, planned=True), peak, shape)
         self._known[key] = known
+        if len(self._known) > _REMEMBERED:
+            self.forget(next(iter(self._known)))
 
     def of(self, key: Any, room: Budget) -> Known | None:
         """What the next call may go along, within ``room``."""
         known, limit = self._known.get(key), room.device_nbytes
         if known is None or (limit is not None and _ROOM * known.peak_nbytes > limit) or saving_entered():
             return None
+        self._known[key] = self._known.pop(key)
         return known
 
     def forget(self, key: Any) -> None:

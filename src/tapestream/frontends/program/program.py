@@ -207,7 +207,7 @@ class Program:
         """A call has gone along: all of it, or up to where it was noted."""
         nbytes = report.held_nbytes
         if recorder.departed is None:
-            self.report, self._last = report, self._prepared[key]
+            self.report, self._last = report, self._prepared.get(key, self._last)
         else:
             record, nbytes = recorder.record, along.held_nbytes
             after = self.report if any(record.packs) else None

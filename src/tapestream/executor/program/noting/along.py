@@ -31,7 +31,8 @@ class Along:
         self.course, self.mark = course, Mark()
         self.operations = self._strayed_nbytes = 0
         self._next = 0  # among those of last time
-        self._functions, self._nbytes, self._marked = course.functions, course.nbytes, course.marked
+        self._functions, self._nbytes = course.functions, course.nbytes
+        self._given, self._marked = course.given_nbytes, course.marked
 
     @property
     def held_nbytes(self) -> int:
@@ -44,6 +45,8 @@ class Along:
         expected = self._functions[k]
         if function is not expected and function != expected:
             return self._asked(function, args, kwargs)
+        if k in self._given and self._given[k] != _nbytes_of((args, kwargs)):
+            return UNKNOWN
         if k in self._marked:
             with saved_tensors_hooks(_marking(self.mark), unchanged):
                 result = function(*args, **kwargs) if kwargs else function(*args)
@@ -51,7 +54,7 @@ class Along:
             result = function(*args, **kwargs) if kwargs else function(*args)
         self.operations = self._next = k + 1
         nbytes = self._nbytes[k]
-        if nbytes >= 0 and (type(result) is not torch.Tensor or result.nbytes != nbytes):
+        if nbytes >= 0 and nbytes != (result.nbytes if type(result) is torch.Tensor else _nbytes_of(result)):
             self._strays(result)
         return result
 
@@ -67,8 +70,12 @@ class Along:
 
     def _strays(self, result: Any) -> None:
         """No call is the next one any more."""
-        self._strayed_nbytes += sum(map(nbytes_of, tensors_of(result, [])))
+        self._strayed_nbytes += _nbytes_of(result)
         self._next = len(self._functions) - 1
+
+
+def _nbytes_of(values: Any) -> int:
+    return sum(map(nbytes_of, tensors_of(values, [])))
 
 
 def _marking(mark: Mark) -> Callable[[torch.Tensor], Any]:

@@ -55,16 +55,21 @@ class Recorder(Noting, TorchFunctionMode):
             # By an operation that no torch call showed: nothing could make it again.
             return packs.add(tensor) if here[0]._inside else (tensor.detach(), tensor._version)
 
-        self._hooks = saved_tensors_hooks(pack, self.tape.unpack)
-        if self.along is None:
-            self._hooks.__enter__()
+        self._hooks, self._saving = saved_tensors_hooks(pack, self.tape.unpack), False
         try:
+            if self.along is None:
+                self._save()
             with heard_by(self), self:
                 yield
         finally:
-            if self.along is None:
+            if self._saving:
                 self._hooks.__exit__()
             here.clear()
+
+    def _save(self) -> None:
+        """Take what is saved from here on."""
+        save_below(self._hooks)
+        self._saving = True
 
     def go_along(self, along: Along, depart: Callable[[], None]) -> None:
         """Note nothing until a call is another one than last time; ``depart`` is called then."""
@@ -77,7 +82,7 @@ class Recorder(Noting, TorchFunctionMode):
             self.keeper.begin()
             self._begin()
         self._depart()
-        save_below(self._hooks)
+        self._save()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.along is not None and not self._inside:

@@ -1,11 +1,13 @@
 """`Course`: the calls that a program makes, to know them again without noting them where all that is saved has room."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
 from tapestream.executor.program.calls.patterns import attribute_of, is_lasting
+from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.record.record import ALIVE, Record
 
 _MOST = 1 << 14  # operations of one that is held for the next call
@@ -14,13 +16,14 @@ _MARKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """``functions`` by operation, and at the end None; ``nbytes`` of what each gives, -1 where that is not one tensor
-    that needs a gradient or has memory of its own; ``asking``: functions of calls that made nothing. ``held_nbytes``:
-    before each operation, and at the end, what plain autograd holds of the program: what it has saved, and what is
-    alive. ``marked``: a few of the operations that save, first and last ones among them."""
+    """``functions`` by operation, and at the end None; ``nbytes`` of what each gives, -1 where that is not known;
+    ``given_nbytes``: of what those are given that save more than they give. ``asking``: functions of calls that made
+    nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the program: what it
+    has saved, and what is alive. ``marked``: a few of the operations that save, first and last ones among them."""
 
     functions: list[Any]
     nbytes: list[int]
+    given_nbytes: dict[int, int]
     asking: frozenset[Any]
     held_nbytes: list[int]
     marked: frozenset[int]
@@ -36,18 +39,31 @@ def course_of(record: Record) -> Course | None:
     patterns = [record.patterns.all[call] for call in record.calls]
     if any(one.foreign or not is_lasting(one.function) or attribute_of(one.function) == "data" for one in patterns):
         return None
-    nbytes, seen = [-1] * len(record), set[int]()
-    for k in range(len(record)):
-        results = record.results_of(k)
-        if len(results) == 1 and (value := results[0]) >= 0:
-            storage = record.storage[value]
-            own = storage not in seen and not record.storage_external[storage]
-            nbytes[k] = record.cotangent_nbytes[value] or (record.storage_nbytes[storage] if own else -1)
-            seen.add(storage)
+    known = _known_nbytes(record)
+    nbytes = [_sum(record.results_of(k), known) for k in range(len(record))]
+    heavy = numpy.flatnonzero(numpy.asarray(record.inner_nbytes) > numpy.maximum(nbytes, 0)).tolist()
+    given = {k: total for k in heavy if (total := _sum(record.arguments_of(k), known)) >= 0}
     saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
     marked = frozenset(saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving)
     functions = [one.function for one in patterns]
-    return Course([*functions, None], nbytes, frozenset(record.asking), _held_nbytes(record), marked)
+    return Course([*functions, None], nbytes, given, frozenset(record.asking), _held_nbytes(record), marked)
+
+
+def _known_nbytes(record: Record) -> dict[int, int]:
+    """By number, those of the values of which the record tells, and of external tensors."""
+    found = {~k: nbytes_of(external.held) for k, external in enumerate(record.externals)}
+    first = dict[int, int]()  # by storage, the value for which it was made
+    for value, (storage, nbytes) in enumerate(zip(record.storage, record.cotangent_nbytes, strict=True)):
+        own = first.setdefault(storage, value) == value and not record.storage_external[storage]
+        if nbytes or own:
+            found[value] = nbytes or record.storage_nbytes[storage]
+    return found
+
+
+def _sum(numbers: Iterable[int], known: Mapping[int, int]) -> int:
+    """Of all of them, -1 where there is none or one is not known."""
+    found = [known.get(number) for number in numbers]
+    return -1 if None in found or not found else sum(filter(None, found))
 
 
 def _held_nbytes(record: Record) -> list[int]:
