@@ -115,8 +115,8 @@ def test_where_there_is_less_room_all_is_noted(noted: list[Any]) -> None:
     program = Program(loop, budget="16MiB")
     assert loop.agrees(program)
     (known,) = program._courses._known.values()
-    for times, along in ((1.6, True), (1.4, False)):
-        program = Program(loop, budget=int(known.peak_nbytes * times))
+    for less, along in ((0, True), (1, False)):
+        program = Program(loop, budget=known.room_nbytes - less)
         assert loop.agrees(program)
         noted.clear()
         assert loop.agrees(program)
@@ -144,7 +144,7 @@ def test_a_call_that_grows_stays_within_the_budget() -> None:
     program = Program(loop, budget="16MiB")
     assert loop.agrees(program)
     (known,) = program._courses._known.values()
-    budget = 8 * known.peak_nbytes // 5
+    budget = known.room_nbytes
     program = Program(loop, budget=budget)
     assert all(loop.agrees(program) for _ in range(2))
     loop.steps = 200
@@ -168,7 +168,7 @@ def test_where_nothing_fits_beside_the_beginning_it_says_so_and_the_next_call_is
     program = Program(function, budget="16MiB")
     program(x).backward()
     (known,) = program._courses._known.values()
-    budget = 8 * known.peak_nbytes // 5
+    budget = known.room_nbytes
     program = Program(function, budget=budget)
     for _ in range(2):
         program(x).backward()
@@ -313,7 +313,7 @@ def test_what_grows_without_another_call_is_noted(kind: str, noted: list[Any]) -
 def test_kinds_of_arguments_that_came_long_ago_are_forgotten() -> None:
     loop = Loop()
     program = Program(loop, budget="16MiB")
-    for rows in range(1, 40):
+    for rows in range(1, 20):
         program(torch.ones(rows, SIDE)).backward()
     assert len(program._courses._known) == 16
     assert all(loop.agrees(program) for _ in range(2))
@@ -387,7 +387,7 @@ def test_what_shows_memory_without_versions_is_noted_always(noted: list[Any]) ->
             assert noted
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 1000), marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning: Where) -> None:
     """With views and writes across that place; all that is noted kept, and as little of it as works."""

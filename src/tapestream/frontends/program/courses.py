@@ -1,7 +1,7 @@
 """`Courses`: of which programs all that is saved has so much room that their next calls need not be noted."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,23 +12,24 @@ from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.course import Course, course_of
 from tapestream.frontends.program.plans import Prepared
 from tapestream.frontends.program.report import Report
+from tapestream.frontends.program.sizes import Sizes
 from tapestream.runner.modes import saving_entered
 from tapestream.units import format_nbytes
 
 _REMEMBERED = 16
 """Kinds of arguments, those that came last."""
 _ROOM = 1.5
-"""Times what plain autograd holds: a call that turns out otherwise at its very end has a third of the budget left for
-what follows."""
+"""Times what plain autograd holds. A call that turns out otherwise at its very end has a third of the budget left for
+what follows, and about what this whole program would need at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A course with what its calls report, and the most that they hold; ``shape``: that of its record."""
+    """A course with what its calls report, and the least budget to go along it; ``shape``: that of its record."""
 
     course: Course
     report: Report
-    peak_nbytes: int
+    room_nbytes: int
     shape: Any
 
 
@@ -38,8 +39,10 @@ class Courses:
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
 
-    def learn(self, key: Any, recorder: Recorder, prepared: Prepared, shape: Any, report: Report) -> None:
-        """A call has been noted as a whole, and its record has this ``shape``."""
+    def learn(
+        self, key: Any, recorder: Recorder, prepared: Prepared, shape: Any, report: Report, sizes: Callable[[], Sizes]
+    ) -> None:
+        """A call has been noted as a whole, and its record has this ``shape`` and these ``sizes``."""
         known = self._known.pop(key, None)
         if prepared.plan is None or prepared.shape != shape or not prepared.keeps_all or recorder.exposed:
             return
@@ -47,8 +50,9 @@ class Courses:
             course = course_of(recorder.record)
             if course is None:
                 return
-            peak = max(prepared.plan.peak_nbytes, *course.held_nbytes)
-            known = Known(course, replace(report, planned=True), peak, shape)
+            held = max(course.held_nbytes)
+            room = max(int(_ROOM * max(prepared.plan.peak_nbytes, held)), held + _least(sizes()))
+            known = Known(course, replace(report, planned=True), room, shape)
         self._known[key] = known
         if len(self._known) > _REMEMBERED:
             self.forget(next(iter(self._known)))
@@ -56,7 +60,7 @@ class Courses:
     def of(self, key: Any, room: Budget) -> Known | None:
         """What the next call may go along, within ``room``."""
         known, limit = self._known.get(key), room.device_nbytes
-        if known is None or (limit is not None and _ROOM * known.peak_nbytes > limit) or saving_entered():
+        if known is None or (limit is not None and known.room_nbytes > limit) or saving_entered():
             return None
         self._known[key] = self._known.pop(key)
         return known
@@ -64,6 +68,11 @@ class Courses:
     def forget(self, key: Any) -> None:
         """A call has turned out otherwise."""
         self._known.pop(key, None)
+
+
+def _least(sizes: Sizes) -> int:
+    """Bytes with which one like it can be reversed, operation by operation: a few states beside what one takes."""
+    return int(4 * sizes.alive.max() + max(sizes.running.max(), sizes.reversing.max()))
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
+from tapestream.frontends.program.sizes import Sizes
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
 from tapestream.planners import planners
@@ -260,7 +261,7 @@ class Program:
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
         if whole:
-            self._note(key, recorder, shape)
+            self._note(key, recorder, shape, lambda: self._borders(found).sizes)
 
     def _borders(self, found: Sweep) -> Borders:
         return Borders(found.record, found.numbers, gradients_within=self.gradients_within)
@@ -269,13 +270,13 @@ class Program:
         """Whether calls are still timed, for a better plan."""
         return prepared.looks < LOOKS and self.planner == "auto"
 
-    def _note(self, key: Any, recorder: Recorder, shape: Any) -> None:
+    def _note(self, key: Any, recorder: Recorder, shape: Any, sizes: Callable[[], Sizes]) -> None:
         """What the next call, if it makes the same operations by the same plan, need not look at again."""
         assert self.report is not None
         prepared = self._prepared[key]
         follows = self.report.planned and not self._measures(prepared)
         _put(self._noted, key, recorder.as_last() if follows else None)
-        self._courses.learn(key, recorder, prepared, shape, self.report)
+        self._courses.learn(key, recorder, prepared, shape, self.report, sizes)
 
     def _remember(self, key: Any, prepared: Prepared) -> None:
         self._last = prepared

@@ -169,7 +169,7 @@ def check_changed(
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
             continue
-        if own and written and storage in announced:
+        if own and storage in announced:
             continue
         if external[storage] and flag:
             raise GradientError(
