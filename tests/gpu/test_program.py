@@ -73,3 +73,19 @@ def test_equal_bits_within_the_budget(planner: str, part: float) -> None:
     with ts.track_memory("cuda") as meter:
         run(x).square().mean().backward()
     assert meter.peak_nbytes <= 1.05 * budget + 4 * x.nbytes
+
+
+def test_calls_that_are_not_noted_and_one_that_turns_out_otherwise() -> None:
+    """Dropouts draw on after what was not noted as plain PyTorch's do."""
+    found = []
+    for programmed in (False, True):
+        net, depth = network(), [4]
+
+        def deep(x: Tensor, net: nn.Sequential = net, depth: list[int] = depth) -> Tensor:
+            for block in (*net, *net)[: depth[0]]:
+                x = block(x)
+            return x
+
+        call = ts.Program(deep, budget="1GiB") if programmed else deep
+        found.append([t for depth[0] in (4, 4, 12, 4) for t in trace(net, call, 2)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
