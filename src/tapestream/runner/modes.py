@@ -47,9 +47,11 @@ def save_below(hooks: saved_tensors_hooks) -> None:
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         above.append(top)
         autograd._pop_saved_tensors_default_hooks()
-    hooks.__enter__()
-    for pack, unpack in reversed(above):
-        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    try:
+        hooks.__enter__()
+    finally:
+        for pack, unpack in reversed(above):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def dispatching() -> tuple[Any, ...]:

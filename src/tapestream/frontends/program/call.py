@@ -15,7 +15,7 @@ from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.aliases import unseen
 from tapestream.executor.program.record.keeper import Keeper, Kept
 from tapestream.executor.program.record.lessons import Lessons
-from tapestream.executor.program.record.record import Record
+from tapestream.executor.program.record.record import External, Record
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.executor.program.replay.steps import ProgramSteps
@@ -62,16 +62,34 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     found = found_in(result)
     numbers = [n for t in found if (n := recorder.numbers.of(t)) is not None and n >= 0]
     recorder.forget()
-    for external in record.externals:
+    for k, external in enumerate(record.externals):
         external.version = external.tensor._version
-        became = external.tensor.requires_grad and not (external.leaf and external.requires)
-        if recorder.departed is not None and became:
-            external.own = external.takes = True
-            external.tensor = external.held  # the graph of the program itself may hold this
+        if recorder.departed is not None and not (external.leaf and external.requires):
+            _let_go(~k, external, record)
     record.spoilt = record.spoilt or unseen(record)
     record.arrays.settle(record.saves)
     keeper.settle(record)
     return Sweep(result, record, keeper, numbers)
+
+
+def _let_go(number: int, external: External, record: Record) -> None:
+    """Of a tensor that the program has made, perhaps, before it was noted, and of which the graph of the program itself
+    may hold the record, now or when the caller writes into it."""
+    if external.tensor.requires_grad:
+        external.own = external.takes = True
+        if not external.requires and _gains_by_another(number, external, record):
+            record.spoilt = record.spoilt or (
+                "a tensor from before this call turned out to be another than the last one got the need of a gradient "
+                "afterwards, by a write into another that shows the same memory"
+            )
+    external.tensor = external.held
+
+
+def _gains_by_another(number: int, external: External, record: Record) -> bool:
+    """Whether another one is written into between two uses of it."""
+    writes = record.writes.get(external.storage, ())
+    between = (k for k in writes if external.first_use < k < external.last_use)
+    return any(number not in record.arguments_of(k) for k in between)
 
 
 class Replays:

@@ -62,7 +62,8 @@ class Courses:
         known, limit = self._known.get(key), room.device_nbytes
         if known is None or (limit is not None and known.room_nbytes > limit) or saving_entered():
             return None
-        self._known[key] = self._known.pop(key)
+        self._known.pop(key, None)
+        self._known[key] = known
         return known
 
     def forget(self, key: Any) -> None:

@@ -1,5 +1,6 @@
 """`Program`: any PyTorch function as one differentiable call under a budget, without marks in it."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -16,7 +17,7 @@ from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.calls.patterns import Kinds
 from tapestream.executor.program.calls.seams import listener_now
-from tapestream.executor.program.noting.along import Along
+from tapestream.executor.program.noting.along import Along, Mark
 from tapestream.executor.program.noting.collector import patient_collector
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.keeper import Keeper, held_nbytes
@@ -149,10 +150,10 @@ class Program:
             if not self._measures(prepared):
                 recorder.follow(self._noted.get(key), functools.partial(places_in, self.function))
         try:
-            with patient_collector():
+            with patient_collector() if along is None else contextlib.nullcontext():
                 found = sweep(functools.partial(self._whole, *args, **kwargs), record, keeper, recorder)
                 if any(record.packs):
-                    self._finish(found, tape, watch, room, key, recorder)
+                    self._finish(found, tape, watch, room, key, recorder, prepared)
                 if known is not None and along is not None:
                     self._went(along, known.report, key, recorder)
         except BaseException:
@@ -216,15 +217,15 @@ class Program:
             operations = along.operations + len(record)
             self.report = replace(after, operations=operations, held_nbytes=after.held_nbytes + nbytes)
         waiting = {Tier.DEVICE: nbytes}
-        self._count(waiting, +1)
-        weakref.finalize(along.mark, self._count, waiting, -1).atexit = False
+        self._wait(along.mark, waiting)
 
     def _finish(
-        self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, recorder: Recorder
-    ) -> None:
-        """Make the call ready for its backward, and the plan for the next one."""
+        self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, recorder: Recorder,
+        before: Prepared | None,
+    ) -> None:  # fmt: skip
+        """Make the call ready for its backward, and the plan for the next one; ``before``: that for this one."""
         record, kept, shape = found.record, found.keeper.kept, found.record.shape()
-        before, whole = self._prepared.get(key), recorder.departed is None
+        whole = recorder.departed is None
         planned = isinstance(watch, Planned) and before is not None and _as_planned(found, watch, before, shape)
         moves = watch.moves if isinstance(watch, Planned) and planned else None
         below, waiting = self._below_on(found.keeper.device), dict.fromkeys(Tier, 0)
@@ -253,8 +254,7 @@ class Program:
         self.report = Report(
             len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
         )
-        self._count(waiting, +1)
-        weakref.finalize(tape, self._count, waiting, -1).atexit = False
+        self._wait(tape, waiting)
         followed = recorder.followed() if planned else None
         lessons = None if followed is None else followed.lessons
         replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
@@ -273,7 +273,9 @@ class Program:
     def _note(self, key: Any, recorder: Recorder, shape: Any, sizes: Callable[[], Sizes]) -> None:
         """What the next call, if it makes the same operations by the same plan, need not look at again."""
         assert self.report is not None
-        prepared = self._prepared[key]
+        prepared = self._prepared.get(key)
+        if prepared is None:  # calls in other threads have come in between
+            return
         follows = self.report.planned and not self._measures(prepared)
         _put(self._noted, key, recorder.as_last() if follows else None)
         self._courses.learn(key, recorder, prepared, shape, self.report, sizes)
@@ -297,9 +299,15 @@ class Program:
             let_go_of_failed_backward()
         return room_for_call("Program", self.budget, self._live, self._below_on(device).host_nbytes(), device)
 
-    def _count(self, nbytes: Mapping[Tier, int], calls: int) -> None:
-        for tier, n in nbytes.items():
-            self._live[tier] += calls * n
+    def _wait(self, holder: Mark | Tape, nbytes: Mapping[Tier, int]) -> None:
+        """A call waits for its backward with so many bytes, as long as autograd holds ``holder``."""
+        _count(self._live, nbytes, +1)
+        weakref.finalize(holder, _count, self._live, nbytes, -1).atexit = False  # holds no program
+
+
+def _count(live: dict[Tier, int], nbytes: Mapping[Tier, int], calls: int) -> None:
+    for tier, n in nbytes.items():
+        live[tier] += calls * n
 
 
 def _put(remembered: dict[Any, Any], key: Any, value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.record.record import ALIVE, Record
 from tapestream.executor.travel.cargo import SMALL_NBYTES
 from tapestream.frontends.program.parts import parts
@@ -98,8 +99,8 @@ class Sizes:
         self.cotangent = self.spans(until, since, nbytes)
         for external in record.externals:
             if external.own:  # its cotangent waits for what is not noted
-                self.cotangent[: external.last_use + 1] += external.held.nbytes
-        outside = numpy.array([e.tensor.nbytes if e.takes else 0 for e in record.externals] or [0])
+                self.cotangent[: external.last_use + 1] += nbytes_of(external.held)
+        outside = numpy.array([nbytes_of(e.held) if e.takes else 0 for e in record.externals] or [0])
         own = arguments >= 0
         number = numpy.where(own, arguments, 0)
         some = len(nbytes) > 0

@@ -42,3 +42,8 @@ def written(seen: Iterable[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tens
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes that count: none of tensors without a storage."""
     return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is a leaf that requires a gradient."""
+    return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf

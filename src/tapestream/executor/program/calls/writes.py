@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from tapestream.errors import GradientError, InputError
+from tapestream.executor.program.calls.values import is_parameter
 from tapestream.executor.program.calls.whole import Whole, announced
 
 _AVERAGES = ("running_mean", "running_var")
@@ -169,7 +170,7 @@ def check_changed(
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
             continue
-        if own and storage in announced:
+        if own and storage in announced and not (wanted and is_parameter(tensor)):
             continue
         if external[storage] and flag:
             raise GradientError(

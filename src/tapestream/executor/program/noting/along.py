@@ -16,6 +16,7 @@ from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.record.course import Course
 from tapestream.executor.program.record.tape import unchanged
+from tapestream.runner.modes import saving_entered
 
 
 class Mark:
@@ -32,7 +33,8 @@ class Along:
         self.operations = self._strayed_nbytes = 0
         self._next = 0  # among those of last time
         self._functions, self._nbytes = course.functions, course.nbytes
-        self._given, self._marked = course.given_nbytes, course.marked
+        self._grads, self._needs = course.grads, course.needs
+        self._closely, self._marked = course.closely, course.marked
 
     @property
     def held_nbytes(self) -> int:
@@ -45,16 +47,18 @@ class Along:
         expected = self._functions[k]
         if function is not expected and function != expected:
             return self._asked(function, args, kwargs)
-        if k in self._given and self._given[k] != _nbytes_of((args, kwargs)):
+        if torch.is_grad_enabled() is not self._grads[k] or self._needs[k] not in (-1, _needing(args, kwargs)):
             return UNKNOWN
-        if k in self._marked:
+        if k in self._closely and not self._closely[k].holds(args, kwargs):
+            return UNKNOWN
+        if k in self._marked and not saving_entered():
             with saved_tensors_hooks(_marking(self.mark), unchanged):
                 result = function(*args, **kwargs) if kwargs else function(*args)
         else:
             result = function(*args, **kwargs) if kwargs else function(*args)
         self.operations = self._next = k + 1
         nbytes = self._nbytes[k]
-        if nbytes >= 0 and nbytes != (result.nbytes if type(result) is torch.Tensor else _nbytes_of(result)):
+        if nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else _nbytes_of(result)):
             self._strays(result)
         return result
 
@@ -72,6 +76,17 @@ class Along:
         """No call is the next one any more."""
         self._strayed_nbytes += _nbytes_of(result)
         self._next = len(self._functions) - 1
+
+
+def _needing(args: Any, kwargs: Any) -> int:
+    """How many of the tensors that a call is given need a gradient."""
+    found = 0
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, torch.Tensor):
+            found += one.requires_grad
+        elif type(one) is list or type(one) is tuple:
+            found += _needing(one, None)
+    return found
 
 
 def _nbytes_of(values: Any) -> int:

@@ -12,6 +12,7 @@ from tapestream.executor.program.calls.exposed import Exposed
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import Call, Measured, tensors_of
 from tapestream.executor.program.calls.seams import FROM_DLPACK
+from tapestream.executor.program.calls.values import is_parameter
 from tapestream.executor.program.calls.writes import check_changed
 from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.following import Following
@@ -277,6 +278,9 @@ class Noting:
         self.record.arrays.written(changed)
         if self._exposed.sums:
             self._exposed.note_written(tensors, changed)
+        for tensor in tensors:
+            if is_parameter(tensor) and self.numbers.storage_of(tensor) in changed:
+                self.record.leaves_written.append((k, self.numbers.given((tensor,), k)[0]))
         if changed & self._bypassed:
             raise GradientError(
                 "Program: a tensor that requires a gradient was written into through its .data, which autograd does "

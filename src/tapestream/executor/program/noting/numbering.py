@@ -168,8 +168,8 @@ class Numbering:
                 "writes into it; clone() it outside of inference mode, or make it under torch.no_grad()"
             )
         node = tensor.grad_fn
-        # A view gets another node when it is next looked at after something has written into what it shows.
-        earlier = self._departed and tensor._is_view()
+        # After a write another node is that of all that shows what was written, of views when they are next looked at.
+        earlier = self._departed and (tensor._is_view() or storage in self.record.writes)
         if node is not None and node._sequence_nr() >= self._since and not earlier:
             raise unshown(tensor, node.name())
         number, record = self._external_in(tensor, storage, looks, tensor._version, k), self.record

@@ -77,12 +77,12 @@ class Recorder(Noting, TorchFunctionMode):
 
     def depart(self) -> None:
         """Note all from here on."""
+        self._save()  # which torch.func's transforms forbid
         self.departed, self.along = self.along, None
         with self.unheard():
             self.keeper.begin()
             self._begin()
         self._depart()
-        self._save()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.along is not None and not self._inside:

@@ -1,5 +1,5 @@
 """Writes of which no version tells: into memory that several storages show (an array's and the tensor's it came from),
-and into running statistics."""
+into running statistics, and into leaves of which autocast remembers casts."""
 
 import torch
 
@@ -11,9 +11,26 @@ from tapestream.executor.program.record.record import External, Record
 def unseen(record: Record) -> str | None:
     """Why nothing of a program that has ended may be run again: it writes into memory that another of the tensors that
     it uses shows by a storage of its own (by way of NumPy or DLPack), or into statistics that it has normalised by."""
+    if (why := _cast_before(record)) is not None:
+        return why
     if not any(record.storage_external[storage] for storage in record.writes):
         return None
     return _shared(record) or _normalised(record)
+
+
+def _cast_before(record: Record) -> str | None:
+    """Autocast goes on with the cast that it remembers of a leaf which has been written into since."""
+    casting = {
+        number
+        for number, ambient in enumerate(record.ambients)
+        if ambient.cache and any(to is not None for _, to in ambient.casts)
+    }
+    for written, leaf in record.leaves_written if casting else ():
+        storage = record.storage_of(leaf)
+        for k in range(written):
+            if record.ambient[k] in casting and leaf in record.arguments_of(k) and k not in record.writes[storage]:
+                return "autocast was used on a leaf that requires a gradient and was then written into, in one call"
+    return None
 
 
 def _normalised(record: Record) -> str | None:

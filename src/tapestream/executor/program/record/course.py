@@ -5,25 +5,59 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 
-from tapestream.executor.program.calls.patterns import attribute_of, is_lasting
+from tapestream.executor.program.calls.patterns import attribute_of, is_lasting, tensors_of
+from tapestream.executor.program.calls.templates import PLACE
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.record.record import ALIVE, Record
+from tapestream.runner.kernels import are_chosen
 
 _MOST = 1 << 14  # operations of one that is held for the next call
 _MARKS = 8
+_ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Closely:
+    """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention the constants,
+    and what chooses between ``kernels``, else None."""
+
+    nbytes: int
+    constants: Any = None
+    kernels: tuple[Any, ...] | None = None
+
+    def holds(self, args: Any, kwargs: Any) -> bool:
+        """Whether it is given the like."""
+        if self.kernels is not None and not (constants_of(args, kwargs) == self.constants and are_chosen(self.kernels)):
+            return False
+        return self.nbytes < 0 or self.nbytes == sum(map(nbytes_of, tensors_of((args, kwargs), [])))
+
+
+def constants_of(args: Any, kwargs: Any) -> Any:
+    """What a call is given beside tensors."""
+    names = {name: one for name, one in (kwargs or {}).items() if not _stands_for_tensor(one)}
+    return [None if _stands_for_tensor(one) else (one,) for one in args], names
+
+
+def _stands_for_tensor(one: Any) -> bool:
+    return one is PLACE or isinstance(one, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
     """``functions`` by operation, and at the end None; ``nbytes`` of what each gives, -1 where that is not known;
-    ``given_nbytes``: of what those are given that save more than they give. ``asking``: functions of calls that made
-    nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the program: what it
-    has saved, and what is alive. ``marked``: a few of the operations that save, first and last ones among them."""
+    ``grads``: whether gradients are on; ``needs``: how many tensors with the need of one it is given, -1 where that is
+    not known. ``closely``: of those that save more than they give, or by the kernel chosen. ``asking``: functions of
+    calls that made nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the
+    program: what it has saved, and what is alive. ``marked``: a few of the operations that save, first and last ones
+    among them."""
 
     functions: list[Any]
     nbytes: list[int]
-    given_nbytes: dict[int, int]
+    grads: list[bool]
+    needs: list[int]
+    closely: dict[int, "Closely"]
     asking: frozenset[Any]
     held_nbytes: list[int]
     marked: frozenset[int]
@@ -42,11 +76,16 @@ def course_of(record: Record) -> Course | None:
     known = _known_nbytes(record)
     nbytes = [_sum(record.results_of(k), known) for k in range(len(record))]
     heavy = numpy.flatnonzero(numpy.asarray(record.inner_nbytes) > numpy.maximum(nbytes, 0)).tolist()
-    given = {k: total for k in heavy if (total := _sum(record.arguments_of(k), known)) >= 0}
+    closely = {k: Closely(total) for k in heavy if (total := _sum(record.arguments_of(k), known)) >= 0}
+    ambients = [record.ambients[number] for number in record.ambient]
+    for k, (one, ambient) in enumerate(zip(patterns, ambients, strict=True)):
+        if getattr(one.function, "__name__", "") in _ATTENDING:
+            closely[k] = Closely(-1, constants_of(one.args, one.kwargs), ambient.kernels)
     saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
     marked = frozenset(saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving)
     functions = [one.function for one in patterns]
-    return Course([*functions, None], nbytes, given, frozenset(record.asking), _held_nbytes(record), marked)
+    grads, needs, held = [ambient.grad for ambient in ambients], _needs(record), _held_nbytes(record)
+    return Course([*functions, None], nbytes, grads, needs, closely, frozenset(record.asking), held, marked)
 
 
 def _known_nbytes(record: Record) -> dict[int, int]:
@@ -58,6 +97,19 @@ def _known_nbytes(record: Record) -> dict[int, int]:
         if nbytes or own:
             found[value] = nbytes or record.storage_nbytes[storage]
     return found
+
+
+def _needs(record: Record) -> list[int]:
+    """Of each operation. What is written into may have got the need since it was made."""
+    written, found = record.writes.keys(), dict[int, bool]()
+    for k, external in enumerate(record.externals):
+        if external.storage not in written:
+            found[~k] = external.requires
+    for value, (storage, nbytes) in enumerate(zip(record.storage, record.cotangent_nbytes, strict=True)):
+        if nbytes or (storage not in written and record.storage_nbytes[storage]):
+            found[value] = nbytes > 0
+    given = ([found.get(number) for number in record.arguments_of(k)] for k in range(len(record)))
+    return [-1 if None in needs else sum(map(bool, needs)) for needs in given]
 
 
 def _sum(numbers: Iterable[int], known: Mapping[int, int]) -> int:

@@ -240,15 +240,23 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """``storage`` as ``like`` shows its own."""
-    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
-    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    everything = torch.empty(0, dtype=torch.uint8, device=like.device)
+    everything.set_(storage)
+    return _shown(everything, like)
+
+
+def _shown(everything: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What ``like`` shows of its storage, of these bytes: with their version, as views of one tensor have."""
+    size = like.element_size()
+    whole = everything[: len(everything) // size * size].view(like.dtype)
+    tensor = whole.as_strided(like.size(), like.stride(), like.storage_offset())
     tensor = tensor.conj() if like.is_conj() else tensor
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return (torch._neg_view(tensor) if like.is_neg() else tensor).detach()
 
 
 def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
     """The same over one copy of their common storage: sizes, strides and places in memory (modulo 64) as they were."""
-    copy: torch.UntypedStorage | None = None
+    copy: torch.Tensor | None = None
     out: dict[int, Entry] = {}
     for number, entry in entries.items():
         like = entry.tensor
@@ -256,7 +264,8 @@ def copied(entries: Mapping[int, Entry]) -> dict[int, Entry]:
             tensor = like.clone()
         else:
             if copy is None:
-                copy = like.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            tensor = _over(copy, like)
+                copy = torch.empty(0, dtype=torch.uint8, device=like.device)
+                copy.set_(like.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            tensor = _shown(copy, like)
         out[number] = Entry(tensor, entry.storage, entry.requires, True, tensor._version)
     return out

@@ -120,6 +120,7 @@ class Record:
     ``untried``: the operations of which it is not known for good what they take.
     ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
     run again. ``asking``: functions of calls that made nothing, and are not noted.
+    ``leaves_written``: the operations that write into leaves that require a gradient, with these.
     """
 
     kinds: Kinds
@@ -160,6 +161,7 @@ class Record:
     hidden: dict[int, Hidden] = field(default_factory=dict)
     spoilt: str | None = None
     asking: set[Any] = field(default_factory=set)
+    leaves_written: list[tuple[int, int]] = field(default_factory=list)
     _unread: Unread | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -239,7 +239,8 @@ class ProgramSteps:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
-        tensors = [values[n] if n in values else self._outside(n) for n in numbers]
+        outside = {n: self._outside(n) for n in numbers if n not in values}  # one object, however often it is given
+        tensors = [values[n] if n in values else outside[n] for n in numbers]
         if record.switched:  # a copy in a restart checkpoint has the need of when it was kept
             needs = record.needs.get(k, {})
             tensors = [
