@@ -14,7 +14,7 @@ from test_program_random import OPERATIONS, made_of, with_fewer_writes
 from torch import nn
 
 from tapestream.costs import Budget
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, GradientError
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.frontends.program import program as programs
 from tapestream.frontends.program.courses import Courses, Known
@@ -391,7 +391,7 @@ def test_what_shows_memory_without_versions_is_noted_always(noted: list[Any]) ->
 @pytest.mark.timeout(1800)
 def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning: Where) -> None:
     """With views and writes across that place; all that is noted kept, and as little of it as works."""
-    departed = reruns = 0
+    departed = reruns = refused = 0
     for seed in seeds:
         rng = random.Random(seed)
         for steps in with_fewer_writes(rng.choices(range(len(OPERATIONS)), k=rng.randrange(3, 50))):
@@ -419,9 +419,14 @@ def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning:
                 except BudgetError as error:
                     program._courses._known[key] = known
                     turning[1] = (error.least_nbytes or 0) - known.course.held_nbytes[k]
-                    assert agree(function, program, leaves, make, seed)
+                    try:
+                        assert agree(function, program, leaves, make, seed)
+                    except GradientError as refusal:
+                        assert "got the need of a gradient afterwards" in str(refusal)  # noqa: PT017
+                        refused += 1
                 departed += 1
                 assert program.report is not None
                 reruns += program.report.reruns > 0
     assert departed >= 9 * len(seeds)
     assert reruns > len(seeds) // 3
+    assert refused <= departed // 50
