@@ -38,7 +38,7 @@ def exchange(new: Sequence[Any]) -> None:
 
 def saving_entered() -> bool:
     """Whether any hooks on saved tensors are entered here."""
-    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def save_below(hooks: saved_tensors_hooks) -> None:
@@ -93,10 +93,6 @@ def _is_users(mode: Any) -> bool:
     return not (known or getattr(mode, "only_watches", False))
 
 
-def _hooks_on_saved() -> bool:
-    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -115,7 +111,7 @@ class Surroundings:
         """Whether they are the same here, and nothing else stands in the way of running something again."""
         if _C._len_torch_function_stack() or self._modes or self._dispatching or _C._len_torch_dispatch_stack():
             return False
-        if torch.is_inference_mode_enabled() or _hooks_on_saved():
+        if torch.is_inference_mode_enabled() or saving_entered():
             return False
         kernels = [get() for get, _ in KERNELS[: len(self._kernels)]]
         return torch.get_default_dtype() == self._dtype and kernels == self._kernels
@@ -128,7 +124,7 @@ class Surroundings:
             return
         dtype, modes, dispatched = torch.get_default_dtype(), modes_entered(), Dispatching()
         kernels = [get() for get, _ in KERNELS[: len(self._kernels)]]
-        plainly = saved_tensors_hooks(torch.Tensor.detach, _same) if _hooks_on_saved() else contextlib.nullcontext()
+        plainly = saved_tensors_hooks(torch.Tensor.detach, _same) if saving_entered() else contextlib.nullcontext()
         try:
             torch.set_default_dtype(self._dtype)
             choose(self._kernels)

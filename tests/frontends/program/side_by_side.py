@@ -11,6 +11,7 @@ from torch import nn
 
 from tapestream.errors import BudgetError
 from tapestream.executor.program.noting import following
+from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
@@ -111,6 +112,19 @@ def hear_followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(following.Following, "call", heard)
     return names
+
+
+def hear_noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions of calls that are noted closely from now on."""
+    found: list[Any] = []
+    note = Recorder._noted
+
+    def listed(self: Recorder, func: Any, *given: Any) -> Any:
+        found.append(func)
+        return note(self, func, *given)
+
+    monkeypatch.setattr(Recorder, "_noted", listed)
+    return found
 
 
 def restore(buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import outcome, same
+from side_by_side import hear_noted, outcome, same
 from test_program_random import OPERATIONS, made_of, with_fewer_writes
 from torch import nn
 
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, GradientError
-from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.frontends.program import program as programs
 from tapestream.frontends.program.courses import Courses, Known
 from tapestream.frontends.program.program import Program
@@ -30,15 +29,7 @@ ROWS = 64
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The functions of all calls that are noted, in order."""
-    found: list[Any] = []
-    note = Recorder._noted
-
-    def listed(self: Recorder, func: Any, *given: Any) -> Any:
-        found.append(func)
-        return note(self, func, *given)
-
-    monkeypatch.setattr(Recorder, "_noted", listed)
-    return found
+    return hear_noted(monkeypatch)
 
 
 Where = list[int | None]

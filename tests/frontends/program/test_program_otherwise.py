@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from side_by_side import hear_noted
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from tapestream.errors import GradientError
-from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Tier
 from tapestream.storage.meter import track_memory
@@ -52,12 +52,7 @@ def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The functions of all calls that are noted, in order."""
-    found: list[Any] = []
-    note = Recorder._noted
-    monkeypatch.setattr(
-        Recorder, "_noted", lambda self, func, *given: (found.append(func), note(self, func, *given))[1]
-    )
-    return found
+    return hear_noted(monkeypatch)
 
 
 def base_used_after_a_write_through_its_view(x: Tensor, otherwise: bool) -> Tensor:

@@ -10,14 +10,13 @@ from tapestream.errors import BudgetError
 from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.course import Course, course_of
+from tapestream.frontends.program.given import remember
 from tapestream.frontends.program.plans import Prepared
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.sizes import Sizes
 from tapestream.runner.modes import saving_entered
 from tapestream.units import format_nbytes
 
-_REMEMBERED = 16
-"""Kinds of arguments, those that came last."""
 _ROOM = 1.5
 """Times what plain autograd holds. A call that turns out otherwise at its very end has a third of the budget left for
 what follows, and about what this whole program would need at least."""
@@ -53,17 +52,14 @@ class Courses:
             held = max(course.held_nbytes)
             room = max(int(_ROOM * max(prepared.plan.peak_nbytes, held)), held + _least(sizes()))
             known = Known(course, replace(report, planned=True), room, shape)
-        self._known[key] = known
-        if len(self._known) > _REMEMBERED:
-            self.forget(next(iter(self._known)))
+        remember(self._known, key, known)
 
     def of(self, key: Any, room: Budget) -> Known | None:
         """What the next call may go along, within ``room``."""
         known, limit = self._known.get(key), room.device_nbytes
         if known is None or (limit is not None and known.room_nbytes > limit) or saving_entered():
             return None
-        self._known.pop(key, None)
-        self._known[key] = known
+        remember(self._known, key, known)
         return known
 
     def forget(self, key: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_REMEMBERED = 16  # kinds of arguments
+
 
 def kind_of(given: Any) -> tuple[Any, ...]:
     """Equal for arguments that plans may be shared by."""
@@ -29,3 +31,11 @@ def _leaves(given: Any) -> Iterator[Any]:
             yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             yield leaf
+
+
+def remember(remembered: dict[Any, Any], kind: Any, value: Any) -> None:
+    """Have ``value`` as the last of what is remembered by kinds of arguments, of which some are."""
+    remembered.pop(kind, None)
+    remembered[kind] = value
+    if len(remembered) > _REMEMBERED:
+        del remembered[next(iter(remembered))]

@@ -34,7 +34,7 @@ from tapestream.frontends.program.courses import Courses, beside_beginning
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
-from tapestream.frontends.program.given import device_of, kind_of
+from tapestream.frontends.program.given import device_of, kind_of, remember
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.report import Report
@@ -46,8 +46,6 @@ from tapestream.planners import planners
 from tapestream.planning.plan import Plan
 from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import refuse_hooks
-
-_REMEMBERED = 16  # kinds of arguments that plans are kept for
 
 
 class Program:
@@ -137,13 +135,12 @@ class Program:
         online = Online(record, keeper, tape, room.device_nbytes or 0)
         prepared, known = self._prepared.get(key), self._courses.of(key, room)
         watch: Online | Planned = online
-        along = None if known is None else Along(known.course)
+        along = None if known is None else Along(known.course, functools.partial(self._otherwise, key, online))
         if along is None and prepared is not None and prepared.fits(room):
             watch = self._following(prepared, online, device)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
         recorder.spare = watch.spare
-        if along is not None:
-            recorder.go_along(along, functools.partial(self._otherwise, key, online, along))
+        recorder.along = along
         if isinstance(watch, Planned) and prepared is not None:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding
@@ -200,10 +197,10 @@ class Program:
             gradients_within=self.gradients_within,
         )  # fmt: skip
 
-    def _otherwise(self, key: Any, online: Online, along: Along) -> None:
+    def _otherwise(self, key: Any, online: Online, held_nbytes: int) -> None:
         """What comes is another call than last time: the next one is to be noted from its beginning on."""
         self._courses.forget(key)
-        online.depart(along.held_nbytes)
+        online.depart(held_nbytes)
 
     def _went(self, along: Along, report: Report, key: Any, recorder: Recorder) -> None:
         """A call has gone along: all of it, or up to where it was noted."""
@@ -229,6 +226,7 @@ class Program:
         planned = isinstance(watch, Planned) and before is not None and _as_planned(found, watch, before, shape)
         moves = watch.moves if isinstance(watch, Planned) and planned else None
         below, waiting = self._below_on(found.keeper.device), dict.fromkeys(Tier, 0)
+        borders = functools.cache(functools.partial(self._borders, found))
         if planned and before is not None:
             assert before.reversal is not None
             assert before.plan is not None
@@ -236,18 +234,17 @@ class Program:
             if moves is not None:
                 waiting.update(before.plan.simulation.peak_nbytes)
             if self._measures(before):
-                self._remember(key, prepare(self._borders(found), shape, room, "auto", before, below))
+                self._remember(key, prepare(borders(), shape, room, "auto", before, below))
         else:
             if isinstance(watch, Planned):
                 watch.give_up()
-            borders, budget = self._borders(found), room.device_nbytes or 0
+            budget = (watch.otherwise if isinstance(watch, Planned) else watch).budget
             with beside_others("Program", self._live[Tier.DEVICE], self.budget), beside_beginning(recorder.departed):
-                budget = max(1, budget - (0 if recorder.departed is None else recorder.departed.held_nbytes))
-                cuts, reversal, slots = after_sweep(found, borders, watch.taped, tape, budget, self.planner)
+                cuts, reversal, slots = after_sweep(found, borders(), watch.taped, tape, budget, self.planner)
             if not whole:
                 pass  # the end of a program: all of it is noted the next time
             elif before is None or before.shape == shape or not before.fits(room):
-                self._remember(key, prepare(borders, shape, room, self.planner, None, below))
+                self._remember(key, prepare(borders(), shape, room, self.planner, None, below))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
         nbytes = waiting[Tier.DEVICE] = _held_nbytes(found, tape)
@@ -261,7 +258,7 @@ class Program:
         tape.bring = replays.bring
         self._replays = weakref.ref(replays)
         if whole:
-            self._note(key, recorder, shape, lambda: self._borders(found).sizes)
+            self._note(key, recorder, shape, lambda: borders().sizes)
 
     def _borders(self, found: Sweep) -> Borders:
         return Borders(found.record, found.numbers, gradients_within=self.gradients_within)
@@ -277,12 +274,12 @@ class Program:
         if prepared is None:  # calls in other threads have come in between
             return
         follows = self.report.planned and not self._measures(prepared)
-        _put(self._noted, key, recorder.as_last() if follows else None)
+        remember(self._noted, key, recorder.as_last() if follows else None)
         self._courses.learn(key, recorder, prepared, shape, self.report, sizes)
 
     def _remember(self, key: Any, prepared: Prepared) -> None:
         self._last = prepared
-        _put(self._prepared, key, prepared)
+        remember(self._prepared, key, prepared)
 
     def _device_of(self, given: Any) -> torch.device:
         """As tensors on it say: with the number of a GPU."""
@@ -308,13 +305,6 @@ class Program:
 def _count(live: dict[Tier, int], nbytes: Mapping[Tier, int], calls: int) -> None:
     for tier, n in nbytes.items():
         live[tier] += calls * n
-
-
-def _put(remembered: dict[Any, Any], key: Any, value: Any) -> None:
-    remembered.pop(key, None)
-    remembered[key] = value
-    if len(remembered) > _REMEMBERED:
-        del remembered[next(iter(remembered))]
 
 
 def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) -> bool:

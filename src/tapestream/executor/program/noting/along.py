@@ -14,7 +14,7 @@ from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
-from tapestream.executor.program.record.course import Course
+from tapestream.executor.program.record.course import Course, nbytes_within
 from tapestream.executor.program.record.tape import unchanged
 from tapestream.runner.modes import saving_entered
 
@@ -26,10 +26,10 @@ class Mark:
 
 
 class Along:
-    """One call, which has made so many ``operations``."""
+    """One call, which has made so many ``operations``. ``otherwise`` is told the bytes held when it turns out so."""
 
-    def __init__(self, course: Course) -> None:
-        self.course, self.mark = course, Mark()
+    def __init__(self, course: Course, otherwise: Callable[[int], None]) -> None:
+        self.course, self.otherwise, self.mark = course, otherwise, Mark()
         self.operations = self._strayed_nbytes = 0
         self._next = 0  # among those of last time
         self._functions, self._nbytes = course.functions, course.nbytes
@@ -58,7 +58,7 @@ class Along:
             result = function(*args, **kwargs) if kwargs else function(*args)
         self.operations = self._next = k + 1
         nbytes = self._nbytes[k]
-        if nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else _nbytes_of(result)):
+        if nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else nbytes_within(result)):
             self._strays(result)
         return result
 
@@ -74,7 +74,7 @@ class Along:
 
     def _strays(self, result: Any) -> None:
         """No call is the next one any more."""
-        self._strayed_nbytes += _nbytes_of(result)
+        self._strayed_nbytes += nbytes_within(result)
         self._next = len(self._functions) - 1
 
 
@@ -87,10 +87,6 @@ def _needing(args: Any, kwargs: Any) -> int:
         elif type(one) is list or type(one) is tuple:
             found += _needing(one, None)
     return found
-
-
-def _nbytes_of(values: Any) -> int:
-    return sum(map(nbytes_of, tensors_of(values, [])))
 
 
 def _marking(mark: Mark) -> Callable[[torch.Tensor], Any]:

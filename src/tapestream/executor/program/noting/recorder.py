@@ -20,7 +20,6 @@ from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
 from tapestream.executor.program.calls.seams import heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
 from tapestream.executor.program.calls.writes import QUESTIONS, SWITCHES, gives_back
-from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.noting.noting import Noting, Operation
 from tapestream.executor.program.record.keeper import Keeper
@@ -39,7 +38,6 @@ class Recorder(Noting, TorchFunctionMode):
         super().__init__(record, keeper, tape, between)
         self._inside = False
         self._entered: list[Any] = []
-        self._depart: Callable[[], None] = record.asking.clear
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -71,18 +69,16 @@ class Recorder(Noting, TorchFunctionMode):
         save_below(self._hooks)
         self._saving = True
 
-    def go_along(self, along: Along, depart: Callable[[], None]) -> None:
-        """Note nothing until a call is another one than last time; ``depart`` is called then."""
-        self.along, self._depart = along, depart
-
     def depart(self) -> None:
         """Note all from here on."""
+        along = self.along
+        assert along is not None
         self._save()  # which torch.func's transforms forbid
-        self.departed, self.along = self.along, None
+        self.departed, self.along = along, None
         with self.unheard():
             self.keeper.begin()
             self._begin()
-        self._depart()
+        along.otherwise(along.held_nbytes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.along is not None and not self._inside:

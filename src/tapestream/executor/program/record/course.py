@@ -31,7 +31,12 @@ class Closely:
         """Whether it is given the like."""
         if self.kernels is not None and not (constants_of(args, kwargs) == self.constants and are_chosen(self.kernels)):
             return False
-        return self.nbytes < 0 or self.nbytes == sum(map(nbytes_of, tensors_of((args, kwargs), [])))
+        return self.nbytes < 0 or self.nbytes == nbytes_within((args, kwargs))
+
+
+def nbytes_within(values: Any) -> int:
+    """Bytes of all tensors in what a call is given, or gives."""
+    return sum(map(nbytes_of, tensors_of(values, [])))
 
 
 def constants_of(args: Any, kwargs: Any) -> Any:
