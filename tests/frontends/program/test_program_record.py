@@ -13,10 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.program_long import W, halved, most_kept, program
+from tapestream.frontends.program.cuts import MANY
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.sizes import Sizes
 from tapestream.ir import Backward, Forward, Phase, PhaseKind, Record
 from tapestream.planners._recurrences import least_forwards
+from tapestream.storage.meter import track_memory
 
 MOST = 400  # bytes of host memory an operation
 
@@ -126,6 +128,25 @@ def test_ten_times_longer_takes_one_more_restart_checkpoint_per_doubling() -> No
         run, _, _ = run_again("bisection", operations)
         kept.append(most_kept(run))
     assert kept[1] - kept[0] <= ceil(log2(10))
+
+
+@pytest.mark.parametrize(("planner", "states"), [("bisection", 22), pytest.param("auto", 18, marks=pytest.mark.full)])
+def test_a_long_program_in_the_memory_of_a_few_states(planner: str, states: int) -> None:
+    """Of a tape of 10,000: in more stretches than are tried where more memory is given."""
+    operations, side = 20_000, 48
+    w = (torch.randn(side, side, generator=torch.Generator().manual_seed(0)) / side).requires_grad_()
+    program(torch.ones(side, side), operations, w).sum().backward()
+    wanted, w.grad = w.grad, None
+    run = Program(program, budget=states * w.nbytes, planner=planner)
+    for _ in range(2):
+        with track_memory() as meter:
+            run(torch.ones(side, side), operations, w).sum().backward()
+        assert torch.equal(w.grad, wanted)
+        assert meter.peak_nbytes <= 1.05 * states * w.nbytes
+        w.grad = None
+    assert run.report is not None
+    assert run.report.planned
+    assert run.report.stages > 4 * MANY
 
 
 @pytest.mark.full

@@ -26,8 +26,8 @@ SLOW = 2
 """Times the seconds with everything stored, or forwards for each stage, from which on quick plans do not do."""
 _WORTH_SECONDS = 1.0
 """Of what runs again, that is: about as long as a plan takes."""
-_CALLS = 200
-"""A search for better plans ends after the time that so many calls spend on what they run again."""
+_CALLS, _MOST_SECONDS = 200, 20.0
+"""A search for better plans ends after the time that so many calls spend on what they run again, and after so much."""
 _SHARES = (1, 0.85, 0.7, 0.5)
 """Of the budget, for a plan to which tails and values are added (see `Tails`, `Holds`)."""
 _TAPERS = tuple(itertools.product((4, 6, 8.5, 13, 28), (1.1, 1.2)))
@@ -75,8 +75,11 @@ def slow(found: Found, borders: Borders) -> bool:
 
 def refined(borders: Borders, before: Found, room: Budget, below: Below) -> list[Found]:
     """Plans by `rotor` for several numbers of stretches, and for those of ``before`` where these do not fit; then plans
-    that run everything again once, for stretches of several lengths. Ends early where there is little to win."""
-    until = time.perf_counter() + _CALLS * before.again(borders)
+    that run everything again once, for stretches of several lengths. Ends early where there is little to win, and
+    leaves alone what takes more stretches than `MANY`."""
+    if len(before.cuts) > MANY + 1:
+        return []
+    until = time.perf_counter() + min(_MOST_SECONDS, _CALLS * before.again(borders))
     found = list[Found]()
     for one in _several(borders, before.cuts, room, below):
         found.append(one)

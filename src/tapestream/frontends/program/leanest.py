@@ -15,8 +15,8 @@ from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
 from tapestream.simulate import simulate
 
-FINEST = 4 * MANY
-"""Stretches, most."""
+FINE, FINEST = 4 * MANY, 16 * MANY
+"""Stretches: many, and most."""
 
 
 def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int], Reversal]:

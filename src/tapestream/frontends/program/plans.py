@@ -15,7 +15,7 @@ from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.candidates import FITTING, SLOW, Found, looked_for, plans_by, refined, slow
 from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
 from tapestream.frontends.program.holds import NOTHING, Holding
-from tapestream.frontends.program.leanest import FINEST, leanest
+from tapestream.frontends.program.leanest import FINE, FINEST, leanest
 from tapestream.frontends.program.orders import Reversal, of_gaps, transfers
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Forward, Kind, Offload, Phase, Record, Restore, Schedule
@@ -26,7 +26,7 @@ from tapestream.units import format_nbytes
 
 _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
-_STRETCHES = {"auto": (MANY, *FITTING[1:3], FINEST), "superneurons": (FINEST, MANY, FEW)}
+_STRETCHES = {"auto": (MANY, *FITTING[1:3], FINE, FINEST), "superneurons": (FINE, MANY, FEW)}
 """How many are tried, one after the other: few by planners with tables. SuperNeurons goes by single operations."""
 LOOKS = 2
 """How often a better plan is looked for by "auto": all planners, then several numbers of stretches with tails."""
@@ -84,11 +84,7 @@ def prepare(
         better = looked_for(borders, room, below) if looks == 1 else refined(borders, known, room, below)
         found = [known, *better]
     else:
-        sizes = _STRETCHES.get(planner, (FEW, MANY, FINEST))
-        names = _QUICK if planner == "auto" else (planner,)
-        cuts_tried = (borders.cuts(most, timed=timed) for timed in (True, False) for most in sizes)
-        tried = (plans_by(borders, cuts, room, names, below) for cuts in cuts_tried)
-        found = next(filter(None, tried), [])
+        found = _at_once(borders, room, planner, below)
         if found and planner == "auto" and all(slow(one, borders) for one in found):
             found += looked_for(borders, room, below)
     if not found:
@@ -105,6 +101,21 @@ def prepare(
     return Prepared(
         shape, plan, cuts, reversal, holding, turns, saved, reads, unread, len(borders.record), slots, looks
     )
+
+
+def _at_once(borders: Borders, room: Budget, planner: str, below: Below) -> list[Found]:
+    """Plans in as long as a first call may take: for the first numbers of stretches that fit, and by "auto" for more of
+    them as long as all are slow."""
+    names, found = _QUICK if planner == "auto" else (planner,), list[Found]()
+    for timed in (True, False):
+        for most in _STRETCHES.get(planner, (FEW, MANY, FINE, FINEST)):
+            if not found or min(most, len(borders.record)) >= len(found[-1].cuts):
+                found += plans_by(borders, borders.cuts(most, timed=timed), room, names, below)
+            if found and not (planner == "auto" and all(slow(one, borders) for one in found)):
+                return found
+        if found:
+            break
+    return found
 
 
 def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:

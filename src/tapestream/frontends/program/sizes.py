@@ -50,7 +50,7 @@ class Sizes:
             self.start[storage], self.stop[storage] = 0, max(self.stop[storage], last)
         self.alive = self.spans(self.start, self.stop, self.nbytes)
         self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
-        packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n), -1)
+        packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n, dtype=numpy.int32), numpy.int32(-1))
         self._packed = numpy.maximum.accumulate(packs)  # by operation, the last one up to it that saves anything
         self._by_stop = numpy.argsort(self.stop).astype(numpy.int32)
         made = numpy.zeros(n + 1, dtype=numpy.int64)
@@ -84,37 +84,50 @@ class Sizes:
 
     def _cotangents(self, gradients_within: bool) -> None:
         record, n = self.record, len(self.record)
-        nbytes = numpy.asarray(record.cotangent_nbytes)
-        last = self.last.copy()
+        nbytes, arguments = numpy.asarray(record.cotangent_nbytes), numpy.asarray(record.arguments)
+        last, user = self.last.copy(), self._users()
         last[self.results] = n  # backward begins with the cotangents of all results
-        arguments = numpy.asarray(record.arguments)
-        counts: Numbers = numpy.diff(numpy.asarray(record.argument_ends).astype(numpy.int64), prepend=0)
-        user = numpy.repeat(numpy.arange(n, dtype=numpy.int32), counts)
-        until, since = self.birth + 1, last.copy()
-        whole, parted = parts(record, self.birth, arguments, user)
-        for value, border in whole.items():
-            until[value] = min(border, until[value])
-        for value, border in parted.items():
-            since[value] = min(border, since[value])
-        self.cotangent = self.spans(until, since, nbytes)
-        for external in record.externals:
-            if external.own:  # its cotangent waits for what is not noted
-                self.cotangent[: external.last_use + 1] += nbytes_of(external.held)
-        outside = numpy.array([nbytes_of(e.held) if e.takes else 0 for e in record.externals] or [0])
-        own = arguments >= 0
-        number = numpy.where(own, arguments, 0)
-        some = len(nbytes) > 0
-        given = numpy.where(own, nbytes[number] if some else 0, outside[numpy.where(own, 0, -1 - arguments)])
-        given[numpy.array(record.ambient)[user] == self._without_grad()] = 0
+        self.cotangent = self._there(nbytes, arguments, user, last)
+        given = self._given_back(nbytes, arguments, user)
         self.gradients, gradients = numpy.zeros(n, dtype=numpy.int64), numpy.zeros(n, dtype=numpy.int64)
         self._leaves(arguments, user, given, gradients_within)
         numpy.add.at(gradients, user, given)
         # A gradient that joins what later users of a value gave: their sum may be new, beside both.
         joined = numpy.zeros(n, dtype=numpy.int64)
-        if some:
-            numpy.maximum.at(joined, user, numpy.where(own & (last[number] > user), given, 0))
-        reverse = numpy.asarray(record.reverse_nbytes)
-        self.reversing = self.cotangent[1:] + gradients + joined + reverse
+        if len(nbytes):
+            given[(arguments < 0) | (last[numpy.maximum(arguments, 0)] <= user)] = 0
+            numpy.maximum.at(joined, user, given)
+        self.reversing = self.cotangent[1:] + gradients + joined + numpy.asarray(record.reverse_nbytes)
+
+    def _users(self) -> Numbers:
+        """By argument of any operation, that operation."""
+        counts: Numbers = numpy.diff(numpy.asarray(self.record.argument_ends).astype(numpy.int64), prepend=0)
+        return numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
+
+    def _there(self, nbytes: Numbers, arguments: Numbers, user: Numbers, last: Numbers) -> Numbers:
+        """See ``cotangent``."""
+        until, since = self.birth + 1, last.copy()
+        whole, parted = parts(self.record, self.birth, arguments, user)
+        for value, border in whole.items():
+            until[value] = min(border, until[value])
+        for value, border in parted.items():
+            since[value] = min(border, since[value])
+        found = self.spans(until, since, nbytes)
+        for external in self.record.externals:
+            if external.own:  # its cotangent waits for what is not noted
+                found[: external.last_use + 1] += nbytes_of(external.held)
+        return found
+
+    def _given_back(self, nbytes: Numbers, arguments: Numbers, user: Numbers) -> Numbers:
+        """By argument, the bytes of the gradient that its operation gives."""
+        given = nbytes[numpy.maximum(arguments, 0)] if len(nbytes) else numpy.zeros(len(arguments), dtype=numpy.int64)
+        outside = numpy.array([nbytes_of(e.held) if e.takes else 0 for e in self.record.externals] or [0])
+        places = numpy.flatnonzero(arguments < 0)
+        given[places] = outside[~arguments[places]]
+        without = self._without_grad()
+        if without >= 0:
+            given[numpy.asarray(self.record.ambient)[user] == without] = 0
+        return given
 
     def _leaves(self, arguments: Numbers, user: Numbers, given: Numbers, gradients_within: bool) -> None:
         """Gradients of leaves are made first at their last use, and may stay; those of other uses are added to them,
@@ -164,11 +177,14 @@ class Sizes:
         kinds = numpy.array([pattern.kind for pattern in record.patterns.all], dtype=numpy.int64)
         alike = kinds[numpy.asarray(record.calls)] if n else numpy.zeros(0, dtype=numpy.int64)
         for part in (record.looks, record.reverse_nbytes, self.made):
-            alike = alike * _FAR_APART + numpy.asarray(part)
-        _, group, counts = numpy.unique(alike, return_inverse=True, return_counts=True)
-        ends = numpy.cumsum(counts)
-        median = seconds[numpy.lexsort((seconds, group))][ends - (counts + 2) // 2] if n else seconds
-        found: Numbers = median[group]
+            alike *= _FAR_APART
+            alike += numpy.asarray(part)
+        order = numpy.lexsort((seconds, alike))
+        alike = alike[order]
+        first = numpy.flatnonzero(numpy.concatenate(([True], alike[1:] != alike[:-1]))) if n else order
+        counts = numpy.diff(first, append=n)
+        found: Numbers = numpy.empty_like(seconds)
+        found[order] = numpy.repeat(seconds[order[first + (counts - 1) // 2]], counts)
         return found
 
     def saved(self) -> Numbers:
