@@ -1,5 +1,6 @@
-"""What modules and functions hold besides parameters and buffers: lists, objects, tensors and generators in attributes,
-in closures and in the globals that they name. A run that changes it may find something else the next time."""
+"""What modules and functions hold besides parameters and buffers: lists, objects, tensors and generators in attributes
+(those of parameters and buffers, too), in closures and in the globals that they name. A run that changes it may find
+something else the next time."""
 
 import contextlib
 import functools
@@ -105,6 +106,8 @@ class Belongings:
         self._hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
         if function is not None and not isinstance(function, nn.Module):
             self._roots.append(self._look(function, _DEEPEST))
+        owned = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+        self._roots += [_Thing(tensor, inside=self._attributes(tensor, _DEEPEST)) for tensor in owned]
 
     def changes(self, later: "Belongings") -> list[Change]:
         """What of these is another in ``later``. Where hooks were registered in between, attributes that are new stay:
@@ -163,6 +166,7 @@ class Belongings:
             thing.mark = self.versions[id(value)] = -1 if value.is_inference() else value._version
             if self._since is not None and self._since.versions.get(id(value)) != thing.mark:
                 thing.copy = value.detach().clone()
+            thing.inside = self._attributes(value, deep - 1)
         elif isinstance(value, GENERATORS):
             thing.mark = state_of(value)
             self.generators.append(value)
@@ -175,6 +179,10 @@ class Belongings:
             if len(items) <= _MOST:
                 thing.inside = {key: self._look(item, deep - 1) for key, item in items.items()}
         return thing
+
+    def _attributes(self, tensor: torch.Tensor, deep: int) -> dict[Any, Any]:
+        """What users, or a library that quantises, have put on a tensor."""
+        return {name: self._look(value, deep) for name, value in vars(tensor).items()} if deep >= 0 else {}
 
 
 def _plain(value: Any) -> bool:
