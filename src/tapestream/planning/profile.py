@@ -19,7 +19,8 @@ from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
-from tapestream.runner.belongings import Belongings, Change, same_bits, unchanged, undo
+from tapestream.runner.belongings import Belongings, Change, unchanged, undo
+from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves

@@ -7,7 +7,8 @@ import torch
 
 from tapestream.errors import InputError
 from tapestream.runner.ambient import GENERATORS
-from tapestream.runner.belongings import Belongings, Change, same_bits, undo
+from tapestream.runner.belongings import Belongings, Change, undo
+from tapestream.runner.bits import same_bits
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
+from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import NUMBERS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -306,17 +307,6 @@ def _equal(old: Any, new: Any) -> bool:
         return _same_mark(old, new)
     pairs = ((before, new.inside.get(key, _Absent)) for key, before in old.inside.items())
     return old.inside.keys() == new.inside.keys() and all(_equal(before, after) for before, after in pairs)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers; NaN equals NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    if one.device.type == "meta":
-        return True
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return one.layout is other.layout and same_bits(one.to_dense(), other.to_dense())
-    return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _place_of(holder: Any) -> Any:
