@@ -1,32 +1,16 @@
 """The lower bound on bytes moved: no plan is below it, and small cases that can be done by hand."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.least_moved import least_moved, least_with_any_tape, maximum
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
 from tapestream.ir import Tier
 from tapestream.planning.auto import make_plan
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "least_moved.py"
 DISK = Machine({(Tier.DISK, Tier.DEVICE): Link(8.0), (Tier.DEVICE, Tier.DISK): Link(8.0)})
-
-
-@pytest.fixture(scope="module")
-def bound() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("least_moved", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["least_moved"] = module  # dataclasses and annotations look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def chain(blocks: int, tape: int = 0) -> Profile:
@@ -36,29 +20,29 @@ def chain(blocks: int, tape: int = 0) -> Profile:
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(2, 6), st.integers(0, 200), st.integers(0, 8 << 20), st.sampled_from(("step", "backward")))
-def test_no_plan_is_below_it(bound: ModuleType, blocks: int, more: int, tape: int, update: str) -> None:
+def test_no_plan_is_below_it(blocks: int, more: int, tape: int, update: str) -> None:
     plan = make_plan(chain(blocks, tape), Budget((60 + more) << 20), DISK, update=update, home=Tier.DISK)
     moved = sum(plan.simulation.bytes_moved.values())
-    assert bound.least_moved(plan) <= moved
-    assert bound.least_with_any_tape(plan, update) <= moved
+    assert least_moved(plan) <= moved
+    assert least_with_any_tape(plan, update) <= moved
 
 
-def test_with_room_for_one_update_alone_everything_moves(bound: ModuleType) -> None:
+def test_with_room_for_one_update_alone_everything_moves() -> None:
     """Two blocks of 10 MiB, 20 of state: block 1 serves forward and backward at the turn, block 0 waits for the next
     forward; every other use reads, and all is written."""
     plan = make_plan(chain(2), Budget((40 << 20) + 8), DISK, update="backward", home=Tier.DISK)
     exact = (2 * 20 + 2 * 30 + 20) << 20
-    assert bound.least_moved(plan) == pytest.approx(exact, abs=64)
+    assert least_moved(plan) == pytest.approx(exact, abs=64)
     assert sum(plan.simulation.bytes_moved.values()) == exact
 
 
-def test_what_fits_need_not_move(bound: ModuleType) -> None:
+def test_what_fits_need_not_move() -> None:
     plan = make_plan(chain(3), Budget(1 << 30), DISK, update="step", home=Tier.DISK)
-    assert bound.least_moved(plan) == 0 == sum(plan.simulation.bytes_moved.values())
+    assert least_moved(plan) == 0 == sum(plan.simulation.bytes_moved.values())
 
 
-def test_the_simplex_method_finds_known_optima(bound: ModuleType) -> None:
-    found = bound.maximum(np.array([3.0, 5.0]), np.array([[1, 0], [0, 2], [3, 2]], float), np.array([4.0, 12.0, 18.0]))
+def test_the_simplex_method_finds_known_optima() -> None:
+    found = maximum(np.array([3.0, 5.0]), np.array([[1, 0], [0, 2], [3, 2]], float), np.array([4.0, 12.0, 18.0]))
     assert found == pytest.approx(36)  # x = (2, 6)
     beale = np.array([[0.25, -60, -0.04, 9], [0.5, -90, -0.02, 3], [0, 0, 1, 0]])  # cycles without Bland's rule
-    assert bound.maximum(np.array([0.75, -150, 0.02, -6]), beale, np.array([0.0, 0.0, 1.0])) == pytest.approx(0.05)
+    assert maximum(np.array([0.75, -150, 0.02, -6]), beale, np.array([0.0, 0.0, 1.0])) == pytest.approx(0.05)

@@ -1,18 +1,17 @@
 """README.md and docs/results.md: their results are those of the files, its Python runs, its options exist."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from benchmarks import readme
 from tapestream.cli.app import make_app
 
 ROOT = Path(__file__).parents[2]
@@ -23,21 +22,11 @@ RESULT = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def readme() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_readme_shows_the_results_that_are_there(readme: ModuleType) -> None:
+def test_the_readme_shows_the_results_that_are_there() -> None:
     assert readme.main(["--check"]) == 0
 
 
-def test_a_result_becomes_a_table(readme: ModuleType) -> None:
+def test_a_result_becomes_a_table() -> None:
     made = readme.page([RESULT])
     assert "2025-01-01, two cores, torch 9.9, commit 0123456789ab" in made
     assert "| what | seconds | times |" in made
@@ -45,7 +34,7 @@ def test_a_result_becomes_a_table(readme: ModuleType) -> None:
     assert "| c |  | 12346 |" in made
 
 
-def test_the_summary_counts_what_is_met_and_another_change_is_noticed(readme: ModuleType) -> None:
+def test_the_summary_counts_what_is_met_and_another_change_is_noticed() -> None:
     text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
     met = [
         {"ratio": 0.5, "claim": "at most 1", "met": "yes", "moved claim": "at most 2", "moved met": "no"},
@@ -65,7 +54,7 @@ def test_the_summary_counts_what_is_met_and_another_change_is_noticed(readme: Mo
     assert readme.rewritten(made, readme.summary([])) != made
 
 
-def test_the_guide_shows_a_line_a_model_and_a_column_a_gpu(readme: ModuleType) -> None:
+def test_the_guide_shows_a_line_a_model_and_a_column_a_gpu() -> None:
     kind = {"model": "gpt", "dtype": "float32", "tokens": 8, "RAM GiB": 64}
     rows = [
         {**kind, "GPU GiB": 24, "fits": "yes", "s per step": 1.5, "in RAM GiB": 30.0, "on disk GiB": 0.0},
@@ -77,13 +66,13 @@ def test_the_guide_shows_a_line_a_model_and_a_column_a_gpu(readme: ModuleType) -
 
 
 @pytest.mark.parametrize("missing", ["rows", "commit", "machine"])
-def test_incomplete_results_are_refused(readme: ModuleType, missing: str) -> None:
+def test_incomplete_results_are_refused(missing: str) -> None:
     cut: dict[str, Any] = {key: value for key, value in RESULT.items() if key != missing}
     with pytest.raises(ValueError, match=missing):
         readme.page([cut])
 
 
-def test_marks_must_be_there(readme: ModuleType) -> None:
+def test_marks_must_be_there() -> None:
     with pytest.raises(ValueError, match="once each"):
         readme.rewritten("no marks", "")
 

@@ -85,8 +85,6 @@ def prepare(
         found = [known, *better]
     else:
         found = _at_once(borders, room, planner, below)
-        if found and planner == "auto" and all(slow(one, borders) for one in found):
-            found += looked_for(borders, room, below)
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, holding = best = min(found, key=lambda one: (one.again(borders), one.plan.peak_nbytes))
@@ -105,17 +103,19 @@ def prepare(
 
 def _at_once(borders: Borders, room: Budget, planner: str, below: Below) -> list[Found]:
     """Plans in as long as a first call may take: for the first numbers of stretches that fit, and by "auto" for more of
-    them as long as all are slow."""
+    them as long as all are slow, then by all planners."""
     names, found = _QUICK if planner == "auto" else (planner,), list[Found]()
     for timed in (True, False):
         for most in _STRETCHES.get(planner, (FEW, MANY, FINE, FINEST)):
-            if not found or min(most, len(borders.record)) >= len(found[-1].cuts):
-                found += plans_by(borders, borders.cuts(most, timed=timed), room, names, below)
-            if found and not (planner == "auto" and all(slow(one, borders) for one in found)):
+            if found and min(most, len(borders.record)) < len(found[-1].cuts):
+                continue
+            more = plans_by(borders, borders.cuts(most, timed=timed), room, names, below)
+            found += more
+            if more and not (planner == "auto" and all(slow(one, borders) for one in more)):
                 return found
         if found:
-            break
-    return found
+            return found + looked_for(borders, room, below)
+    return []
 
 
 def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:

@@ -1,7 +1,7 @@
 """Bytes of a recorded program, operation by operation: what is alive, made, saved and given back as gradients."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +85,7 @@ class Sizes:
     def _cotangents(self, gradients_within: bool) -> None:
         record, n = self.record, len(self.record)
         nbytes, arguments = numpy.asarray(record.cotangent_nbytes), numpy.asarray(record.arguments)
-        last, user = self.last.copy(), self._users()
+        last, user = self.last.copy(), _operations(record.argument_ends)
         last[self.results] = n  # backward begins with the cotangents of all results
         self.cotangent = self._there(nbytes, arguments, user, last)
         given = self._given_back(nbytes, arguments, user)
@@ -98,11 +98,6 @@ class Sizes:
             given[(arguments < 0) | (last[numpy.maximum(arguments, 0)] <= user)] = 0
             numpy.maximum.at(joined, user, given)
         self.reversing = self.cotangent[1:] + gradients + joined + numpy.asarray(record.reverse_nbytes)
-
-    def _users(self) -> Numbers:
-        """By argument of any operation, that operation."""
-        counts: Numbers = numpy.diff(numpy.asarray(self.record.argument_ends).astype(numpy.int64), prepend=0)
-        return numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
 
     def _there(self, nbytes: Numbers, arguments: Numbers, user: Numbers, last: Numbers) -> Numbers:
         """See ``cotangent``."""
@@ -205,9 +200,13 @@ class Sizes:
 
     def saves(self) -> tuple[Numbers, Numbers]:
         """Storages that operations save, and these, in order."""
-        counts: Numbers = numpy.diff(numpy.asarray(self.record.save_ends).astype(numpy.int64), prepend=0)
-        operations = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
-        return numpy.asarray(self.record.saves), operations
+        return numpy.asarray(self.record.saves), _operations(self.record.save_ends)
+
+
+def _operations(ends: Sequence[int]) -> Numbers:
+    """Of each argument, or what is saved, the operation: ``ends`` of those of each."""
+    counts: Numbers = numpy.diff(numpy.asarray(ends).astype(numpy.int64), prepend=0)
+    return numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
 
 
 def stages_of(sizes: Sizes, cuts: list[int]) -> list["StageBytes"]:
