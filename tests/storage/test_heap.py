@@ -32,7 +32,11 @@ if sys.argv[1] == "inside":
 taken = held()
 tensor = torch.ones(1 << 22)
 del tensor
-print(json.dumps({"held": inside, "kept": held() - taken}))
+kept = held() - taken
+keep_freed(400 << 20)
+pairs = [torch.ones(1 << 20) for _ in range(50)]
+del pairs
+print(json.dumps({"held": inside, "kept": kept, "more": held() - taken}))
 """
 
 
@@ -51,6 +55,7 @@ def test_freed_memory_goes_back_at_once_and_afterwards_is_used_again() -> None:
     assert without["held"] > 150
     assert inside["held"] < 20
     assert inside["kept"] > 10, "afterwards freed memory stays at hand"
+    assert inside["more"] > 150, "as much of it as was asked for"
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
@@ -60,6 +65,14 @@ def test_thresholds_of_the_environment_are_the_users(name: str, monkeypatch: pyt
     monkeypatch.setattr(heap, "_set", lambda *thresholds: pytest.fail(f"set to {thresholds}"))
     heap.free_at_once()
     heap.keep_freed()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "free", "found"),
+    [(None, 2**40, True), (2**30, 2**32, False), (2**30, 2**32 - 1, True), (2**30, 0, True)],
+)
+def test_ram_is_scarce_below_four_times_the_budget(nbytes: int | None, free: int, found: bool) -> None:
+    assert heap.scarce(nbytes, free) is found
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

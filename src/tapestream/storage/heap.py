@@ -6,10 +6,11 @@ two tensors keeps the bytes of the first. 25,000 layers moved to disk one after 
 that had ever been theirs, and hold 86 MiB with this; a GPT that trained from disk in 48 MiB took 183 MiB more than
 before its first step with thresholds of 32 and 64 MiB, and takes 59. See mallopt(3).
 
-Each such tensor costs a page fault per 4 KiB: up to a sixth of a step that never leaves RAM (ResNet-110, measured). So
-this is for moving blocks home, and for training where homes are on a disk below RAM. Thresholds that the environment
-sets (``MALLOC_MMAP_THRESHOLD_`` and its like, ``GLIBC_TUNABLES=glibc.malloc...``) are the user's, and nothing is done;
-nor is it with another C library.
+Each such tensor costs a page fault per 4 KiB: up to a sixth of a step that never leaves RAM (ResNet-110, measured), a
+quarter of one of a Llama from disk on 8 x 512 tokens (1.1 million faults). So this is for moving blocks home, and for
+training from a disk below RAM where RAM is scarce (`scarce`). Elsewhere a tape's worth of freed memory stays at hand.
+Thresholds that the environment sets (``MALLOC_MMAP_THRESHOLD_`` and its like, ``GLIBC_TUNABLES=glibc.malloc...``) are
+the user's, and nothing is done; nor is it with another C library.
 """
 
 import ctypes
@@ -19,6 +20,8 @@ import platform
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's parameters in malloc.h
 _LEAN = 65536, 65536  # bytes: beyond them free memory at the heap's end, and each tensor, are the system's
 _LARGEST = 64 * 2**20, 32 * 2**20  # bytes: what glibc lets both grow to by itself on 64 bits
+_MOST = 2**31 - 1  # mallopt takes an int
+_MUCH = 4  # a heap that keeps what is freed took 3.8 times a budget of 48 MiB, see above
 _SET_OUTSIDE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
@@ -28,12 +31,19 @@ def free_at_once() -> None:
         _set(*_LEAN)
 
 
-def keep_freed() -> None:
-    """From now on freed memory of up to 32 MiB stays at hand, as in any program: with the largest thresholds that glibc
-    itself would reach, fixed, for after `free_at_once` it adjusts them no more."""
+def keep_freed(nbytes: int = 0) -> None:
+    """From now on freed memory stays at hand: ``nbytes`` at the heap's end, and at least the 64 MiB up to which glibc
+    itself would go. Both thresholds are fixed then: after `free_at_once` it adjusts them no more."""
     if _adjustable():
-        _set(*_LARGEST)
+        trim, own = _LARGEST
+        _set(min(max(trim, nbytes), _MOST), own)
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def scarce(nbytes: int | None, free: int) -> bool:
+    """Whether a computation within ``nbytes`` (None: all that there is) should give back at once what it frees, with
+    ``free`` bytes of RAM for the process."""
+    return nbytes is None or _MUCH * nbytes > free
 
 
 def _adjustable() -> bool:

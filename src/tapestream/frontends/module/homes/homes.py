@@ -13,7 +13,7 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
-from tapestream.frontends.available import host_limit
+from tapestream.frontends.available import host_limit, host_nbytes
 from tapestream.frontends.below import Below
 from tapestream.frontends.module.homes.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.homes.real import Maker
@@ -23,7 +23,7 @@ from tapestream.ir.homes import HomeTiers
 from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
-from tapestream.storage.heap import free_at_once, keep_freed
+from tapestream.storage.heap import free_at_once, keep_freed, scarce
 from tapestream.storage.layout import unit_nbytes
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
@@ -95,8 +95,8 @@ class Homes:
             for adopted in self.store.blocks:
                 mark(adopted.parameters)
                 undo.callback(unmark, adopted.parameters)
-            if device.type != "cpu" or Tier.DISK not in home.values():
-                keep_freed()  # else RAM stays scarce
+            if not _lean(device, home, budget):
+                keep_freed((budget.device_nbytes or 0) if device.type == "cpu" else 0)
             self._undo = undo.pop_all()
 
     @property
@@ -189,3 +189,9 @@ class Homes:
     def _disown(self) -> None:
         for block in self.store.blocks:
             self.store.disown(block.index)
+
+
+def _lean(device: torch.device, home: HomeTiers, budget: Budget) -> bool:
+    """Whether what is freed in RAM goes back to the system at once in training, too."""
+    below = device.type == "cpu" and Tier.DISK in home.values()
+    return below and scarce(budget.device_nbytes, host_nbytes())
