@@ -61,6 +61,7 @@ def end_left_out(
 
     mode = _NoKernels(device, counted, end)
     with contextlib.ExitStack() as stack, saved_tensors_hooks(counted, unpack):
+        stack.callback(mode.shared.clear)  # the graph keeps the mode
         yield mode.left_out
 
 
@@ -110,16 +111,23 @@ class _Look(NamedTuple):
     def empty(self, device: torch.device | str) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    @property
+    def reach(self) -> int:
+        """Numbers from the first one to the last."""
+        spread = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return 1 + spread if self.shape.numel() else 0
+
 
 class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While ``on``, operations give memory of the right shape and no numbers: NaN, so that a gradient in which they
-    had a part would show it."""
+    had a part would show it. All of a dtype share it: nothing is written there."""
 
     def __init__(self, device: torch.device, pack: Callable[[torch.Tensor], Any], end: End) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on, self.count, self._device, self._pack, self._end = False, 0, device, pack, end
         self.before = 0  # saved tensors when the latest operation ran
         self.left_out = LeftOut()
+        self.shared: dict[torch.dtype, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.on:
@@ -152,9 +160,13 @@ class _NoKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return pytree.tree_map_only(_Look, self._empty, looks, is_leaf=_is_look)
 
     def _empty(self, look: _Look) -> torch.Tensor:
-        made = look.empty(self._device)
-        self.left_out.storages.append(_reference(made))
-        return made.fill_(float("nan") if look.dtype.is_floating_point or look.dtype.is_complex else 1)
+        made = self.shared.get(look.dtype)
+        if made is None or len(made) < look.reach:
+            number = float("nan") if look.dtype.is_floating_point or look.dtype.is_complex else 1
+            made = torch.full((look.reach,), number, dtype=look.dtype, device=self._device)
+            self.left_out.storages.append(_reference(made))
+            self.shared[look.dtype] = made
+        return made.as_strided(look.shape, look.stride)
 
 
 class _Kind(NamedTuple):
