@@ -11,7 +11,7 @@ import torch
 import transformers
 from compare import KNOBS, TIGHT, adamw, assert_same, streamed, train
 from exact import Trace
-from living import own_nbytes
+from living import one_process, own_nbytes
 from streaming import DIRECT, all_of, everything
 from zoo import FAMILIES, LLAMA, Family, loss_of, words
 
@@ -19,6 +19,7 @@ import tapestream as ts
 from tapestream.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks, Hugging Face renamed it
+__all__ = ["one_process"]  # a fixture
 LORA = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 
 
@@ -149,6 +150,17 @@ def test_layers_that_are_compiled(backend: str, tmp_path: Path) -> None:
         expected = train(theirs, torch.optim.AdamW(theirs.parameters(), **KNOBS), family, TIGHT)
         with streamed(ours, family, TIGHT, tmp_path / "home") as (model, optimizer):
             assert_same(expected, train(model, optimizer, family, TIGHT))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "vit"])
+def test_one_process_of_many_that_could_be(name: str, one_process: None, tmp_path: Path) -> None:
+    """As a script for several machines has it where there is one: the model inside of DistributedDataParallel."""
+    family = FAMILIES[name]
+    theirs, ours = family.model(), family.model()
+    parallel = torch.nn.parallel.DistributedDataParallel
+    expected = train(parallel(theirs), torch.optim.AdamW(theirs.parameters(), **KNOBS), family, TIGHT)
+    with streamed(ours, family, TIGHT, tmp_path / "home") as (model, optimizer):
+        assert_same(expected, train(parallel(model), optimizer, family, TIGHT))
 
 
 def test_a_larger_vocabulary_comes_before_stream() -> None:

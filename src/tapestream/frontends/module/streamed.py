@@ -147,7 +147,7 @@ class Streamed:
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
         self.last = prepared
         try:
-            with checkpointing_off():
+            with checkpointing_off(), call.following or contextlib.nullcontext():
                 return call.watched(original(*args, **kwargs))
         except BaseException:
             call.abort()

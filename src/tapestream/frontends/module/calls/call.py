@@ -18,6 +18,7 @@ from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
 from tapestream.frontends.module.calls.live import Live, SegmentView
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.observing.following import Following
 from tapestream.frontends.module.observing.returned import Watched
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Tier
@@ -77,6 +78,8 @@ class StreamCall:
         self._differentiating = False
         self._returned = Watched()
         self.link = Link()
+        reused = not self.plain and any(segment.reused for segment in prepared.segments)
+        self.following = Following() if reused else None
         self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
         live.calls.add(self)
 
@@ -100,7 +103,7 @@ class StreamCall:
 
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
-        self.link = Link()
+        self.link, self.following = Link(), None
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
@@ -192,8 +195,10 @@ class StreamCall:
         assert interpreter is not None
         return interpreter.run_stage(k)
 
-    def backward(self, segment: int, k: int, cotangents: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Differentiate one block."""
+    def backward(
+        self, segment: int, k: int, cotangents: list[torch.Tensor | None], begun: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Differentiate one block. ``begun``: gradients of its inputs that later uses of them have made."""
         interpreter = self.interpreters[segment]
         if interpreter is None or self.closed:
             raise GradientError(
@@ -204,12 +209,15 @@ class StreamCall:
         if not self._differentiating:
             self._begin_backward()
         self._seed(segment, k, interpreter.sums)
+        interpreter.begun = lambda stage: begun if stage == k else []
         try:
             with checkpointing_off():
                 return interpreter.run_backward(k, cotangents)
         except BaseException:
             self.abort()
             raise
+        finally:
+            interpreter.begun = None
 
     def _seed(self, segment: int, k: int, sums: Sums) -> None:
         """Let the backward of a block go on from what others of this backward have added up."""

@@ -1,5 +1,6 @@
 """A block's call as one node of the user's graph."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,23 +21,33 @@ def apply_block(
     planned = call.prepared.segments[segment]
     bare = planned.stages[k]
     link = Link() if call.interpreters[segment] is None else call.link
-    run = BlockRun(bare.name, original, bare.modules, args, kwargs, link)
+    following = call.following
+    run = BlockRun(
+        bare.name, original, bare.modules, args, kwargs, link, None if following is None else following.current
+    )
     call.enter(position, run, bare.calling(run), segment, k)
     anchor = call.anchor if planned.traits[k].leaves else None
     made: list[State] = []
-    outputs = _BlockNode.apply(call, segment, k, made, anchor, *run.tensors)  # type: ignore[no-untyped-call]
+    again = run.used if following is not None else {}
+    with contextlib.nullcontext() if following is None else following.left():
+        node = _BlockNode.apply(call, segment, k, made, anchor, tuple(again), *run.tensors)  # type: ignore[no-untyped-call]
+    outputs, handed_on = node[: len(made[0].requires)], node[len(made[0].requires) :]
     if any(made[0].requires) and not any(t.requires_grad for t in outputs):
         raise GradientError(
             f"{bare.name} returned a tensor that requires a gradient, which it did not when it was profiled: it found "
             "a tensor that another left in an object; pass that through the state, or detach() it"
         )
     result, call.link = run.finish(made[0], outputs)
+    if following is not None:
+        pairs = [(t, now) for held, now in zip(again.values(), handed_on, strict=True) for t in held]
+        for tensor, now in (*pairs, *call.link.sides_held()):
+            following.note(tensor, now)
     return result
 
 
 class _BlockNode(torch.autograd.Function):
     """One block call. ``anchor`` makes the node part of the graph when parameters alone need
-    gradients."""
+    gradients. ``again``: which of the tensors come out again, behind what the block returns, for later uses."""
 
     @staticmethod
     def forward(
@@ -46,17 +57,22 @@ class _BlockNode(torch.autograd.Function):
         k: int,
         template: list[State],
         anchor: torch.Tensor | None,
+        again: tuple[int, ...],
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.place = call, (segment, k)
+        ctx.call, ctx.place, ctx.again, ctx.count = call, (segment, k), again, len(tensors)
         out = call.forward(segment, k)
         ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         template.append(State((), out.requires, out.others, out.slots, out.spec))
-        return tuple(t.detach() for t in out.tensors)
+        return tuple(t.detach() for t in (*out.tensors, *(tensors[entry] for entry in again)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         check_differentiated_once("this streamed model", "use the model without stream(...)")
-        given = ctx.call.backward(*ctx.place, list(cotangents))
-        return (None, None, None, None, None, *given)
+        own = len(cotangents) - len(ctx.again)
+        begun: list[torch.Tensor | None] = [None] * ctx.count
+        for entry, cotangent in zip(ctx.again, cotangents[own:], strict=True):
+            begun[entry] = cotangent
+        given = ctx.call.backward(*ctx.place, list(cotangents[:own]), begun)
+        return (None, None, None, None, None, None, *given)

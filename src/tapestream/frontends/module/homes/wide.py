@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
 from tapestream.frontends.module.homes.adopt import check_movable, check_own_bytes
+from tapestream.frontends.module.homes.between import BetweenBlocks
 
 _LEAST_NBYTES = 2**20  # below, moving a module costs more than its bytes are worth
 _SHARE = 4  # of the bytes of the largest block
@@ -56,7 +56,7 @@ def trains(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return any(t.requires_grad for t in (*tensors, *module.parameters()))
 
 
-class DirectUse(TorchFunctionMode):
+class DirectUse(BetweenBlocks):
     """Notices functions that make tensors of ``parameters`` where no streamed module is called.
 
     ``parameters``: by ``id``, the number of its block; ``found``: blocks whose parameters were used so.
@@ -66,7 +66,6 @@ class DirectUse(TorchFunctionMode):
         super().__init__()
         self.parameters = parameters
         self.found: set[int] = set()
-        self._asleep = False
 
     def keeps(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of ``module`` is such a use itself: given no tensor (the shape of one, say), it has no state
@@ -77,23 +76,11 @@ class DirectUse(TorchFunctionMode):
         self.found |= own
         return True
 
-    def __enter__(self) -> "DirectUse":
-        if not self._asleep:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        self._asleep = False
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        now = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        self._asleep = now is not self  # the caller is inside a mode of its own
-        if not self._asleep:
-            super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._asleep:
+        if self.asleep:
             return result
         leaves = pytree.tree_leaves((args, kwargs))
         used = {self.parameters[id(leaf)] for leaf in leaves if id(leaf) in self.parameters}

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from tapestream.runner.ambient import recomputing
 from tapestream.runner.private import Before, detached, may_change, take_over, tensors_in
 from tapestream.runner.state import State, take_apart
 from tapestream.runner.trees import is_instance, tree_flatten
+
+Current: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class Link:
         found = self.names.get(id(tensor))
         return None if found is None or tensor._version != found[2] else found[0]
 
+    def sides_held(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors that the caller holds of what every block hands on, each with what it is by now."""
+        held = (t for entry, t, version in self.names.values() if entry in self.sides and t._version == version)
+        return [(t, now) for t in held if (now := self.tensors[self.names[id(t)][0]]) is not t and now.requires_grad]
+
 
 class BlockRun:
     """One call of a block as a function from state to state: a flat tuple of tensors each.
@@ -55,12 +62,14 @@ class BlockRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         link: Link,
+        current: Current | None = None,
     ) -> None:
+        """``current``: what stands for a tensor by now that comes from elsewhere (None: itself)."""
         self.name = name
         self._original, self._hooked = original, hooked(modules)
         leaves, self._spec, self._apart = _taken_apart(args, kwargs, link)
         self._opened = any(_holds_container(value) for value in (*args, *kwargs.values()))
-        self.linked, here, self._picks = _recognised(name, leaves, link)
+        self.linked, here, self._picks = _recognised(name, leaves, link, current)
         self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
         self._places = tuple(here.slots.index(entry) for entry in range(len(here.tensors)))
         for at in self._picks:
@@ -79,6 +88,14 @@ class BlockRun:
     def held(self) -> list[torch.Tensor]:
         """Tensors beside the state that the call's function needs, and holds, until its backward."""
         return tensors_in(self._leaves)
+
+    @property
+    def used(self) -> dict[int, list[torch.Tensor]]:
+        """Entries of the state that carry a gradient and that the block does not hand on, and what the caller holds of
+        each."""
+        mine = [e for e, t in enumerate(self.tensors) if t.requires_grad and e not in self._sides]
+        named = self._names.values()
+        return {entry: [t for e, t, version in named if e == entry and t._version == version] for entry in mine}
 
     @property
     def flat(self) -> tuple[torch.Tensor, ...]:
@@ -137,7 +154,8 @@ class BlockRun:
         self._first, self._template, self._captured, self._changed = False, None, None, []
         flat = [outputs[slot] for slot in state.slots]
         own, shown = len(template.requires), len(captured.tensors)
-        names = {id(t): (entry, t, t._version) for entry, t in enumerate(outputs)}
+        seen = set(state.slots[: own + shown])  # others are handed on, and nobody holds them
+        names = {id(t): (entry, t, t._version) for entry, t in enumerate(outputs) if entry in seen}
         for number, entry in enumerate(self._sides):
             now = state.slots[own + shown + number]
             names.update({key: (now, t, version) for key, (was, t, version) in names_before.items() if was == entry})
@@ -198,7 +216,9 @@ def _nbytes(things: Sequence[Any]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(things)}.values())
 
 
-def _recognised(name: str, leaves: Sequence[Any], link: Link) -> tuple[bool, Link, dict[int, int]]:
+def _recognised(
+    name: str, leaves: Sequence[Any], link: Link, current: Current | None
+) -> tuple[bool, Link, dict[int, int]]:
     """(whether the call goes on from ``link``, the state that it enters with, which argument is which entry)."""
     tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if not tensors:
@@ -215,4 +235,5 @@ def _recognised(name: str, leaves: Sequence[Any], link: Link) -> tuple[bool, Lin
     names = {id(t): (entry, t, t._version) for entry, t in enumerate(distinct)}
     picks = {at: number[id(t)] for at, t in tensors if id(t) in number}
     n = len(distinct)
+    distinct = distinct if current is None else list(map(current, distinct))
     return False, Link(tuple(distinct), tuple(range(n)), tuple(range(1, n)), names), picks

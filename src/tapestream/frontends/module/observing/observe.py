@@ -18,8 +18,10 @@ from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.observing.following import Following
 from tapestream.frontends.module.observing.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.observing.left_out import LeftOut
+from tapestream.frontends.module.observing.own import check_own, shows
 from tapestream.frontends.module.observing.returned import Turn, references, still_held
 from tapestream.frontends.module.observing.written import parameters_unwritten
 from tapestream.frontends.module.swap import class_of
@@ -32,7 +34,7 @@ from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.graph import leaves_behind
 from tapestream.runner.guards import Guard, hooks_off
 from tapestream.runner.private import tensors_in
-from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.stage import Stage, Traits, is_compiled
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.trees import tree_leaves
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
@@ -51,6 +53,7 @@ class Segment:
     """Blocks called one after the other, each on what the one before returned and nothing else with a gradient.
 
     ``clones``: per block, whether it writes into tensors inside objects among its arguments (a cache of fixed size).
+    ``reused``: something that is no block after it uses what some block of the call was given.
     """
 
     positions: list[int] = field(default_factory=list)
@@ -58,6 +61,7 @@ class Segment:
     traits: list[Traits] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     clones: list[bool] = field(default_factory=list)
+    reused: bool = False
     initial_nbytes: int = 0
     travellers: Travellers | None = None
 
@@ -103,7 +107,7 @@ class Observation:
         self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
         self._profiled = Profiled()
         self.segments: list[Segment] = []
-        self._link = Link()
+        self._link, self._following, self._follows = Link(), Following(), False
         self._left_out = LeftOut(model, blocks[:wide])
         self._root = torch.empty(0, requires_grad=True)
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
@@ -121,6 +125,7 @@ class Observation:
         inside = {id(m) for block in self.blocks for m in block.modules()}
         outside = [m for m in self.model.modules() if id(m) not in inside]
         snapshot = BufferSnapshot.take(buffer_slots(outside))
+        self._follows = not any(map(is_compiled, outside))  # where functions are seen, nothing runs compiled
         try:
             with (
                 unchanged(outside),
@@ -138,6 +143,8 @@ class Observation:
                     self._stop_measuring()
                     self._alive.clear()
             written = bool(snapshot.changed())
+            for segment in self.segments:
+                segment.reused = self._following.met
         finally:
             snapshot.put_back()
             self._profiled.put_back()
@@ -195,6 +202,8 @@ class Observation:
         self._outside = contextlib.ExitStack()
         if self._wide < len(self.blocks):
             self._outside.enter_context(self._direct)
+        if self._follows:
+            self._outside.enter_context(self._following)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
 
@@ -279,7 +288,7 @@ class Observation:
         else:
             self._later |= behind
         bare = Stage(position, self.blocks[position])
-        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link, self._following.current)
         run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
         state, _ = take_apart(run.flat)
         if meter is not None:
@@ -295,12 +304,12 @@ class Observation:
             if self.verify:
                 check_deterministic([stage], state, self.device)
             cost, traits, out = profile_stage(stage, state, watch, self._profiled)
-            if block is not None and self.store.home is not Tier.DEVICE and _shows(out, self.blocks[position]):
+            if block is not None and self.store.home is not Tier.DEVICE and shows(out, self.blocks[position]):
                 self._refuse_shown(position, block)
         finally:
             if block is not None and brought:
                 self.store.give_back(block)
-        _check_own(position, self.blocks[position], traits)
+        check_own(position, self.blocks[position], traits)
         segment.positions.append(position)
         segment.costs.append(replace(cost, reads_parameters=reads_parameters(self.blocks[position])))
         # What a block leaves in objects must keep its graph, by which a later use of it is refused.
@@ -317,16 +326,12 @@ class Observation:
         )
         self._outputs += references(last)
         result, self._link = run.finish(out, last)
+        for tensor in (t for t in tensors_in([args, kwargs]) if t.requires_grad and self._follows):
+            self._following.note(tensor, None)
         self._alive += run.held
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
         return result, run
-
-
-def _shows(out: State, block: nn.Module) -> bool:
-    """Whether what a block returns lies in the memory of one of its parameters."""
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    return not own.isdisjoint(storages(out.tensors))
 
 
 def _nbytes(state: State) -> int:
@@ -337,14 +342,3 @@ def _parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int
     """The block of each parameter of the blocks at ``positions``, by ``id``."""
     blocks = {block for position in positions if (block := store.uses[position]) is not None}
     return {id(p): block for block in blocks for p in store.blocks[block].parameters}
-
-
-def _check_own(position: int, block: nn.Module, traits: Traits) -> None:
-    """A gradient has to belong to a parameter of the block."""
-    own = {id(p) for p in block.parameters()}
-    strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
-    if strangers:
-        raise InputError(
-            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that takes "
-            "a gradient and is not one of its parameters; make it a parameter of the block, or detach() it"
-        )

@@ -1,0 +1,39 @@
+"""A function mode that sees what runs between the blocks of a call, and nothing inside of them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+
+class BetweenBlocks(TorchFunctionMode):
+    """Entered where a call begins and after each block, left before each block. Where the caller is inside a mode of
+    its own by then it cannot be left, and is ``asleep``."""
+
+    only_watches = True  # it is none of the user's, which a recompute enters again
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asleep = False
+
+    def __enter__(self) -> Self:
+        if not self.asleep:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        self.asleep = False
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        now = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        self.asleep = now is not self
+        if not self.asleep:
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block runs inside."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()

@@ -1,0 +1,180 @@
+"""What blocks are given and something else in the forward uses later: gradients added in plain PyTorch's order."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import seed
+from pairs import sgd
+from streamable import Model, numbers
+from streaming import assert_exact, budget_at, loss_at, options_of, streamed
+from torch import nn
+from torch.nn import functional as F
+
+from tapestream.frontends.module.observing.following import Following
+from tapestream.frontends.module.stream import handle_of
+
+WIDTH = 24
+
+
+class Residual(nn.Module):
+    """Uses its input three times, and what conditions it twice."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, width)
+        self.shift, self.gate = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """(rows, width) twice to the same."""
+        gate = torch.sigmoid(self.gate(F.silu(given)))
+        return x + gate * self.inner(self.norm(x) + self.shift(F.silu(given))) * torch.tanh(x)
+
+
+class Reusing(nn.Module):
+    """Blocks, what conditions them, and ``tail(self, states, given)``; ``then(self, x, given)`` goes on between."""
+
+    def __init__(self, tail: Callable[..., torch.Tensor], count: int = 4, parts: int = 1) -> None:
+        super().__init__()
+        self.enter, self.condition = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(nn.ModuleList(Residual() for _ in range(count)) for _ in range(parts))
+        self.between = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(parts))
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tail = tail
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width) to a scalar or another tensor."""
+        given, x = torch.tanh(self.condition(x)), self.enter(x)
+        states = [x]
+        for blocks, between in zip(self.parts, self.between, strict=True):
+            for block in blocks:
+                x = block(x, given)
+                states.append(x)
+            x = between(x)
+        return self.tail(self, [*states, x], given)
+
+
+def conditioned(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """As in DiT and Flux: the last norm is conditioned, too."""
+    return model.out(model.norm(states[-1]) * (1 + F.silu(given)) + given)
+
+
+def skipping(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """As in a UNet: every state is concatenated or added to something later."""
+    x = states[-1]
+    for state in reversed(states[:-1]):
+        x = torch.cat([x, state], dim=-1).unflatten(-1, (2, -1)).mean(-2) + state.T.T
+    return model.out(x)
+
+
+def pyramid(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """As in a backbone with a neck: each state has a norm of its own use."""
+    return torch.stack(tuple(model.norm(state) * torch.sigmoid(state) for state in states)).sum(0)
+
+
+def overheard(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """Asks for gradients of what it goes on with, which is about the tensors themselves."""
+    model.heard = states[1]
+    states[1].retain_grad()
+    assert states[1].requires_grad
+    assert states[1].grad_fn is not None
+    return model.out(states[-1]) * states[1] + states[1].exp() + states[1].real
+
+
+def written(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """Writes into what the last block made, which is then another."""
+    last = states[-1]
+    x = last.sigmoid()
+    last.add_(1)
+    return model.out(x + last) + F.silu(given)
+
+
+def twice(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """One loss over all: what conditions everything is used between, in a second chain, and behind it."""
+    return model.out(states[-1]) * given + model.norm(states[0]) * given
+
+
+CASES = {
+    "conditioned": (conditioned, 1), "skips": (skipping, 1), "pyramid": (pyramid, 1), "overheard": (overheard, 1),
+    "written": (written, 1), "two chains": (twice, 2), "two chains, skips": (skipping, 2),
+}  # fmt: skip
+
+
+def case_of(name: str) -> Model:
+    tail, parts = CASES[name]
+    return Model(lambda: Reusing(tail, 4, parts), numbers(64, WIDTH))
+
+
+@pytest.mark.parametrize("level", ["half", "least"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_plain_pytorchs(name: str, level: str, tmp_path: Path) -> None:
+    case, found = case_of(name), options_of("adversarial", tmp_path)
+    assert_exact(case, budget_at(level, case, sgd, **found), **found)
+
+
+@pytest.mark.parametrize("name", ["conditioned", "skips"])
+def test_micro_batches_and_updates_within_backward(name: str, tmp_path: Path) -> None:
+    case, found = case_of(name), options_of("fake_streams", tmp_path)
+    assert_exact(case, budget_at("least", case, sgd, **found), micro_batches=2, **found)
+    budget = budget_at("least", case, lambda m: sgd(m, "backward"), **found)
+    assert_exact(case, budget, update="backward", **found)
+
+
+def test_sums_go_on_from_later_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that the bits differ: the models here can tell."""
+    monkeypatch.setattr(Following, "current", lambda self, tensor: tensor)
+    found = options_of("adversarial", tmp_path)
+    for name in ("conditioned", "skips", "pyramid", "two chains"):
+        case = case_of(name)
+        with pytest.raises(AssertionError):
+            assert_exact(case, budget_at("least", case, sgd, **found), **found)
+
+
+def test_what_was_asked_for_is_the_whole_gradient(tmp_path: Path) -> None:
+    """`retain_grad` on a state that is used later, too."""
+    case, found = case_of("overheard"), options_of("adversarial", tmp_path)
+    plain = case.model()
+    seed(3)
+    loss_at(plain, case).backward()
+    with streamed(case, budget_at("least", case, sgd, **found), **found) as model:
+        sgd(model)
+        seed(3)
+        loss_at(model, case).backward()
+        torch.testing.assert_close(model.heard.grad, plain.heard.grad, rtol=1e-6, atol=0)
+        del model.heard
+
+
+def test_models_that_use_nothing_again_are_not_followed(tmp_path: Path) -> None:
+    """There no function between blocks costs more."""
+    for tail, followed in ((lambda model, states, given: model.out(states[-1]), False), (conditioned, True)):
+        case, found = Model(lambda tail=tail: Reusing(tail), numbers(64, WIDTH)), options_of("auto", tmp_path)
+        with streamed(case, budget_at("least", case, sgd, **found), **found) as model:
+            loss_at(model, case).backward()
+            last = handle_of(model).last
+            assert last is not None
+            assert {segment.reused for segment in last.segments} == {followed}
+
+
+def test_dropped_states_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed on in place of a state goes with that."""
+    sizes, note = [0], Following.note
+
+    def noting(self: Following, tensor: torch.Tensor, now: torch.Tensor | None) -> None:
+        note(self, tensor, now)
+        sizes.append(len(self._noted) if now is not None else 0)
+
+    monkeypatch.setattr(Following, "note", noting)
+
+    class Narrow(Reusing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            given, x = torch.tanh(self.condition(x)), self.enter(x)
+            for block in self.parts[0]:
+                x = block(x, given)
+            return conditioned(self, [x], given)
+
+    case, found = Model(lambda: Narrow(conditioned, 8), numbers(64, WIDTH)), options_of("auto", tmp_path)
+    with streamed(case, budget_at("least", case, sgd, **found), **found) as model:
+        loss_at(model, case).backward()
+    assert 1 <= max(sizes) <= 3
