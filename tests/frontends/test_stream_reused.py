@@ -13,6 +13,7 @@ from streaming import assert_exact, budget_at, loss_at, options_of, streamed
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.common import streamed_peak_nbytes
 from tapestream.frontends.module.observing.following import Following
 from tapestream.frontends.module.stream import handle_of
 
@@ -120,6 +121,25 @@ def test_micro_batches_and_updates_within_backward(name: str, tmp_path: Path) ->
     assert_exact(case, budget_at("least", case, sgd, **found), micro_batches=2, **found)
     budget = budget_at("least", case, lambda m: sgd(m, "backward"), **found)
     assert_exact(case, budget, update="backward", **found)
+
+
+@pytest.mark.parametrize("level", ["half", "least"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "two chains"])  # which holds what it never uses
+def test_peaks(name: str, level: str, tmp_path: Path) -> None:
+    """What is held for the later use, and its gradient, counts."""
+    tail, parts = CASES[name]
+    case, found = Model(lambda: Reusing(tail, 6, parts), numbers(2048, WIDTH)), options_of("auto", tmp_path)
+    budget = budget_at(level, case, sgd, **found)
+    with streamed(case, budget, **found) as model:
+        optimizer = sgd(model)
+
+        def step() -> None:
+            loss_at(model, case).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        assert streamed_peak_nbytes(model, step, "cpu") <= budget
 
 
 def test_sums_go_on_from_later_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

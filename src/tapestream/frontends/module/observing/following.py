@@ -5,6 +5,7 @@ for their sum to go on from that of later uses, these are given what the block h
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +21,41 @@ _ITS_OWN = frozenset(
 )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Noted:
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    now: torch.Tensor | None
+    met: bool
+
+    def stands_for(self, tensor: torch.Tensor) -> bool:
+        return self.tensor() is tensor and self.version == tensor._version
+
+
 class Following(BetweenBlocks):
     """Gives functions between blocks what was noted for their arguments, at any depth of lists and tuples.
 
     What was changed in place since, what is asked about itself (``retain_grad``, ``register_hook``) or written into
-    stays. ``met``: something noted was used.
+    stays. ``met``: bytes of what was used again, each.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.met = False
-        self._noted: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+        self.met: list[int] = []
+        self._noted: dict[int, _Noted] = {}
 
     def note(self, tensor: torch.Tensor, now: torch.Tensor | None) -> None:
         """A block was given ``tensor``; later uses are of ``now`` (None: as they are). Held as long as ``tensor``."""
         key, noted = id(tensor), self._noted
-        noted[key] = weakref.ref(tensor, lambda _: noted.pop(key, None)), tensor._version, now
+        before = noted.get(key)
+        met = before is not None and before.met and before.stands_for(tensor)
+        noted[key] = _Noted(weakref.ref(tensor, lambda _: noted.pop(key, None)), tensor._version, now, met)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all that was used again, which is held until then, and its gradients from there on; once more of the
+        largest: that of a block's uses is not added in place."""
+        return sum(self.met) + max(self.met, default=0)
 
     def clear(self) -> None:
         """Nothing is noted."""
@@ -43,11 +63,13 @@ class Following(BetweenBlocks):
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a use of ``tensor`` is to be given."""
-        reference, version, now = self._noted.get(id(tensor), (None, 0, None))
-        if reference is None or reference() is not tensor or tensor._version != version:
+        found = self._noted.get(id(tensor))
+        if found is None or not found.stands_for(tensor):
             return tensor
-        self.met = True
-        return tensor if now is None else now
+        if not found.met:
+            found.met = True
+            self.met.append(tensor.nbytes)
+        return tensor if found.now is None else found.now
 
     @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

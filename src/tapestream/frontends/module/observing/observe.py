@@ -70,9 +70,10 @@ class Segment:
 class Observed:
     """What one observed call gave.
 
-    ``before_nbytes``: tape of what runs before blocks (embeddings), and what blocks have left in objects (a cache),
-    ``left_nbytes``; ``turn``: what runs after the last of them. ``writes_outside``: whether what runs outside blocks
-    wrote buffers. ``used_directly``: parameter blocks of which parameters were used outside of any block's call.
+    ``before_nbytes``: tape of what runs before blocks (embeddings), what is used by blocks and again later, and what
+    blocks have left in objects (a cache), ``left_nbytes``; ``turn``: what runs after the last of them.
+    ``writes_outside``: whether what runs outside blocks wrote buffers. ``used_directly``: parameter blocks of which
+    parameters were used outside of any block's call.
     ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
     gradients are made when the backward of all blocks has ended.
     """
@@ -144,12 +145,13 @@ class Observation:
                     self._alive.clear()
             written = bool(snapshot.changed())
             for segment in self.segments:
-                segment.reused = self._following.met
+                segment.reused = bool(self._following.met)
         finally:
             snapshot.put_back()
             self._profiled.put_back()
+        before = self._before_nbytes + self._left_nbytes + self._following.held_nbytes
         return Observed(
-            self.segments, self._before_nbytes + self._left_nbytes, self._left_nbytes, turn, written,
+            self.segments, before, self._left_nbytes, turn, written,
             frozenset(self._direct.found), (self._first or frozenset()) - self._later,
         )  # fmt: skip
 
