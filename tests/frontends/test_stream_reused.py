@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.common import streamed_peak_nbytes
+from tapestream.errors import GradientError, InputError
 from tapestream.frontends.module.observing.following import Following
 from tapestream.frontends.module.stream import handle_of
 
@@ -150,6 +151,62 @@ def test_sums_go_on_from_later_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         case = case_of(name)
         with pytest.raises(AssertionError):
             assert_exact(case, budget_at("least", case, sgd, **found), **found)
+
+
+class Shifted(nn.Module):
+    """Blocks that save nothing of their input, so that plain PyTorch lets it be changed afterwards."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.enter, self.out, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), how
+        self.blocks = nn.ModuleList(Shift() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """(rows, width) to the same, or with a state."""
+        first = x = self.enter(x).tanh() + 0
+        for block in self.blocks:
+            x = block(x)
+        if self.how == "before any use":
+            first.mul_(2)
+            return self.out(x) + first.sin()
+        view = first.view(-1)
+        if self.how == "a view":
+            view.mul_(2)
+            return self.out(x) + first.sin()
+        if self.how == "beside a view":
+            first.mul_(2)
+            return self.out(x) + view.view_as(x).sin()
+        if self.how == "the last use":
+            first.mul_(2)
+            return self.out(x)
+        return self.out(x) + 3 * view.view_as(x), first, view
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def test_changes_in_place(tmp_path: Path) -> None:
+    """Where a tensor and what stands for it would each know half of what happened to them, that is refused."""
+    found = options_of("adversarial", tmp_path)
+    for how in ("before any use", "the last use"):
+        assert_exact(Model(lambda how=how: Shifted(how), numbers(64, WIDTH)), 2**20, **found)
+    for how in ("a view", "beside a view"):
+        plain = Model(lambda how=how: Shifted(how), numbers(64, WIDTH))
+        loss_at(plain.model(), plain).backward()  # is well there
+        with streamed(plain, "1 MiB", **found) as model, pytest.raises(InputError, match=r"changed in place.*clone"):
+            loss_at(model, plain)
+    late = Model(lambda: Shifted("afterwards"), numbers(64, WIDTH))
+    with streamed(late, "1 MiB", **found) as model:
+        out, first, view = model(*late.batch())
+        first.detach().mul_(2)
+        with pytest.raises(GradientError, match=r"changed in place.*clone"):
+            (out.sum() + view.sum()).backward()
 
 
 def test_what_was_asked_for_is_the_whole_gradient(tmp_path: Path) -> None:

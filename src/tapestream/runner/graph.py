@@ -64,6 +64,12 @@ def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [*own, *(leaf for leaf in found if leaf is not None)]
 
 
+def edges_behind(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, int]]:
+    """What the nodes of the graph of ``outputs`` use: a node each, and which of its outputs."""
+    for node in _nodes(outputs):
+        yield from ((used, number) for used, number in node.next_functions if used is not None)
+
+
 def user_of(outputs: Sequence[torch.Tensor], used: Node | torch.Tensor) -> int:
     """The sequence number of a node that uses ``used`` (a node, or a leaf); of the next node if none does."""
     for node in _nodes(outputs):

@@ -1,5 +1,6 @@
 """`StreamCall`: one live call of a streamed model; one autograd node per block call."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
 from tapestream.frontends.module.calls.live import Live, SegmentView
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
-from tapestream.frontends.module.observing.following import Following
+from tapestream.frontends.module.observing.following import WRITTEN, Following
 from tapestream.frontends.module.observing.returned import Watched
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Tier
@@ -80,6 +81,7 @@ class StreamCall:
         self.link = Link()
         reused = not self.plain and any(segment.reused for segment in prepared.segments)
         self.following = Following() if reused else None
+        self._given: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
         live.calls.add(self)
 
@@ -99,10 +101,13 @@ class StreamCall:
     def watched(self, result: Any) -> Any:
         """``result`` of the model. Whether the user still holds it is looked at when backward begins."""
         self._returned = self.asked.returned.watch(result)
+        if self.following is not None:
+            self.following.check()
         return result
 
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
+        self._given += [] if self.following is None else self.following.given
         self.link, self.following = Link(), None
         self._replaced = self.store.replaced()
 
@@ -244,6 +249,8 @@ class StreamCall:
         self._differentiating = True
         self._returned.look()
         self.live.begins(self)
+        if any((t := held()) is not None and t._version != version for held, version in self._given):
+            raise GradientError(f"a tensor that a block was given, and other code used after the block, was {WRITTEN}")
         if self.prepared.update == "backward":
             self._check_no_gradients()
         self.store.adopt_replaced(but=self._replaced)

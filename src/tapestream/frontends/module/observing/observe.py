@@ -18,7 +18,7 @@ from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
-from tapestream.frontends.module.observing.following import Following
+from tapestream.frontends.module.observing.following import Reused
 from tapestream.frontends.module.observing.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.observing.left_out import LeftOut
 from tapestream.frontends.module.observing.own import check_own, shows
@@ -108,7 +108,7 @@ class Observation:
         self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
         self._profiled = Profiled()
         self.segments: list[Segment] = []
-        self._link, self._following, self._follows = Link(), Following(), False
+        self._link, self._reused = Link(), Reused()
         self._left_out = LeftOut(model, blocks[:wide])
         self._root = torch.empty(0, requires_grad=True)
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
@@ -126,7 +126,6 @@ class Observation:
         inside = {id(m) for block in self.blocks for m in block.modules()}
         outside = [m for m in self.model.modules() if id(m) not in inside]
         snapshot = BufferSnapshot.take(buffer_slots(outside))
-        self._follows = not any(map(is_compiled, outside))  # where functions are seen, nothing runs compiled
         try:
             with (
                 unchanged(outside),
@@ -145,11 +144,11 @@ class Observation:
                     self._alive.clear()
             written = bool(snapshot.changed())
             for segment in self.segments:
-                segment.reused = bool(self._following.met)
+                segment.reused = bool(self._reused.met) and not any(map(is_compiled, outside))
         finally:
             snapshot.put_back()
             self._profiled.put_back()
-        before = self._before_nbytes + self._left_nbytes + self._following.held_nbytes
+        before = self._before_nbytes + self._left_nbytes + self._reused.held_nbytes
         return Observed(
             self.segments, before, self._left_nbytes, turn, written,
             frozenset(self._direct.found), (self._first or frozenset()) - self._later,
@@ -167,6 +166,7 @@ class Observation:
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
         self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
+        self._reused.look(found)
         leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
@@ -204,8 +204,6 @@ class Observation:
         self._outside = contextlib.ExitStack()
         if self._wide < len(self.blocks):
             self._outside.enter_context(self._direct)
-        if self._follows:
-            self._outside.enter_context(self._following)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
 
@@ -285,12 +283,13 @@ class Observation:
         meter, watch = self._stop_measuring(), self._watch
         assert watch is not None
         behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
+        self._reused.look(tensors_in([args, kwargs]))
         if self._first is None:
             self._first = behind
         else:
             self._later |= behind
         bare = Stage(position, self.blocks[position])
-        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link, self._following.current)
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link, self._reused.current)
         run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
         state, _ = take_apart(run.flat)
         if meter is not None:
@@ -328,8 +327,7 @@ class Observation:
         )
         self._outputs += references(last)
         result, self._link = run.finish(out, last)
-        for tensor in (t for t in tensors_in([args, kwargs]) if t.requires_grad and self._follows):
-            self._following.note(tensor, None)
+        self._reused.note(tensors_in([args, kwargs]))
         self._alive += run.held
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
