@@ -165,8 +165,10 @@ class Observation:
         found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
-        self._later.update(map(id, leaves_behind([*roots, *(t for t in found if not isinstance(t, LazyLogits))])))
-        self._reused.look(found)
+        outer = [*roots, *(t for t in found if not isinstance(t, LazyLogits))]
+        self._later.update(map(id, leaves_behind(outer)))
+        self._reused.look(outer)
+        del outer
         leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
