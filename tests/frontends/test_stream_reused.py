@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import streamed_peak_nbytes
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends.module.observing.following import Following
+from tapestream.frontends.module.observing.following import Following, Reused
 from tapestream.frontends.module.stream import handle_of
 
 WIDTH = 24
@@ -98,7 +98,18 @@ def twice(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.
     return model.out(states[-1]) * given + model.norm(states[0]) * given
 
 
+def added(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """Skips written into something else."""
+    x = model.between[0](states[-1])
+    for state in states[:-1]:
+        x += state
+        x[:1] = state[:1]
+        x.sub_(state, alpha=0.1)
+    return model.out(x)
+
+
 CASES = {
+    "added": (added, 1),
     "conditioned": (conditioned, 1), "skips": (skipping, 1), "pyramid": (pyramid, 1), "overheard": (overheard, 1),
     "written": (written, 1), "two chains": (twice, 2), "two chains, skips": (skipping, 2),
 }  # fmt: skip
@@ -141,6 +152,61 @@ def test_peaks(name: str, level: str, tmp_path: Path) -> None:
 
         step()
         assert streamed_peak_nbytes(model, step, "cpu") <= budget
+
+
+class Nothing(Reusing):
+    """Between blocks, functions that do nothing, and give back their argument itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width) to the same."""
+        given, x = torch.tanh(self.condition(x)), self.enter(x)
+        for block in self.parts[0]:
+            x, given = block(x.contiguous(), given.to(x.dtype)), F.dropout(given.float(), 0.5, training=False)
+        x.contiguous().register_hook(lambda gradient: 2 * gradient)
+        return conditioned(self, [x], given)
+
+
+def test_functions_that_do_nothing(tmp_path: Path) -> None:
+    case, found = Model(lambda: Nothing(conditioned), numbers(64, WIDTH)), options_of("adversarial", tmp_path)
+    assert_exact(case, budget_at("least", case, sgd, **found), **found)
+
+
+class Outside(Reusing):
+    """The residual is outside of the blocks: each state is used once more, right behind its block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width) to the same."""
+        given, x = torch.tanh(self.condition(x)), self.enter(x)
+        for block in self.parts[0]:
+            x = x + block(x, given)
+        return self.out(x)
+
+
+def test_what_is_used_again_at_once_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what counts does not grow with the depth."""
+    counted, held = [], Reused.held_nbytes.fget
+    assert held is not None
+    monkeypatch.setattr(Reused, "held_nbytes", property(lambda self: counted.append(held(self)) or counted[-1]))
+    found = options_of("adversarial", tmp_path)
+    case = Model(lambda: Outside(conditioned, 4), numbers(64, WIDTH))
+    assert_exact(case, budget_at("least", case, sgd, **found), **found)
+    deep = Model(lambda: Outside(conditioned, 16), numbers(64, WIDTH))
+    with streamed(deep, "1 GiB", **found) as model:
+        loss_at(model, deep)
+    assert 0 < counted[-1] == counted[0] <= 4 * 64 * WIDTH * 4
+
+
+def test_a_gradient_asked_for_inside_is_refused_by_name(tmp_path: Path) -> None:
+    def asking(model: Any, states: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(states[1].sin().sum(), states[1], retain_graph=True)
+        return model.out(states[-1]) + slope + states[1]
+
+    case, found = Model(lambda: Reusing(asking), numbers(64, WIDTH)), options_of("auto", tmp_path)
+    with (
+        streamed(case, "1 MiB", **found) as model,
+        pytest.raises(GradientError, match=r"inside of the model's forward"),
+    ):
+        loss_at(model, case)
 
 
 def test_sums_go_on_from_later_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,10 @@ def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [*own, *(leaf for leaf in found if leaf is not None)]
 
 
-def edges_behind(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, int]]:
-    """What the nodes of the graph of ``outputs`` use: a node each, and which of its outputs."""
-    for node in _nodes(outputs):
+def edges_behind(outputs: Sequence[torch.Tensor], seen: set[Node]) -> Iterator[tuple[Node, int]]:
+    """What the nodes of the graph of ``outputs`` use, but for those in ``seen``, which all are afterwards: a node each,
+    and which of its outputs."""
+    for node in _nodes(outputs, seen):
         yield from ((used, number) for used, number in node.next_functions if used is not None)
 
 
@@ -115,9 +116,11 @@ def flows_alone(outputs: Sequence[torch.Tensor], start: Node | None, end: Node) 
     return True
 
 
-def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Node]:
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, most = set[Node](stack), SHALLOW
+def _nodes(outputs: Sequence[torch.Tensor], seen: set[Node] | None = None) -> Iterator[Node]:
+    seen = set() if seen is None else seen
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None and t.grad_fn not in seen]
+    most = max(SHALLOW, len(seen))
+    seen.update(stack)
     while stack:
         if len(seen) > most:
             most = deeper(most)

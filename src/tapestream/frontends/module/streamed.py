@@ -147,7 +147,7 @@ class Streamed:
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
         self.last = prepared
         try:
-            with checkpointing_off(), call.following or contextlib.nullcontext():
+            with checkpointing_off(), call.followed():
                 return call.watched(original(*args, **kwargs))
         except BaseException:
             call.abort()

@@ -1,5 +1,6 @@
 """`StreamCall`: one live call of a streamed model; one autograd node per block call."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -105,9 +106,14 @@ class StreamCall:
             self.following.check()
         return result
 
+    def followed(self) -> contextlib.AbstractContextManager[None]:
+        """The model's forward runs inside."""
+        return contextlib.nullcontext() if self.following is None else self.following.until()
+
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
-        self._given += [] if self.following is None else self.following.given
+        if self.following is not None:
+            self._given = self.following.end()
         self.link, self.following = Link(), None
         self._replaced = self.store.replaced()
 
@@ -246,6 +252,11 @@ class StreamCall:
                 self._ended.add(block)
 
     def _begin_backward(self) -> None:
+        if self.following is not None:
+            raise GradientError(
+                "a gradient was asked for inside of the model's forward, of something that uses what a block was given "
+                "before it; ask before that block is called, or detach() and use a copy of your own"
+            )
         self._differentiating = True
         self._returned.look()
         self.live.begins(self)

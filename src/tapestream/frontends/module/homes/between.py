@@ -1,7 +1,5 @@
 """A function mode that sees what runs between the blocks of a call, and nothing inside of them."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -15,25 +13,17 @@ class BetweenBlocks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asleep = False
+        self.asleep = self.entered = False
 
     def __enter__(self) -> Self:
-        if not self.asleep:
+        if not self.entered:
             super().__enter__()  # type: ignore[no-untyped-call]
-        self.asleep = False
+        self.asleep, self.entered = False, True
         return self
 
     def __exit__(self, *raised: Any) -> None:
         now = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        self.asleep = now is not self
-        if not self.asleep:
+        self.asleep = self.entered and now is not self
+        if now is self:
+            self.entered = False
             super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """A block runs inside."""
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()

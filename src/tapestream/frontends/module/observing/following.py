@@ -4,8 +4,11 @@ Plain autograd adds what reaches a tensor latest use first. The uses inside of a
 for their sum to go on from that of later uses, these are given what the block hands on in place of the tensor itself.
 """
 
+import contextlib
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,39 +16,48 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from tapestream.errors import InputError
-from tapestream.frontends.around import uncompiled
 from tapestream.frontends.module.homes.between import BetweenBlocks
 from tapestream.runner.graph import edges_behind
 
 Edge: TypeAlias = tuple[Node, int]
 
-_DERIVED = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # attributes that are functions of the tensor
 WRITTEN = "changed in place; views of it would not know: write into a clone() of it"
-# What asks about the graph of the tensor itself, or changes it.
+_DERIVED = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # attributes that are functions of the tensor
+_NUMBERS = frozenset(("__index__", "__int__", "__invert__"))  # that change nothing, unlike __iadd__
+# What asks about the graph of the tensor itself.
 _ITS_OWN = frozenset(
-    ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__setitem__", "__set__",
-     "__delete__", "__deepcopy__", "__reduce_ex__")
+    ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
+     "detach_", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__")
 )  # fmt: skip
 
 
 class Reused:
     """Tells of an observed call, by its graph, which tensors something else uses than the blocks that were given them.
 
-    That graph ends at each block. ``met``: by edge, the bytes of what is used so.
+    That graph ends at each block. ``met``: by edge, the blocks (how many had been called) between which it is held.
     """
 
     def __init__(self) -> None:
-        self.met: dict[Edge, int] = {}
-        self._noted: dict[Edge, int] = {}
+        self.met: dict[Edge, tuple[int, int, int]] = {}
+        self._noted: dict[Edge, tuple[int, int]] = {}
+        self._seen: set[Node] = set()
+        self._blocks = 0
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """A block was given these."""
-        self._noted.update((_edge_of(t), t.nbytes) for t in tensors if t.requires_grad)
+        self._blocks += 1
+        for edge, nbytes in [(_edge_of(t), t.nbytes) for t in tensors if t.requires_grad]:
+            self._noted.setdefault(edge, (self._blocks, nbytes))
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
         """All that was made since the last block is behind these."""
-        for edge in edges_behind(tensors):
+        for edge in edges_behind(tensors, self._seen):
             self._meet(edge)
+
+    def end(self) -> None:
+        """Let go of the graph: nothing follows."""
+        self._noted.clear()
+        self._seen.clear()
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which the first block of a chain is given."""
@@ -55,18 +67,24 @@ class Reused:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of all that is used again, which is held until then, and its gradients from there on; once more of the
-        largest: that of a block's uses is not added in place."""
-        return sum(self.met.values()) + max(self.met.values(), default=0)
+        """Most bytes of what is held at once for its later use, and in backward of the gradients from there on; once
+        more of the largest: that of a block's uses is not added in place."""
+        change = Counter[int]()
+        for first, last, nbytes in self.met.values():
+            change[first] += nbytes
+            change[last + 1] -= nbytes
+        most = max(itertools.accumulate(change[at] for at in sorted(change)), default=0)
+        return most + max((nbytes for _, _, nbytes in self.met.values()), default=0)
 
     def _meet(self, edge: Edge) -> None:
         if edge in self._noted:
-            self.met[edge] = self._noted[edge]
+            first, nbytes = self._noted[edge]
+            self.met[edge] = first, self._blocks, nbytes
 
 
 @dataclass(slots=True)
 class _Noted:
-    """``version``: of the tensor, then; ``given``: later uses were given ``now``, of which there may be views."""
+    """``version``: of the tensor, then; ``given``: there are views of ``now``."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -82,8 +100,8 @@ class _Noted:
 class Following(BetweenBlocks):
     """Gives functions between blocks what was noted for their arguments, at any depth of lists and tuples.
 
-    What was changed in place before that, what is asked about itself (``retain_grad``, ``register_hook``) or written
-    into stays.
+    What was changed before that, what is asked about itself (``retain_grad``, ``register_hook``) or written into stays,
+    and so does what compiled code uses. It begins behind the first block.
     """
 
     def __init__(self) -> None:
@@ -100,10 +118,26 @@ class Following(BetweenBlocks):
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a use of ``tensor`` is to be given. Raises InputError as `check`."""
         found = self._known(tensor)
-        if found is None or found.version != tensor._version:
+        if found is None or found.version != tensor._version or not tensor.requires_grad:
             return tensor
-        found.given = True
-        return found.now
+        return found.now if tensor.data_ptr() == found.now.data_ptr() else tensor
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block runs inside, and what follows is seen."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    @contextlib.contextmanager
+    def until(self) -> Iterator[None]:
+        """A call runs inside."""
+        try:
+            yield
+        finally:
+            self.__exit__(None, None, None)
 
     def check(self) -> None:
         """Raise InputError where something was changed in place after it, or a view of it, was used again."""
@@ -112,11 +146,13 @@ class Following(BetweenBlocks):
                 f"a tensor that a block was given, and other code used after the block, was then {WRITTEN}"
             )
 
-    @property
-    def given(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-        """What is to stay as it is until its gradient has been made, and its version."""
+    def end(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+        """Nothing is noted any more. Returns what is to stay as it is until its gradient has been made, and its
+        version."""
         held = ((found.tensor(), found.version) for found in self._noted.values() if found.given)
-        return [(weakref.ref(tensor), version) for tensor, version in held if tensor is not None]  # free of this object
+        given = [(weakref.ref(tensor), version) for tensor, version in held if tensor is not None]
+        self._noted.clear()
+        return given
 
     def _known(self, tensor: torch.Tensor) -> _Noted | None:
         found = self._noted.get(id(tensor))
@@ -130,29 +166,53 @@ class Following(BetweenBlocks):
         found = self._noted.pop(key)
         self._changed = self._changed or found.changed
 
-    @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.asleep or not self._noted or _is_about_itself(func):
+        if torch.compiler.is_compiling() or self.asleep or not self._noted or _is_about_itself(func):
             return func(*args, **kwargs)
-        named = {name: value if name == "out" else self._in(value) for name, value in kwargs.items()}
-        return func(*map(self._in, args), **named)
+        given: dict[int, torch.Tensor] = {}
+        written = _writes(func) or kwargs.get("inplace") is True
+        own = {"out", "input", "self"} if written else {"out"}
+        first = args[: int(written)]
+        named = {name: value if name in own else self._in(value, given) for name, value in kwargs.items()}
+        result = func(*first, *(self._in(value, given) for value in args[len(first) :]), **named)
+        return self._out(result, given) if given else result
 
-    def _in(self, value: Any) -> Any:
+    def _in(self, value: Any, given: dict[int, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.current(value)
+            now = self.current(value)
+            if now is not value:
+                given[id(now)] = value
+            return now
         if type(value) in (list, tuple):
-            return type(value)(map(self._in, value))
+            return type(value)(self._in(one, given) for one in value)
         return value
+
+    def _out(self, result: Any, given: dict[int, torch.Tensor]) -> Any:
+        """What has done nothing gives back what it was given; views are kept in mind."""
+        if type(result) in (list, tuple):
+            return type(result)(self._out(one, given) for one in result)
+        if not isinstance(result, torch.Tensor):
+            return result
+        base = given.get(id(result._base)) if result._is_view() else None
+        if base is not None:
+            self._noted[id(base)].given = True
+        return given.get(id(result), result)
 
 
 def _is_about_itself(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _DERIVED
-    if name.startswith("__i"):
-        return name not in ("__index__", "__int__", "__invert__")
-    return name in _ITS_OWN or (name.endswith("_") and not name.endswith("__"))
+    return name in _ITS_OWN
+
+
+def _writes(func: Any) -> bool:
+    """Whether it changes its first argument."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NUMBERS)
+    return bool(name.endswith("_"))
 
 
 def _edge_of(tensor: torch.Tensor) -> Edge:

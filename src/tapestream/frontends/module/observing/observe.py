@@ -168,6 +168,7 @@ class Observation:
         outer = [*roots, *(t for t in found if not isinstance(t, LazyLogits))]
         self._later.update(map(id, leaves_behind(outer)))
         self._reused.look(outer)
+        self._reused.end()
         del outer
         leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
