@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from benchmarks.common import streamed_peak_nbytes
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends.module.observing.following import Following, Reused
+from tapestream.frontends.module.calls.following import Following
+from tapestream.frontends.module.observing.reused import Reused
 from tapestream.frontends.module.stream import handle_of
 
 WIDTH = 24

@@ -17,10 +17,10 @@ from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
 from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
+from tapestream.frontends.module.calls.following import WRITTEN, Following
 from tapestream.frontends.module.calls.live import Live, SegmentView
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
-from tapestream.frontends.module.observing.following import WRITTEN, Following
 from tapestream.frontends.module.observing.returned import Watched
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Tier

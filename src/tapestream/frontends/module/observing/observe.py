@@ -18,11 +18,11 @@ from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
-from tapestream.frontends.module.observing.following import Reused
 from tapestream.frontends.module.observing.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.observing.left_out import LeftOut
 from tapestream.frontends.module.observing.own import check_own, shows
 from tapestream.frontends.module.observing.returned import Turn, references, still_held
+from tapestream.frontends.module.observing.reused import Reused
 from tapestream.frontends.module.observing.written import parameters_unwritten
 from tapestream.frontends.module.swap import class_of
 from tapestream.ir.actions import Tier
