@@ -147,6 +147,23 @@ def test_the_plan_says_how_far_it_is_from_the_fastest_that_can_be() -> None:
     assert "above the fastest that can be" in text
 
 
+@pytest.mark.parametrize(("home", "update"), [(DEVICE, "step"), (DEVICE, None), (DISK, "step")])
+def test_while_gradients_gather_the_tape_may_have_what_they_do_not_take_yet(home: Tier, update: str | None) -> None:
+    # Eight blocks that all stay: gradients take 128 bytes in the end, which the first of the tape may have.
+    stages = tuple(StageCost(1.0, 2.0, 1, 24, block=k) for k in range(8))
+    profile = Profile(stages, 1, (BlockCost(16, 16, 32),) * 8)
+    limit = 8 * 48 + 128 + 40
+    slow = {(DISK, DEVICE): Link(0.1), (DEVICE, DISK): Link(0.1)}
+    plan = make_plan(profile, limit, Machine(slow), update=update, home=home)
+    assert plan.simulation.bytes_moved == {}
+    assert plan.peak_nbytes <= limit
+    beside_all = make_plan(profile.without_blocks(), limit - 8 * 48 - 128)
+    assert plan.simulation.forwards == 8 + 3
+    assert beside_all.simulation.forwards == 8 + 7
+    there = make_plan(profile, limit, update=update, home=DEVICE, accumulate=True)  # from the start
+    assert there.simulation.forwards == 8 + 7
+
+
 def test_named_values_stay_and_the_others_come_from_home() -> None:
     profile = Profile(
         (StageCost(1.0, 1.0, 2, 3, block=0), StageCost(1.0, 1.0, 2, 3, block=1)), 2, (BlockCost(5, 5),) * 2

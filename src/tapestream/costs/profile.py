@@ -178,3 +178,17 @@ class Profile:
         else:
             stages = tuple(replace(cost, block=None) for cost in self.stages)
         return replace(self, stages=stages, blocks=())
+
+    def with_gradients_staying(self) -> "Profile":
+        """The same, but each block's gradient stays from the first backward that makes it: for planners where nothing
+        of blocks moves, the less room there is the more of them are there.
+
+        Where all stages use one block its gradient is there from the first backward on, and takes what it takes.
+        """
+        if isinstance(self.stages, UniformStages):
+            return self.without_blocks()
+        first = {cost.block: k for k, cost in enumerate(self.stages) if cost.block is not None}
+        made = {k: self.blocks[block].gradient_nbytes for block, k in first.items()}
+        stages = (replace(cost, block=None, gradient_nbytes=cost.gradient_nbytes + made.get(k, 0))
+                  for k, cost in enumerate(self.stages))  # fmt: skip
+        return replace(self, stages=tuple(stages), blocks=())

@@ -1,6 +1,6 @@
 """`make_plan`: run the candidates, let the judge time them, take the fastest that fits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
@@ -13,7 +13,7 @@ from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.choices import Terms
 from tapestream.planning.plan import Alternative, Plan
-from tapestream.planning.split import Found, best_resident, best_split
+from tapestream.planning.split import Found, Tapes, best_resident, best_split, gradients_may_stay
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
 
@@ -101,12 +101,14 @@ def make_plan(
     homes = home_tiers(_fastest_home(machine) if home is None else home)
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
+    staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends and not knobs:
         names = _competitors(profile)
     for name in names:
         for own in _variants(name, knobs if name == planner else {}, streamed=bool(profile.blocks)):
-            search.consider(name, partial(_tape, name, profile if name == "joint" else plain, machine, own))
+            seen = profile if name == "joint" else plain
+            search.consider(name, Tapes(partial(_tape, name, machine, own), seen, staying))
     return search.plan(planner)
 
 
@@ -117,8 +119,8 @@ def _variants(name: str, knobs: dict[str, object], *, streamed: bool) -> Iterato
         yield {"moves": "none"}
 
 
-def _tape(name: str, plain: Profile, machine: Machine | None, knobs: dict[str, object], budget: Budget) -> Schedule:
-    return planners[name](plain, budget, machine, **knobs)
+def _tape(name: str, machine: Machine | None, knobs: dict[str, object], profile: Profile, budget: Budget) -> Schedule:
+    return planners[name](profile, budget, machine, **knobs)
 
 
 def _fastest_home(machine: Machine | None) -> Tier:
@@ -142,13 +144,13 @@ class _Search:
             else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
         )
 
-    def consider(self, name: str, tape: Callable[[Budget], Schedule]) -> None:
+    def consider(self, name: str, tapes: Tapes) -> None:
         """Let one planner try."""
         if self.best is not None and (why := self._unbeatable(self.best[2])):
             self.alternatives.append((name, None, f"not tried: {why}"))
             return
         try:
-            found = self._found(tape)
+            found = self._found(tapes)
         except BudgetError as error:
             self.refusals.append((name, error.to_keep()))
             least = error.least_nbytes
@@ -185,14 +187,14 @@ class _Search:
             return ""
         return f", at most {found.seconds / self.bound - 1:.1%} above the fastest that can be"
 
-    def _found(self, tape: Callable[[Budget], Schedule]) -> Found | None:
+    def _found(self, tapes: Tapes) -> Found | None:
         terms = self.terms
         if not any(True for _ in block_values(terms.profile)):
-            schedule = tape(terms.budget)
+            schedule = tapes.within(terms.budget)
             return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
         if terms.home[Kind.PARAMETERS] is Tier.DEVICE:
-            return best_resident(tape, terms)
-        return best_split(tape, terms, self.best[0] if self.best else float("inf"))
+            return best_resident(tapes, terms)
+        return best_split(tapes, terms, self.best[0] if self.best else float("inf"))
 
     def plan(self, planner: str) -> Plan:
         """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""

@@ -8,7 +8,7 @@ from itertools import chain
 from math import ceil
 
 from tapestream.costs import Budget, Profile
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Forward, Schedule, Tier, Value
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
@@ -21,6 +21,7 @@ from tapestream.simulate import Simulation, simulate
 _SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
+_GATHERING = 2000  # stages; longer chains are planned as if all gradients were there throughout
 _SIMULATIONS = (24, 4)  # at most, for each planner
 
 
@@ -37,21 +38,51 @@ class Found:
         return self.simulation.makespan_seconds
 
 
-def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: float = float("inf")) -> Found | None:
+@dataclass(frozen=True, slots=True)
+class Tapes:
+    """What one planner makes for a device budget of the tape alone. ``plain``: the profile as it sees it; ``staying``:
+    the same with gradients that stay where backward makes them, None where they do not."""
+
+    plan: Callable[[Profile, Budget], Schedule]
+    plain: Profile
+    staying: Profile | None = None
+
+    def within(self, budget: Budget) -> Schedule:
+        """A tape beside which what blocks hold is the same all the time."""
+        return self.plan(self.plain, budget)
+
+    def beside_gradients(self, nbytes: int) -> Schedule | None:
+        """One within ``nbytes`` together with the gradients that are there: none at the turn, all of them at the end.
+        None where they do not stay, or none fits."""
+        if self.staying is None or nbytes <= 0:
+            return None
+        with suppress(BudgetError, InputError):
+            return self.plan(self.staying, Budget(nbytes))
+        return None
+
+
+def gradients_may_stay(terms: Terms) -> bool:
+    """Whether gradients of blocks may gather on the device in a backward."""
+    profile, limited = terms.profile, terms.budget.device_nbytes is not None
+    gathering = limited and not terms.accumulate and terms.update != "backward"
+    return gathering and len(profile) <= _GATHERING and any(block.gradient_nbytes for block in profile.blocks)
+
+
+def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) -> Found | None:
     """The fastest schedule found for the tapes that one planner makes, None when no bound is below ``faster_than``.
 
-    ``tape``: the planner, for a device budget of the tape alone. Tries a few tape budgets between the least it
+    Tries a few tape budgets between the least it
     can and all that is there; for each, resident values that leave room for none, one or two more blocks in
     flight, for half of what is left or for none at all. Simulates in order of a lower bound (computation, and
     bytes of each lane, phase by phase), a bounded number of times. Raises BudgetError with the least device
     budget when nothing fits.
     """
-    if _surely_slower(tape, terms, faster_than):
+    if _surely_slower(tapes, terms, faster_than):
         return None
     streamings: dict[tuple[int, int, float], Streaming] = {}
     leanest: Streaming | None = None
     before: Schedule | None = None
-    for schedule in _tapes(tape, terms):
+    for schedule in _schedules(tapes, terms):
         if schedule != before:
             before, leanest = schedule, _streaming(schedule, terms)
             looks = len(leanest.computation), int(leanest.base.during.max()), computation_seconds(leanest)
@@ -66,13 +97,13 @@ def best_split(tape: Callable[[Budget], Schedule], terms: Terms, faster_than: fl
     return None
 
 
-def _surely_slower(tape: Callable[[Budget], Schedule], terms: Terms, seconds: float) -> bool:
+def _surely_slower(tapes: Tapes, terms: Terms, seconds: float) -> bool:
     """Whether the planner's computation takes ``seconds`` with all the bytes that a tape could have, so with fewer."""
     limit = terms.budget.device_nbytes
     if limit is None or seconds == float("inf"):
         return False
     try:
-        return sum(compute_seconds(action, terms.profile) for action in tape(Budget(limit))) >= seconds
+        return sum(compute_seconds(action, terms.profile) for action in tapes.within(Budget(limit))) >= seconds
     except BudgetError:
         return False
 
@@ -126,21 +157,26 @@ def _fastest(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, fa
     return None
 
 
-def best_resident(tape: Callable[[Budget], Schedule], terms: Terms) -> Found:
-    """The fastest schedule with every parameter block on the device; the tape gets what they leave.
+def best_resident(tapes: Tapes, terms: Terms) -> Found:
+    """The fastest schedule found with every parameter block on the device; the tape gets what they leave: while
+    gradients gather, less and less.
 
     Keeps the schedule's tree. Raises BudgetError with a device budget that works when nothing fits.
     """
     gradients, others = _sums(terms.profile)
     limit = terms.budget.device_nbytes
     if limit is None:
-        return _on_device(tape(Budget()), terms)
-    least = _least(tape)
+        return _on_device(tapes.within(Budget()), terms)
+    found: list[Found] = []
+    with suppress(BudgetError):
+        beside = tapes.beside_gradients(limit - others)
+        found += [] if beside is None else [_on_device(beside, terms)]
+    least = _least(tapes)
     for nbytes in (limit - others, limit - others - gradients):
-        if nbytes > least:
+        if nbytes > least and not found:
             with suppress(BudgetError):
-                return _on_device(tape(Budget(nbytes)), terms)
-    return _on_device(tape(Budget(least)), terms)
+                found.append(_on_device(tapes.within(Budget(nbytes)), terms))
+    return found[0] if found else _on_device(tapes.within(Budget(least)), terms)
 
 
 def _on_device(schedule: Schedule, terms: Terms) -> Found:
@@ -151,10 +187,10 @@ def _on_device(schedule: Schedule, terms: Terms) -> Found:
     return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
 
 
-def _least(tape: Callable[[Budget], Schedule]) -> int:
+def _least(tapes: Tapes) -> int:
     """The least tape budget that the planner says it can do with."""
     try:
-        tape(Budget(1))
+        tapes.within(Budget(1))
     except BudgetError as error:
         if error.least_nbytes is None:
             raise
@@ -162,16 +198,24 @@ def _least(tape: Callable[[Budget], Schedule]) -> int:
     return 1
 
 
-def _tapes(tape: Callable[[Budget], Schedule], terms: Terms) -> Iterator[Schedule]:
-    """The planner's schedules for a few tape budgets, largest first, the least that it can last."""
+def _schedules(tapes: Tapes, terms: Terms) -> Iterator[Schedule]:
+    """The planner's schedules for a few tape budgets: those that have gradients gather beside them, with all other
+    values of blocks on the device and with what a step phase needs elsewhere; then the others, largest first, the least
+    that it can last."""
     limit = terms.budget.device_nbytes
     if limit is None:
-        yield tape(Budget())
+        yield tapes.within(Budget())
         return
-    least = _least(tape)
+    _, others = _sums(terms.profile)
+    read = sum(block.parameters_nbytes + block.buffers_nbytes for block in terms.profile.blocks)
+    for nbytes in {limit - others: None, limit - read: None}:
+        beside = tapes.beside_gradients(nbytes)
+        if beside is not None:
+            yield beside
+    least = _least(tapes)
     for nbytes in _levels(least, limit, terms):
         try:
-            yield tape(Budget(nbytes))
+            yield tapes.within(Budget(nbytes))
         except BudgetError:
             continue
 
