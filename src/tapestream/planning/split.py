@@ -21,6 +21,7 @@ from tapestream.simulate import Simulation, simulate
 _SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
+_LEANER = 1.01  # less than that is not worth more recomputing
 _GATHERING = 2000  # stages; longer chains are planned as if all gradients were there throughout
 _SIMULATIONS = (24, 4)  # at most, for each planner
 
@@ -59,6 +60,14 @@ class Tapes:
         with suppress(BudgetError, InputError):
             return self.plan(self.staying, Budget(nbytes))
         return None
+
+    def leanest(self) -> Iterator[Schedule]:
+        """The schedules of least bytes, with gradients gathering beside them and without."""
+        yield self.within(Budget(_least(self.within)))
+        if self.staying is not None:
+            with suppress(BudgetError, InputError):
+                beside = self.staying
+                yield self.plan(beside, Budget(_least(lambda budget: self.plan(beside, budget))))
 
 
 def gradients_may_stay(terms: Terms) -> bool:
@@ -168,15 +177,27 @@ def best_resident(tapes: Tapes, terms: Terms) -> Found:
     if limit is None:
         return _on_device(tapes.within(Budget()), terms)
     found: list[Found] = []
-    with suppress(BudgetError):
-        beside = tapes.beside_gradients(limit - others)
-        found += [] if beside is None else [_on_device(beside, terms)]
-    least = _least(tapes)
-    for nbytes in (limit - others, limit - others - gradients):
-        if nbytes > least and not found:
-            with suppress(BudgetError):
-                found.append(_on_device(tapes.within(Budget(nbytes)), terms))
-    return found[0] if found else _on_device(tapes.within(Budget(least)), terms)
+    for gathering in (True, False):  # rounding may lose either
+        with suppress(BudgetError):
+            schedule = (
+                tapes.beside_gradients(limit - others) if gathering else tapes.within(Budget(max(1, limit - others)))
+            )
+            found += [] if schedule is None else [_on_device(schedule, terms)]
+        if found and found[-1].simulation.forwards == terms.profile.runs:
+            break
+    if found:
+        return min(found, key=lambda one: one.seconds)
+    if limit > others + gradients:
+        with suppress(BudgetError):
+            return _on_device(tapes.within(Budget(limit - others - gradients)), terms)
+    refusals: list[BudgetError] = []
+    for schedule in tapes.leanest():
+        try:
+            return _on_device(schedule, terms)
+        except BudgetError as error:
+            refusals.append(error.to_keep())
+    least = min(refusals, key=lambda error: (error.least_nbytes or 0) * (1 if error is refusals[0] else _LEANER))
+    raise BudgetError(str(least), least_nbytes=least.least_nbytes, stage=least.stage)
 
 
 def _on_device(schedule: Schedule, terms: Terms) -> Found:
@@ -187,10 +208,10 @@ def _on_device(schedule: Schedule, terms: Terms) -> Found:
     return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
 
 
-def _least(tapes: Tapes) -> int:
+def _least(tape: Callable[[Budget], Schedule]) -> int:
     """The least tape budget that the planner says it can do with."""
     try:
-        tapes.within(Budget(1))
+        tape(Budget(1))
     except BudgetError as error:
         if error.least_nbytes is None:
             raise
@@ -199,20 +220,16 @@ def _least(tapes: Tapes) -> int:
 
 
 def _schedules(tapes: Tapes, terms: Terms) -> Iterator[Schedule]:
-    """The planner's schedules for a few tape budgets: those that have gradients gather beside them, with all other
-    values of blocks on the device and with what a step phase needs elsewhere; then the others, largest first, the least
-    that it can last."""
+    """The planner's schedules: the one that has gradients gather beside it, with all other values of blocks on the
+    device; then those for a few tape budgets, largest first, the least that it can last."""
     limit = terms.budget.device_nbytes
     if limit is None:
         yield tapes.within(Budget())
         return
-    _, others = _sums(terms.profile)
-    read = sum(block.parameters_nbytes + block.buffers_nbytes for block in terms.profile.blocks)
-    for nbytes in {limit - others: None, limit - read: None}:
-        beside = tapes.beside_gradients(nbytes)
-        if beside is not None:
-            yield beside
-    least = _least(tapes)
+    beside = tapes.beside_gradients(limit - _sums(terms.profile)[1])
+    if beside is not None:
+        yield beside
+    least = _least(tapes.within)
     for nbytes in _levels(least, limit, terms):
         try:
             yield tapes.within(Budget(nbytes))
