@@ -13,6 +13,7 @@ from tapestream.ir import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Node,
     Offload,
@@ -93,7 +94,7 @@ VALUE = st.builds(Value, st.sampled_from(Kind), NUMBER, st.integers(0, 3))
 TIER = st.sampled_from(Tier)
 ACTION: st.SearchStrategy[Action] = st.one_of(
     st.builds(Forward, NUMBER, NUMBER),
-    *(st.builds(kind, NUMBER) for kind in (Record, Backward, Keep, Restore)),
+    *(st.builds(kind, NUMBER) for kind in (Record, Backward, Keep, KeepInside, Restore)),
     st.builds(Update, NUMBER, st.integers(0, 3)),
     *(st.builds(kind, VALUE, TIER, TIER) for kind in (Offload, Prefetch)),
     *(st.builds(kind, VALUE, TIER) for kind in (Wait, Free)),

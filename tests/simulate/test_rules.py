@@ -12,6 +12,7 @@ from tapestream.ir import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Offload,
     Phase,
@@ -136,6 +137,24 @@ PLAIN_CASES: dict[str, tuple[list[Action], int, str]] = {
     ),
     "backwards missing": (STORE_ALL[:5], 5, "stage 0 is still recorded"),
     "nothing recorded, backwards missing": ([FORWARD, Forward(0, 2), BACKWARD], 3, "Backward(1) and those below"),
+    "inside of another": ([FORWARD, KeepInside(1)], 1, "live state must be 1 and is 0"),
+    "inside of another run": (
+        [FORWARD, Keep(0), Forward(0, 1), KeepInside(1), Restore(0), Forward(0, 1)], 5, "KeepInside(1) is for a",
+    ),
+    "inside of a record": ([FORWARD, KeepInside(0), Record(0)], 2, "KeepInside(0) is for a Forward of that stage"),
+    "inside of what is recorded": (
+        [FORWARD, Keep(0), Record(0), Restore(0), KeepInside(0)], 4, "stage 0 is recorded, or its inside kept",
+    ),
+    "inside twice": (
+        [FORWARD, Keep(0), KeepInside(0), Forward(0, 1), Restore(0), KeepInside(0)], 5, "or its inside kept, already",
+    ),
+    "inside moved": (
+        [FORWARD, KeepInside(0), Forward(0, 1), Offload(Value(Kind.INSIDE, 0), DEVICE, HOST)], 3, "stays on DEVICE",
+    ),
+    "inside freed twice": (
+        [FORWARD, KeepInside(0), Forward(0, 1), *[Free(Value(Kind.INSIDE, 0), DEVICE)] * 2], 4, "nothing to free",
+    ),
+    "inside at the end": ([FORWARD, KeepInside(0), Forward(0, 2)], 3, "INSIDE 0 is still kept"),
     "still kept": ([FORWARD, Keep(0), *STORE_ALL[1:]], 7, "state 0 is still kept"),
     "left on host": ([FORWARD, *saves(STATE), *STORE_ALL[1:]], 8, "STATE 0 is current in HOST"),
     "still in flight": ([FORWARD, Forward(0, 2), Offload(Value(STATE, 2), DEVICE, HOST)], 3, "put Wait before the end"),

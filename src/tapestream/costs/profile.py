@@ -158,6 +158,12 @@ class Profile:
             and self.initial_nbytes == self.stages.cost.output_nbytes
         )
 
+    @property
+    def may_keep_inside(self) -> bool:
+        """Whether a run of some stage may keep what spares a recompute time."""
+        costs = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
+        return any(cost.inside_seconds for cost in costs)
+
     def state_nbytes(self, k: int) -> int:
         """Bytes of state k alone, carried storages excluded."""
         return self.initial_nbytes if k == 0 else self.stages[k - 1].output_nbytes

@@ -22,6 +22,8 @@ class StageCost:
     ``gradient_nbytes``: parameter gradients that its backward is the first to make, where they are to count and belong
     to no block; they stay until the end of the step. ``reads_parameters``: whether backward reads those of ``block``
     (that of an embedding does not). ``saved_storages``: how many copies moving the saved tensors takes.
+    ``inside_nbytes``: of what a forward may keep of its inside, all of it among the saved tensors, for a Record that
+    then takes ``inside_seconds`` less.
     """
 
     forward_seconds: float
@@ -39,6 +41,8 @@ class StageCost:
     gradient_nbytes: int = 0
     reads_parameters: bool = True
     saved_storages: int = 1
+    inside_nbytes: int = 0
+    inside_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, seconds in (("forward_seconds", self.forward_seconds), ("backward_seconds", self.backward_seconds)):
@@ -56,6 +60,13 @@ class StageCost:
         if self.backward_extra_nbytes != 0:
             least = -self.saved_nbytes - self.cotangent_bytes  # what saved tensors and cotangent take
             whole("StageCost", "backward_extra_nbytes", self.backward_extra_nbytes, least)
+        whole("StageCost", "inside_nbytes", self.inside_nbytes)
+        duration("StageCost", "inside_seconds", self.inside_seconds)
+        if self.inside_nbytes > self.saved_nbytes:
+            raise InputError(
+                f"StageCost: inside_nbytes={self.inside_nbytes} are among the saved_nbytes={self.saved_nbytes} and "
+                "cannot be more"
+            )
         if self.gradient_nbytes and self.block is not None:
             raise InputError(
                 f"StageCost: block {self.block} and gradient_nbytes={self.gradient_nbytes} say the same thing twice; "

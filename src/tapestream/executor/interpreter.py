@@ -18,6 +18,8 @@ from tapestream.ir.actions import (
     Forward,
     Free,
     Keep,
+    KeepInside,
+    Kind,
     Offload,
     Phase,
     PhaseKind,
@@ -64,12 +66,14 @@ class Interpreter:
         self._ahead: deque[Action] = deque()  # looked at already
         self._pending: Action | None = next(self._actions, None)
         self._entered: PhaseKind | None = None
-        self._inside = 0  # stages of a pending Forward that have been done
+        self._done = 0  # stages of a pending Forward
+        self._keeping: int | None = None  # the stage whose next run keeps what it makes inside
 
     def close(self) -> None:
         """Drop what is kept, recorded and below the device (after an exception, or where nobody differentiates)."""
         self.live = None
         self.travel.clear()
+        self.runner.drop_inside()
         self.cotangents.clear()
 
     # -- driving ------------------------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ class Interpreter:
     def _run_rest(self) -> None:
         while self._pending is not None and not isinstance(self._pending, Phase):
             match self._pending:
-                case Forward() | Record() | Backward() | Keep() | Restore():
+                case Forward() | Record() | Backward() | Keep() | KeepInside() | Restore():
                     self._next()
                 case Update(block) if not self._blocks().has_gradient(block):
                     self._next()
@@ -205,7 +209,7 @@ class Interpreter:
             match self._ahead[number]:
                 case Backward(stage):
                     return stage != k
-                case Forward() | Record() | Keep() | Restore() | Phase():
+                case Forward() | Record() | Keep() | KeepInside() | Restore() | Phase():
                     return True
             number += 1
 
@@ -215,19 +219,21 @@ class Interpreter:
         action = self._pending
         match action:
             case Forward(start, stop):
-                first = start + self._inside
+                first = start + self._done
                 for k in range(first, first + 1 if one_stage else stop):
                     self._forward(k)
-                    self._inside += 1
-                if self._inside < stop - start:
+                    self._done += 1
+                if self._done < stop - start:
                     return
-                self._inside = 0
+                self._done = 0
             case Record(stage):
                 self._record(stage)
             case Backward(stage):
                 self._backward(stage)
             case Keep(stage):
                 self.travel.keep(stage, self._live(stage))
+            case KeepInside(stage):
+                self._keeping = stage
             case Restore(stage):
                 self.live, self.live_index = self.travel.restored(stage, self.runner.stages[stage].name), stage
             case Update(block, part):
@@ -236,6 +242,8 @@ class Interpreter:
                 self._mover(value).start(value, source, target)
             case Wait(value, tier):
                 self._mover(value).wait(value, tier)
+            case Free(Value(Kind.INSIDE, stage)):
+                self.runner.drop_inside(stage)
             case Free(value, tier):
                 self._mover(value).free(value, tier)
             case _:
@@ -245,7 +253,8 @@ class Interpreter:
     def _forward(self, k: int) -> None:
         states = self._given(k)
         self._compute_begins(k)
-        self.live = self.runner.forward(k, states)
+        self.live = self.runner.forward(k, states, keep_inside=k == self._keeping)
+        self._keeping = None
         self.live_index = k + 1
         self._compute_ended(k)
 

@@ -6,6 +6,7 @@ from tapestream.ir.actions import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Offload,
     Phase,
@@ -34,7 +35,7 @@ from tapestream.ir.text import dumps, loads
 from tapestream.ir.timeline import Span, Timeline
 
 __all__ = [
-    "Action", "Backward", "Forward", "Free", "Keep", "Kind", "Node", "Offload", "Phase", "PhaseKind",
+    "Action", "Backward", "Forward", "Free", "Keep", "KeepInside", "Kind", "Node", "Offload", "Phase", "PhaseKind",
     "Prefetch", "Record", "Repeat", "Restore", "Schedule", "Series", "Shift", "Span", "Tier", "Timeline", "Update",
     "Value", "Wait", "children_of", "distinct_nodes", "dumps", "iterate", "loads", "series", "shifted",
 ]  # fmt: skip

@@ -21,10 +21,11 @@ class Tier(IntEnum):
 
 
 class Kind(Enum):
-    """What a value is. The first five are numbered by stage, the others by parameter block."""
+    """What a value is. The first six are numbered by stage, the others by parameter block."""
 
     STATE = "state"
     SAVED = "saved"
+    INSIDE = "inside"
     INPUT = "input"
     SIDE_GRADIENT = "side_gradient"
     COTANGENT = "cotangent"
@@ -41,7 +42,7 @@ class Kind(Enum):
         return self in _BY_STAGE
 
 
-_BY_STAGE = (Kind.STATE, Kind.SAVED, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT)
+_BY_STAGE = (Kind.STATE, Kind.SAVED, Kind.INSIDE, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ class Backward:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """This action is read as: keep the live state, which is state ``stage``, as restart checkpoint."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepInside:
+    """This action is read as: the run of stage ``stage`` that comes next keeps what it makes inside and its Record
+    need not make again."""
 
     stage: int
 
@@ -147,7 +156,9 @@ class Phase:
     kind: PhaseKind
 
 
-Action: TypeAlias = Forward | Record | Backward | Keep | Restore | Offload | Prefetch | Wait | Free | Update | Phase
+Action: TypeAlias = (
+    Forward | Record | Backward | Keep | KeepInside | Restore | Offload | Prefetch | Wait | Free | Update | Phase
+)
 
 
 def shifted(action: Action, by: int) -> Action:
@@ -156,7 +167,7 @@ def shifted(action: Action, by: int) -> Action:
         return action
     if isinstance(action, Forward):  # listing a schedule takes mostly this; a `match` takes longer
         return Forward(action.start + by, action.stop + by)
-    if isinstance(action, (Record, Backward, Keep, Restore)):
+    if isinstance(action, (Record, Backward, Keep, KeepInside, Restore)):
         return type(action)(action.stage + by)
     if isinstance(action, (Offload, Prefetch)):
         return type(action)(_shifted_value(action.value, by), action.source, action.target)
@@ -174,7 +185,7 @@ def renumbered(action: Action, place: Mapping[int, int] | Sequence[int]) -> Acti
     match action:
         case Forward(start, stop):
             return Forward(place[start], place[stop])
-        case Record(stage) | Backward(stage) | Keep(stage) | Restore(stage):
+        case Record(stage) | Backward(stage) | Keep(stage) | KeepInside(stage) | Restore(stage):
             return type(action)(place[stage])
         case Offload(value, source, target) | Prefetch(value, source, target) if value.kind.by_stage:
             return type(action)(Value(value.kind, place[value.index], value.part), source, target)

@@ -27,6 +27,7 @@ from tapestream.ir.actions import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Offload,
     Phase,
@@ -46,7 +47,7 @@ _ESCAPED = re.compile(r"(?:[^\\]|\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f
 _FIRST_LINE = "tapestream schedule 1"
 _NAMES: dict[str, type[Action]] = {
     kind.__name__: kind
-    for kind in (Forward, Record, Backward, Keep, Restore, Offload, Prefetch, Wait, Free, Update, Phase)
+    for kind in (Forward, Record, Backward, Keep, KeepInside, Restore, Offload, Prefetch, Wait, Free, Update, Phase)
 }
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
 _DEFINITION = re.compile(
@@ -214,7 +215,7 @@ def _read_action(text: str) -> Action:
     action: Action
     if kind is Forward:
         action = Forward(_read_number(words), _read_number(words))
-    elif kind is Record or kind is Backward or kind is Keep or kind is Restore:
+    elif kind is Record or kind is Backward or kind is Keep or kind is KeepInside or kind is Restore:
         action = kind(_read_number(words))
     elif kind is Update:
         action = Update(*_read_parted(words))

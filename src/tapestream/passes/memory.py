@@ -19,6 +19,7 @@ from tapestream.ir import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Offload,
     Phase,
@@ -93,6 +94,8 @@ class _Walk:
         self.holds: defaultdict[int, _Hold] = defaultdict(lambda: _Hold(0))
         self.carried: Counter[int] = Counter()
         self.live: int | None = None
+        self.keeping: int | None = None
+        self.inside: set[int] = set()
         self.host = 0
         self.device = profile.outside_nbytes
         self._go(0)
@@ -102,10 +105,15 @@ class _Walk:
         profile, peak = self.profile, self.device
         match action:
             case Forward(start, stop):
+                if self.keeping is not None:
+                    self.inside.add(self.keeping)
+                    self.device += profile.stages[self.keeping].inside_nbytes
+                    self.keeping = None
                 for k in range(start, stop):
                     peak = max(peak if k > start else 0, self._step(k, profile.stages[k].forward_extra_nbytes))
             case Record(k):
                 cost = profile.stages[k]
+                self._drop_inside(k)
                 self.device += cost.saved_nbytes
                 if cost.reads_input:
                     self._hold(k, _Hold.INPUT)
@@ -122,6 +130,10 @@ class _Walk:
                 self._drop(k + 1, _Hold.OUTPUT)
             case Keep(k):
                 self._hold(k, _Hold.KEPT)
+            case KeepInside(k):
+                self.keeping = k
+            case Free(Value(Kind.INSIDE, k)):
+                self._drop_inside(k)
             case Restore(k):
                 self._go(k)
             case Phase(PhaseKind.BACKWARD):
@@ -139,6 +151,11 @@ class _Walk:
             case _:
                 pass
         return peak
+
+    def _drop_inside(self, k: int) -> None:
+        if k in self.inside:
+            self.inside.remove(k)
+            self.device -= self.profile.stages[k].inside_nbytes
 
     def _step(self, k: int, extra: int) -> int:
         former = self.live

@@ -1,11 +1,12 @@
 """`Plan`: a schedule that the judge has accepted, with what it costs and what else was considered."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
-from tapestream.ir import PhaseKind, Schedule, Tier, Update, distinct_nodes
+from tapestream.ir import KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
 from tapestream.planning import picture, plan_file
 from tapestream.simulate import Simulation, simulate
 from tapestream.units import format_nbytes, format_seconds
@@ -87,6 +88,7 @@ class Plan:
                 if tier is Tier.DEVICE or self._matters(tier)
             ),
             ("moved", self._moved()),
+            *self._kept(),
             ("chosen", self._why()),
         ]
         rows += [(f"  {name}", _outcome(seconds, reason)) for name, seconds, reason in self.alternatives]
@@ -123,6 +125,14 @@ class Plan:
             if nbytes
         )
         return ", ".join(lanes) or "nothing"
+
+    def _kept(self) -> Iterator[tuple[str, str]]:
+        """What recomputes are spared, where they are."""
+        if self.profile.may_keep_inside:
+            kept = [action.stage for action in self.schedule if isinstance(action, KeepInside)]
+            spared = sum(self.profile.stages[k].inside_seconds for k in kept)
+            if kept:
+                yield "attention", f"kept by {len(kept)} runs for their recomputes, {format_seconds(spared)} less"
 
     def _why(self) -> str:
         others = sorted((s, name) for name, s, _ in self.alternatives if s is not None and name != self.planner)

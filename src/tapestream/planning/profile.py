@@ -14,7 +14,7 @@ from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
 from tapestream.planning.repeating import check_repeats, check_runs_alike
-from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled
+from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled, with_inside
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
@@ -25,6 +25,7 @@ from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
+from tapestream.runner.inside import attends
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits, is_compiled
@@ -144,6 +145,9 @@ def profile_stage(
         if short:
             with watch.paused():
                 cost = settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
+        if attends(looks[0]) and not traits.calls_autograd and skew is None:
+            with watch.paused():
+                cost = with_inside(runner, state, cost, device)
         if device.type != "cpu":
             ending = cost.forward_seconds / 5  # what a GPU is asked to do ends later than the call
         if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):

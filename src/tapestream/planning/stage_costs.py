@@ -19,6 +19,8 @@ from tapestream.runner.state import State, storages
 from tapestream.storage.meter import MemoryWatch
 
 SHORT_SECONDS = 5e-3
+INSIDE_SECONDS = 1e-2  # a forward of less is not worth the two runs that tell what it could keep of its inside
+INSIDE_SHARE = 0.05  # of a forward: times are noisy, and less is not worth its bytes
 _COLD = 4  # times a forward: a first backward that takes longer is timed again
 _SETTLING_SECONDS, _MOST_RUNS = 0.02, 8
 _AGAIN_SECONDS = 0.002
@@ -48,6 +50,20 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
         backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
         cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
     ), out
+
+
+def with_inside(runner: Runner, state: State, cost: StageCost, device: torch.device) -> StageCost:
+    """The cost, with what a run that keeps its attention spares the one that records, and how many bytes it keeps."""
+    if cost.forward_seconds < INSIDE_SECONDS:
+        return cost
+    forward, _ = timed(device, lambda: runner.forward(0, [state], keep_inside=True))
+    nbytes = runner.inside[0].nbytes
+    record, (_, tape) = timed(device, lambda: runner.record(0, [state]))
+    del tape
+    spared = max(0.0, cost.recorded_seconds - record - max(0.0, forward - cost.forward_seconds))
+    if spared < INSIDE_SHARE * cost.forward_seconds or not 0 < nbytes <= cost.saved_nbytes:
+        return cost
+    return replace(cost, inside_nbytes=nbytes, inside_seconds=spared)
 
 
 def settled(

@@ -24,6 +24,7 @@ from tapestream.runner.guards import (
     mark,
     written_since_saved,
 )
+from tapestream.runner.inside import Giving, Inside, Keeping
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.seen import Seen, Versions, first_run, written
 from tapestream.runner.stage import Stage, Traits
@@ -77,15 +78,19 @@ class Runner:
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}
+        self.inside: dict[int, Inside] = {}  # what runs have kept for their recomputes
         self.runs, self._running = 0, [""]  # the name of the part at work
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
-    def forward(self, k: int, states: list[State]) -> State:
-        """Run stage ``k`` on the only one of ``states`` and keep nothing but its output."""
+    def forward(self, k: int, states: list[State], *, keep_inside: bool = False) -> State:
+        """Run stage ``k`` on the only one of ``states`` and keep nothing but its output; with ``keep_inside`` also what
+        `tapestream.runner.inside` names."""
         traits = self.traits[k]
-        with self._surroundings(k):
-            if traits.plain_forward:
+        with self._surroundings(k), Keeping() if keep_inside else contextlib.nullcontext() as keeping:
+            if keeping is not None:
+                self.inside[k] = keeping.found
+            if traits.plain_forward and keeping is None:  # kernels may make less there
                 with torch.no_grad():
                     tree = self._call(k, states, [t.detach() for t in self._inputs(k, states[0])])
                 out, _ = take_apart(tree)
@@ -111,16 +116,21 @@ class Runner:
         held = len(self.stages[k].parts) == 1 or len(states[0].tensors) == 1
         if end is None or end.failed or output_needed or not held or k not in self.seen:
             again.clear()
-            return self._record(k, states, None)
+            end = None
         try:
             return self._record(k, states, end)
         except Exception:  # the user's code may stumble over numbers that are none, too
+            if end is None:
+                raise
             end.failed = True
             return self._record(k, again, None)
+        finally:
+            self.inside.pop(k, None)
 
     def _record(self, k: int, states: list[State], end: End | None) -> tuple[State, Tape]:
         borders = PartBorders(self.stages[k].parts)
-        with self._surroundings(k):
+        given = Giving(self.inside[k]) if k in self.inside else contextlib.nullcontext()
+        with self._surroundings(k), given:
             with self.watch.opened(), self._recording(k, end) as left_out:
                 guarded, inputs = self.guarded(k, states[0])
                 own = [weakref.ref(t) for t in guarded]
@@ -194,6 +204,11 @@ class Runner:
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
         self.seen.pop(k, None)
+
+    def drop_inside(self, k: int | None = None) -> None:
+        """Drop what the run of stage ``k``, or of any, has kept of its inside."""
+        for number in [*self.inside] if k is None else [k]:
+            self.inside.pop(number, None)
 
     # -- one run ------------------------------------------------------------------------------------------------
 

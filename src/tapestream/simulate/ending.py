@@ -37,6 +37,8 @@ def check_end(judge: "Judge") -> None:
         broken(f"stage {min(places.recorded)} is still recorded; put Backward or Free of its SAVED before the end")
     if states.kept:
         broken(f"state {min(states.kept)} is still kept; put Free of it before the end")
+    if places.current[Kind.INSIDE]:
+        broken(f"INSIDE {min(places.current[Kind.INSIDE])} is still kept; put its Record or Free of it before the end")
     for k, tiers in places.current[Kind.STATE].items():
         if tiers:
             broken(f"{places.whereabouts(Kind.STATE, k)}; put Free of it before the end")

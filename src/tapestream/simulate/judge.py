@@ -13,6 +13,7 @@ from tapestream.ir import (
     Forward,
     Free,
     Keep,
+    KeepInside,
     Kind,
     Offload,
     Phase,
@@ -56,6 +57,7 @@ class Judge:
         self.phase_seconds: dict[PhaseKind, float] = {}
         self.phase_began = 0.0
         self.forwards = self.recorded = 0
+        self.keeping: int | None = None  # the stage whose next run keeps what it makes inside
         self.ends, self.spans = profile.ends, profile.spans
         self.due = {start: stop - 1 for start, stop in self.spans}  # the next backward of each branch, by its input
         self.blocks = Blocks(profile, self.places, self.clock)
@@ -151,13 +153,16 @@ class Judge:
         if states.live != start:
             broken(f"the live state must be {start} and is {states.live}; put Restore({start}) before")
         self.forwards += stop - start
-        if self.at_once and stop - start > 2 and self._forward_at_once(start, stop):
+        keeping, self.keeping = self._kept_inside(start), None
+        if keeping is None and self.at_once and stop - start > 2 and self._forward_at_once(start, stop):
             return
         for k in range(start, stop):
             cost = stages[k]
             if cost.block is not None:
                 self.blocks.need(cost.block)
             self._appears(k + 1)
+            if k == keeping:
+                self.places.make(Kind.INSIDE, k)
             self.memory.touch(DEVICE, cost.forward_extra_nbytes, k)
             states.live = k + 1
             self.places.release(k)
@@ -208,10 +213,14 @@ class Judge:
             broken(f"the live state must be {k} and is {states.live}; put Restore({k}) before")
         if k in places.recorded:
             broken(f"stage {k} is recorded already")
+        if self.keeping is not None:
+            broken(f"KeepInside({self.keeping}) is for a Forward of that stage, which comes next")
         cost = self.stages[k]
         if cost.block is not None:
             self.blocks.need(cost.block)
         self._appears(k + 1)
+        inside = bool(places.current[Kind.INSIDE].get(k, 0))
+        places.drop_all(Kind.INSIDE, k)  # it is among what is saved from here on
         places.make(Kind.SAVED, k)
         if cost.reads_input:
             states.hold(k)
@@ -222,7 +231,7 @@ class Judge:
         places.release(k)
         self.forwards += 1
         self.recorded += 1
-        self.clock.compute(cost.recorded_seconds, "Record", k)
+        self.clock.compute(max(0.0, cost.recorded_seconds - inside * cost.inside_seconds), "Record", k)
 
     def backward(self, k: int) -> None:
         """Backward: consume the saved tensors and the cotangent of the output."""
@@ -267,6 +276,20 @@ class Judge:
         states.kept.add(k)
         states.hold(k)
 
+    def keep_inside(self, k: int) -> None:
+        """KeepInside: the next run is that of stage ``k``, a Forward."""
+        if self.states.live != k:
+            broken(f"the live state must be {k} and is {self.states.live}")
+        if k in self.places.recorded or k in self.places.current[Kind.INSIDE]:
+            broken(f"stage {k} is recorded, or its inside kept, already")
+        self.keeping = k
+
+    def _kept_inside(self, start: int) -> int | None:
+        """What the Forward from ``start`` on is to keep."""
+        if self.keeping not in (None, start):
+            broken(f"KeepInside({self.keeping}) is for a Forward of that stage, which comes next")
+        return self.keeping
+
     def restore(self, k: int) -> None:
         """Restore: the live state changes, at no cost."""
         states = self.states
@@ -301,6 +324,7 @@ _RULES: dict[type[Action], Callable[[Judge, Any], None]] = {  # schedules are lo
     Record: lambda judge, action: judge.record(action.stage),
     Backward: lambda judge, action: judge.backward(action.stage),
     Keep: lambda judge, action: judge.keep(action.stage),
+    KeepInside: lambda judge, action: judge.keep_inside(action.stage),
     Restore: lambda judge, action: judge.restore(action.stage),
     Offload: Judge.offload,
     Prefetch: Judge.prefetch,

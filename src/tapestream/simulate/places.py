@@ -76,6 +76,7 @@ class Places:
         self._nbytes_of: dict[Kind, Callable[[int], int]] = {
             Kind.STATE: profile.full_state_nbytes,
             Kind.SAVED: lambda k: stages[k].saved_nbytes,
+            Kind.INSIDE: lambda k: stages[k].inside_nbytes,
             Kind.COTANGENT: profile.cotangent_nbytes,
             Kind.PARAMETERS: lambda block: blocks[block].parameters_nbytes,
             Kind.BUFFERS: lambda block: blocks[block].buffers_nbytes,
@@ -163,6 +164,8 @@ class Places:
         """Offload, Prefetch."""
         self.check(value)
         kind, number = value.kind, number_of(value.index, value.part)
+        if kind is Kind.INSIDE:
+            broken(f"{name_of(value)} stays on DEVICE until its Record; Free it, or leave out its KeepInside")
         if value in self.flights:
             broken(f"{self.whereabouts(kind, number)}; a value has at most one copy in flight, put Wait before this")
         if not self.is_current(value, source):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
@@ -40,6 +41,27 @@ def simulate(
     if budget is not None:
         _check_budget(simulation, stages, schedule, budget)
     return simulation
+
+
+def device_nbytes(schedule: Schedule, profile: Profile, machine: Machine | None = None) -> list[int]:
+    """The most bytes on the device during each action; as `simulate` counts them, and raises."""
+    judge = _Noting(schedule, profile, machine)
+    judge.run()
+    return judge.found
+
+
+class _Noting(Judge):
+    """Notes the peak of each action by itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: list[int] = []
+
+    def obey(self, action: Action) -> None:
+        nbytes, peak = self.memory.nbytes, self.memory.peak
+        peak[Tier.DEVICE] = nbytes[Tier.DEVICE]
+        super().obey(action)
+        self.found.append(max(peak[Tier.DEVICE], nbytes[Tier.DEVICE]))
 
 
 def _flat(schedule: Schedule, profile: Profile, machine: Machine | None) -> tuple[Simulation, dict[Tier, int | None]]:

@@ -1,0 +1,87 @@
+"""What runs keep of their inside, where bytes are left: recomputes need not make it again.
+
+Some of what a stage computes takes long for its bytes: attention over long sequences takes more seconds for each byte
+of its result than anything else in a block. (The idea is that of selective activation checkpointing, Korthikanti et al.
+2022, who recompute attention for its bytes; kernels that never make its square matrix have turned it around.)
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tapestream.costs import Machine, Profile
+from tapestream.ir import Action, Forward, KeepInside, Record, Schedule
+from tapestream.simulate import device_nbytes
+
+
+def keep_inside(schedule: Schedule, profile: Profile, machine: Machine | None, limit: int) -> Schedule:
+    """``schedule``, in which stages keep what they make inside from their last Forward to their Record where that is
+    within ``limit`` bytes of the device; the most seconds for each byte first. The same object where nothing is kept.
+    """
+    actions = list(_apart(schedule, profile))
+    held = np.array(device_nbytes(Schedule.of(actions, schedule.stages, resident=schedule.resident), profile, machine))
+    found = {k: span for k, span in _spans(actions).items() if profile.stages[k].inside_seconds}
+    kept: set[int] = set()
+    for k in sorted(found, key=lambda k: (-_worth(profile, k), found[k][1] - found[k][0])):
+        start, stop = found[k]
+        nbytes = profile.stages[k].inside_nbytes
+        if int(held[start:stop].max()) + nbytes <= limit:
+            held[start:stop] += nbytes
+            kept.add(start)
+    if not kept:
+        return schedule
+    return Schedule.of(_with(actions, kept), schedule.stages, resident=schedule.resident, planner=schedule.planner)
+
+
+def _worth(profile: Profile, k: int) -> float:
+    cost = profile.stages[k]
+    return cost.inside_seconds / max(1, cost.inside_nbytes)
+
+
+def _apart(schedule: Schedule, profile: Profile) -> Iterator[Action]:
+    """The actions, every Forward cut where a stage starts or ends that could keep something."""
+    for action in schedule:
+        if not isinstance(action, Forward):
+            yield action
+            continue
+        start = action.start
+        for k in range(action.start + 1, action.stop):
+            if profile.stages[k].inside_seconds or profile.stages[k - 1].inside_seconds:
+                yield Forward(start, k)
+                start = k
+        yield Forward(start, action.stop)
+
+
+def _spans(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+    """By stage: the position of its last Forward by itself before its only Record, and that of the Record."""
+    last: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
+    for position, action in enumerate(actions):
+        match action:
+            case Forward(start, stop) if stop == start + 1:
+                last[start] = position
+            case Record(k) if k in last:
+                found[k] = last.pop(k), position
+            case _:
+                pass
+    return found
+
+
+def _with(actions: Sequence[Action], kept: set[int]) -> Iterator[Action]:
+    """The actions, with a KeepInside before each Forward at a position in ``kept``; others are put together again."""
+    run: Forward | None = None
+    for position, action in enumerate(actions):
+        if run is not None and isinstance(action, Forward) and position not in kept:
+            run = Forward(run.start, action.stop)
+            continue
+        if run is not None:
+            yield run
+            run = None
+        if not isinstance(action, Forward):
+            yield action
+        elif position in kept:
+            yield from (KeepInside(action.start), action)
+        else:
+            run = action
+    if run is not None:
+        yield run
