@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "frontends"))
 # cuBLAS reads it when CUDA starts; without it every product warns that it may not be deterministic.
@@ -17,3 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+
+
+@pytest.fixture(autouse=True)
+def _exact_kernels() -> Iterator[None]:
+    """Some kernels add in the order in which threads arrive unless they are told not to."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -1,7 +1,5 @@
 """A chain on a real device gives the bits of plain PyTorch there."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from exact import assert_same, plain, seed
@@ -11,14 +9,6 @@ from torch.utils import _pytree as pytree
 
 from tapestream.errors import BudgetError
 from tapestream.frontends.chain import Chain
-
-
-@pytest.fixture(autouse=True)
-def exact_kernels() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def run(case: Case, *, budget: int | None, planner: str) -> dict[str, torch.Tensor | None]:
