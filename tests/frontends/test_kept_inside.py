@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tapestream as ts
 from tapestream.ir import KeepInside, Schedule
 from tapestream.planning import stage_costs
-from tapestream.runner.inside import Giving, Keeping
+from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.storage.meter import track_memory
 
 WIDTH, LENGTH, HEADS = 32, 64, 4
@@ -62,16 +62,70 @@ def detached(y: torch.Tensor) -> torch.Tensor:
     return y + y.detach().mean()
 
 
+def scaled_past_its_version(y: torch.Tensor) -> torch.Tensor:
+    y.data.mul_(1.5)
+    return y
+
+
+class Cached(Attention):
+    """A table that is made with the first run, and with no recompute: by attention that looks like the block's own,
+    differentiated (``grad``) or not."""
+
+    def __init__(self, *, grad: bool) -> None:
+        super().__init__()
+        self.table, self.grad = nn.Parameter(torch.randn(2, HEADS, LENGTH, WIDTH // HEADS)), grad
+        self.cached: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "table" not in self.cached:
+            with torch.set_grad_enabled(self.grad):
+                self.cached["table"] = F.scaled_dot_product_attention(self.table, self.table, self.table).detach()
+        return super().forward(x) + self.cached["table"].transpose(1, 2).flatten(2)
+
+
+class Doubting(Attention):
+    """What follows its last saved tensor cannot be left out, which a recompute finds when it has run."""
+
+    def __init__(self) -> None:
+        super().__init__(end=hooked)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) + 0.25
+        if not bool((y * 0 == 0).all()):
+            raise ValueError("not a number")
+        return y
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda g: 1.5 * g)
+    return y
+
+
+class Beside(Attention):
+    """Attention that is not differentiated, beside its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            q = x.view(x.shape[0], -1, HEADS, WIDTH // HEADS).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q).mul_(0.5)
+        return super().forward(x) + y.transpose(1, 2).flatten(2)
+
+
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "plain": lambda: [Attention() for _ in range(5)],
     "several in a block": lambda: [Attention(times=3) for _ in range(4)],
     "read beside the graph": lambda: [Attention(end=detached) for _ in range(4)],
+    "some of a kind": lambda: [Attention(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), Attention(times=2)],
     "with dropout": lambda: [Attention(dropout=0.2) for _ in range(4)],
-    "some of a kind": lambda: (
-        [Attention(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())] * 1 + [Attention(times=2)]
-    ),
+    "scaled past its version": lambda: [Attention(end=scaled_past_its_version) for _ in range(4)],
+    "a table": lambda: [Cached(grad=False) for _ in range(4)],
+    "a table that was differentiated": lambda: [Cached(grad=True) for _ in range(4)],
+    "doubting": lambda: [Doubting() for _ in range(4)],
+    "others beside": lambda: [Beside() for _ in range(4)],
 }
-SPARED = ("plain", "several in a block", "read beside the graph", "some of a kind")
+SPARED = ("plain", "several in a block", "read beside the graph", "some of a kind", "others beside")
+NOTHING = ("with dropout", "scaled past its version")
 
 
 class Model(nn.Module):
@@ -100,9 +154,11 @@ def trained(
     torch.manual_seed(3)
     found: list[Any] = []
     for _ in range(3):
+        for block in model.modules():
+            getattr(block, "cached", {}).clear()
         loss = call(batch()).square().mean()
         loss.backward()
-        found += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        found += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *(p.detach().clone() for p in model.parameters())]
@@ -154,7 +210,7 @@ def test_the_bits_are_those_of_plain_pytorch(name: str, frontend: Callable[..., 
         call, optimizer = frontend(model, budget)
         assert same(trained(call, model, optimizer), wanted)
         found += kept(call.plan if isinstance(call, ts.Chain) else ts.report(model).plan)
-    assert (found > 0) == (name != "with dropout")
+    assert (found > 0) == (name not in NOTHING)
 
 
 def called(blocks: list[nn.Module], budget: int, x: torch.Tensor, **options: Any) -> ts.Chain:
@@ -230,21 +286,38 @@ def attended(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, **options)
 
 
-def test_what_was_written_into_or_is_asked_for_otherwise_is_made_again() -> None:
-    x = torch.randn(2, HEADS, LENGTH, 8)
+def test_what_was_written_into_is_made_again_and_other_attention_is_told() -> None:
+    x = torch.randn(2, HEADS, LENGTH, 8, requires_grad=True)
     wanted = attended(x)
-    with Keeping() as keeping:
-        attended(x).mul_(2.0)  # where nothing is differentiated
-    with Counted() as counted, Giving(keeping.found):
-        assert torch.equal(attended(x), wanted)
-    assert counted.runs == 1
-    with Keeping() as keeping:
-        attended(x)
-    for options, other in ({"is_causal": True}, x), ({}, x.transpose(0, 1).contiguous()), ({"scale": 0.3}, x):
-        with Counted() as counted, Giving(keeping.found):
+
+    def kept_once(change: Callable[[torch.Tensor], object] = lambda y: None) -> Giving:
+        with Keeping() as keeping:
+            change(attended(x).detach())
+        return Giving(keeping.found)
+
+    for change, runs in ((lambda y: None, 0), (lambda y: y.mul_(2.0), 1)):
+        giving = kept_once(change)
+        with Counted() as counted, giving:
+            assert torch.equal(attended(x), wanted)
+        giving.check()
+        assert counted.runs == runs
+    others = ({"is_causal": True}, x), ({}, x.transpose(0, 1).contiguous()), ({"scale": 0.3}, x), ({}, x.double())
+    for options, other in others:
+        with kept_once() as giving:
             assert torch.equal(attended(other, **options), attended(other, **options))
-        assert counted.runs == 2
-    with Counted() as counted, Giving(keeping.found):
-        assert torch.equal(attended(x), wanted)
-        attended(x)
-    assert counted.runs == 1  # it was kept once
+        with pytest.raises(Otherwise):
+            giving.check()
+    for times in (0, 2):
+        with kept_once() as giving:
+            assert all(torch.equal(attended(x), wanted) for _ in range(times))
+        with pytest.raises(Otherwise):
+            giving.check()
+
+
+def test_what_is_not_differentiated_is_not_kept() -> None:
+    x = torch.randn(2, HEADS, LENGTH, 8, requires_grad=True)
+    with Keeping() as keeping:
+        attended(x.detach())
+        with torch.no_grad():
+            attended(x)
+    assert not keeping.found

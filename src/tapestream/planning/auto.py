@@ -1,22 +1,19 @@
 """`make_plan`: run the candidates, let the judge time them, take the fastest that fits."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers, home_tiers
-from tapestream.passes.inside import keep_inside
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.choices import Terms
 from tapestream.planning.plan import Alternative, Plan
-from tapestream.planning.split import Found, Tapes, best_resident, best_split, gradients_may_stay
-from tapestream.simulate import simulate
+from tapestream.planning.split import Found, Tapes, best_resident, best_split, gradients_may_stay, spared
 from tapestream.units import format_nbytes
 
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
@@ -28,7 +25,6 @@ _MOVING = ("superneurons", "offload")
 _MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
 _MIXED = 256  # stages; a table of n^2 numbers for each number of slots
-_MOST_ACTIONS = 100_000  # of a schedule that is looked at one by one
 _LONGEST = 300_000  # stages that `joint` is for
 
 
@@ -102,7 +98,8 @@ def make_plan(
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
     homes = home_tiers(_fastest_home(machine) if home is None else home)
-    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes)
+    keeping = planner in ("auto", "joint") and profile.may_keep_inside
+    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, keeping)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
@@ -143,7 +140,7 @@ class _Search:
         self.inputs: list[InputError] = []
         self.bound = (
             0.0
-            if terms.profile.blocks or terms.profile.ends
+            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside
             else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
         )
 
@@ -194,7 +191,7 @@ class _Search:
         terms = self.terms
         if not any(True for _ in block_values(terms.profile)):
             schedule = tapes.within(terms.budget)
-            return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
+            return spared(schedule, terms, frozenset())
         if terms.home[Kind.PARAMETERS] is Tier.DEVICE:
             return best_resident(tapes, terms)
         return best_split(tapes, terms, self.best[0] if self.best else float("inf"))
@@ -203,7 +200,7 @@ class _Search:
         """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
         terms = self.terms
         if self.best is not None:
-            found = self._with_inside(self.best[2]) if planner in ("auto", "joint") else self.best[2]
+            found = self.best[2]
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
@@ -212,21 +209,6 @@ class _Search:
             raise InputError(str(self.inputs[0]))
         name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
         raise self._refusal(name, error) from None
-
-    def _with_inside(self, found: Found) -> Found:
-        """The same, with what runs may keep of their inside where bytes are left."""
-        terms, limit = self.terms, self.terms.budget.device_nbytes
-        again = found.simulation.forwards > terms.profile.runs
-        if limit is None or not again or not terms.profile.may_keep_inside or found.schedule.size > _MOST_ACTIONS:
-            return found
-        schedule = keep_inside(found.schedule, terms.profile, terms.machine, limit)
-        try:
-            simulation = simulate(schedule, terms.profile, terms.machine, terms.budget)
-        except BudgetError:  # of the host: copies meet at other times
-            return found
-        if simulation.makespan_seconds >= found.seconds:
-            return found
-        return replace(found, schedule=schedule, simulation=simulation)
 
     def _refusal(self, name: str, error: BudgetError) -> BudgetError:
         limit, least = self.terms.budget.device_nbytes, error.least_nbytes

@@ -19,7 +19,7 @@ from tapestream.passes.streaming import Streaming
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
-    not run, None for no limit."""
+    not run, None for no limit. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time."""
 
     profile: Profile
     budget: Budget
@@ -29,6 +29,7 @@ class Terms:
     resident: frozenset[Value] | None
     accumulate: bool
     idle_nbytes: int | None = None
+    keeps_inside: bool = False
 
     @property
     def apart(self) -> bool:

@@ -147,7 +147,7 @@ def profile_stage(
                 cost = settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
         if attends(looks[0]) and not traits.calls_autograd and skew is None:
             with watch.paused():
-                cost = with_inside(runner, state, cost, device)
+                cost = with_inside(runner, state, out, cost, device)
         if device.type != "cpu":
             ending = cost.forward_seconds / 5  # what a GPU is asked to do ends later than the call
         if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):

@@ -10,6 +10,7 @@ from math import ceil
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Forward, Schedule, Tier, Value
+from tapestream.passes.inside import keep_inside
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.residence import idle_nbytes
@@ -22,6 +23,7 @@ _SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
 _LEANER = 1.01  # less than that is not worth more recomputing
+_MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
 _GATHERING = 2000  # stages; longer chains are planned as if all gradients were there throughout
 _SIMULATIONS = (24, 4)  # at most, for each planner
 
@@ -160,7 +162,8 @@ def _fastest(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, fa
         as_fast = [pair for pair in tried if pair[0].seconds <= _AS_FAST * best.seconds]
         best, chosen = min(as_fast, key=lambda pair: (sum(pair[0].simulation.bytes_moved.values()), pair[0].seconds))
         plain = _judged(chosen, terms, None)  # no overlap: faster where a link hates traffic in both directions
-        return plain if plain.seconds < best.seconds else best
+        best = plain if plain.seconds < best.seconds else best
+        return spared(best.schedule, terms, best.resident)
     if refused is not None:
         raise BudgetError(str(refused), stage=refused.stage)  # its least bytes are not the device's
     return None
@@ -205,7 +208,23 @@ def _on_device(schedule: Schedule, terms: Terms) -> Found:
         schedule, terms.profile, None, terms.machine,
         home=Tier.DEVICE, update=terms.update, accumulate=terms.accumulate,
     )  # fmt: skip
-    return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), frozenset())
+    return spared(schedule, terms, frozenset())
+
+
+def spared(schedule: Schedule, terms: Terms, resident: frozenset[Value]) -> Found:
+    """The schedule, judged; where bytes are left and stages run again, with what runs may keep of their inside."""
+    profile, machine, limit = terms.profile, terms.machine, terms.budget.device_nbytes
+    found = Found(schedule, simulate(schedule, profile, machine, terms.budget), resident)
+    again = terms.keeps_inside and found.simulation.forwards > profile.runs
+    if limit is None or not again or schedule.size > _MOST_ACTIONS:
+        return found
+    other = keep_inside(schedule, profile, machine, limit)
+    if other is schedule:
+        return found
+    with suppress(BudgetError):  # of the host: copies meet at other times
+        judged = Found(other, simulate(other, profile, machine, terms.budget), resident)
+        return judged if judged.seconds < found.seconds else found
+    return found
 
 
 def _least(tape: Callable[[Budget], Schedule]) -> int:

@@ -12,7 +12,9 @@ from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
 from tapestream.planning.timing import timed
 from tapestream.planning.uneven import Skewed, skewed
+from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
+from tapestream.runner.inside import nbytes_of
 from tapestream.runner.runner import Runner, Tape
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages
@@ -52,14 +54,17 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     ), out
 
 
-def with_inside(runner: Runner, state: State, cost: StageCost, device: torch.device) -> StageCost:
-    """The cost, with what a run that keeps its attention spares the one that records, and how many bytes it keeps."""
+def with_inside(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
+    """The cost, with what a run that keeps its attention spares the one that records, and how many bytes it keeps.
+    ``out``: of a run that is given nothing; one that is must end in the same bits (writes that tell no version)."""
     if cost.forward_seconds < INSIDE_SECONDS:
         return cost
     forward, _ = timed(device, lambda: runner.forward(0, [state], keep_inside=True))
-    nbytes = runner.inside[0].nbytes
-    record, (_, tape) = timed(device, lambda: runner.record(0, [state]))
+    nbytes = nbytes_of(runner.inside[0])
+    record, (found, tape) = timed(device, lambda: runner.record(0, [state]))
     del tape
+    if not all(map(same_bits, found.tensors, out.tensors)):
+        return cost
     spared = max(0.0, cost.recorded_seconds - record - max(0.0, forward - cost.forward_seconds))
     if spared < INSIDE_SHARE * cost.forward_seconds or not 0 < nbytes <= cost.saved_nbytes:
         return cost

@@ -1,11 +1,12 @@
 """What a stage makes inside of itself and keeps for its recompute: results of attention.
 
 No other operation of a block takes as many seconds for each byte of its result, and its result is saved for backward
-anyway. A recompute is given what the run before it has made, by an operation that is the same with arguments that look
-the same; its graph is recorded as ever. Anything else that it asks for is computed.
+anyway: only what is differentiated is kept, which compiled code and code under ``no_grad`` never is. A recompute is
+given what the run before it has made, where it asks for the same operations in the same order, of arguments that look
+the same. Its graph is recorded as ever.
 """
 
-from collections.abc import Iterator
+from collections import deque
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +25,10 @@ def attends(nodes: tuple[str, ...]) -> bool:
     return any(name.startswith("ScaledDotProduct") for name in nodes)
 
 
+class Otherwise(Exception):
+    """A recompute has asked for other attention than the run before it."""
+
+
 class _Made(NamedTuple):
     """The result of one operation: what was asked for, what came, and at which versions."""
 
@@ -31,44 +36,17 @@ class _Made(NamedTuple):
     result: Any
     versions: tuple[int, ...]
 
-
-class Inside:
-    """Results of one run, in the order in which they were made."""
-
-    def __init__(self) -> None:
-        self._made: list[_Made] = []
-
     @property
-    def nbytes(self) -> int:
-        """Bytes that they take."""
-        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage() for one in self._made for t in _tensors(one)}
-        return sum(storage.nbytes() for storage in tensors.values())
-
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """``result`` of an operation has been made; it is given back."""
-        if func.name() in _ATTENTION:
-            tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            if _argument(func, args, kwargs, "dropout_p") == 0.0 and all(type(t) is torch.Tensor for t in tensors):
-                kept = pytree.tree_map_only(torch.Tensor, _alias, result)
-                versions = tuple(t._version for t in pytree.tree_leaves(kept) if isinstance(t, torch.Tensor))
-                self._made.append(_Made(_look(func, args, kwargs), kept, versions))
-        return result
-
-    def read(self) -> Iterator[_Made]:
-        """From the first on."""
-        return iter(self._made)
-
-
-def _tensors(made: _Made) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(made.result) if isinstance(t, torch.Tensor)]
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
 
 
 class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, what is worth it is kept in ``found``."""
+    """Inside, attention that is differentiated is kept in ``found``, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Inside()
+        self.found: deque[_Made] = deque()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,31 +55,57 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self.found.add(func, args, kwargs, func(*args, **kwargs))
+        kept = _is_kept(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if kept and all(type(t) is torch.Tensor for t in _tensors(result)):
+            alias = pytree.tree_map_only(torch.Tensor, _alias, result)
+            self.found.append(_Made(_look(func, args, kwargs), alias, tuple(t._version for t in _tensors(alias))))
+        return result
 
 
 class Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, operations that ``found`` has the results of are given them, as long as these come in its order."""
+    """Inside, operations are given what ``found`` has of them; each goes as it is given."""
 
-    def __init__(self, found: Inside) -> None:
+    def __init__(self, found: deque[_Made]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._coming, self._next = found.read(), _Made((), None, ())
-        self._advance()
+        self._found, self._otherwise = found, False
 
     ignore_compile_internals = Keeping.ignore_compile_internals
 
-    def _advance(self) -> None:
-        self._next = next(self._coming, _Made((), None, ()))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = self._next
-        if not made.look or made.look[0] is not func or made.look != _look(func, args, kwargs):
+        if not _is_kept(func, args, kwargs):
             return func(*args, **kwargs)
-        self._advance()
-        if any(t._version != version for t, version in zip(_tensors(made), made.versions, strict=True)):
+        # Not raised here, where the user's code might catch it.
+        self._otherwise = self._otherwise or not self._found or self._found[0].look != _look(func, args, kwargs)
+        if self._otherwise:
+            return func(*args, **kwargs)
+        made = self._found.popleft()
+        if any(t._version != version for t, version in zip(made.tensors, made.versions, strict=True)):
             return func(*args, **kwargs)  # the stage has written into it since
         return made.result
+
+    def check(self) -> None:
+        """Raise Otherwise where something else was asked for, or less: others may have been given its like."""
+        if self._otherwise or self._found:
+            raise Otherwise
+
+
+def nbytes_of(found: deque[_Made]) -> int:
+    """Bytes that what was kept takes."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for made in found for t in made.tensors}
+    return sum(storages.values())
+
+
+def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention without dropout whose result is saved for backward."""
+    if func.name() not in _ATTENTION or not torch.is_grad_enabled():
+        return False
+    return _argument(func, args, kwargs, "dropout_p") == 0.0 and any(t.requires_grad for t in _tensors((args, kwargs)))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def _look(func: Any, args: Any, kwargs: Any) -> Look:

@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from tapestream.runner.guards import (
     mark,
     written_since_saved,
 )
-from tapestream.runner.inside import Giving, Inside, Keeping
+from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.seen import Seen, Versions, first_run, written
 from tapestream.runner.stage import Stage, Traits
@@ -78,7 +79,7 @@ class Runner:
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}
-        self.inside: dict[int, Inside] = {}  # what runs have kept for their recomputes
+        self.inside: dict[int, deque[Any]] = {}  # what runs have kept for their recomputes
         self.runs, self._running = 0, [""]  # the name of the part at work
         self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
@@ -115,14 +116,17 @@ class Runner:
         # What backward reads of a state of several tensors may be one of them: the others would be held for nothing.
         held = len(self.stages[k].parts) == 1 or len(states[0].tensors) == 1
         if end is None or end.failed or output_needed or not held or k not in self.seen:
-            again.clear()
             end = None
+        if end is None and k not in self.inside:
+            again.clear()
         try:
             return self._record(k, states, end)
-        except Exception:  # the user's code may stumble over numbers that are none, too
-            if end is None:
+        except Exception as error:  # the user's code may stumble over numbers that are none, too
+            if not again:
                 raise
-            end.failed = True
+            if end is not None and not isinstance(error, Otherwise):
+                end.failed = True
+            self.inside.pop(k, None)  # the failed graph has what it was given
             return self._record(k, again, None)
         finally:
             self.inside.pop(k, None)
@@ -137,6 +141,8 @@ class Runner:
                 with self._casts.standing_in(k, self.autocast.dtype(self.device)) as stood_for:
                     tree = self._call(k, states, guarded, borders)
             out, live = take_apart(tree)
+        if isinstance(given, Giving):
+            given.check()
         own += borders.inputs
         mine = self.own_leaves([t for t in (reference() for reference in own) if t is not None])
         reached = reached_leaves(live, borders.starts[0], borders.name_of, mine)
