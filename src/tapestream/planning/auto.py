@@ -98,7 +98,7 @@ def make_plan(
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
     homes = home_tiers(_fastest_home(machine) if home is None else home)
-    keeping = planner in ("auto", "joint") and profile.may_keep_inside
+    keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, keeping)
     search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
