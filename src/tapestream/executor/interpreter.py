@@ -73,7 +73,7 @@ class Interpreter:
         """Drop what is kept, recorded and below the device (after an exception, or where nobody differentiates)."""
         self.live = None
         self.travel.clear()
-        self.runner.drop_inside()
+        self.runner.inside.clear()
         self.cotangents.clear()
 
     # -- driving ------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Interpreter:
             case Wait(value, tier):
                 self._mover(value).wait(value, tier)
             case Free(Value(Kind.INSIDE, stage)):
-                self.runner.drop_inside(stage)
+                self.runner.inside.pop(stage, None)
             case Free(value, tier):
                 self._mover(value).free(value, tier)
             case _:

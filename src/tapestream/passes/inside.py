@@ -11,6 +11,7 @@ import numpy as np
 
 from tapestream.costs import Machine, Profile
 from tapestream.ir import Action, Forward, KeepInside, Record, Schedule
+from tapestream.passes.stays import cut_forwards
 from tapestream.simulate import device_nbytes
 
 
@@ -18,13 +19,17 @@ def keep_inside(schedule: Schedule, profile: Profile, machine: Machine | None, l
     """``schedule``, in which stages keep what they make inside from their last Forward to their Record where that is
     within ``limit`` bytes of the device; the most seconds for each byte first. The same object where nothing is kept.
     """
-    actions = list(_apart(schedule, profile))
+    stages = profile.stages
+    cut = cut_forwards(schedule, lambda k: bool(stages[k].inside_seconds or stages[k - 1].inside_seconds))
+    actions = list(cut)
+    found = {k: span for k, span in _spans(actions).items() if stages[k].inside_seconds}
+    if not found:
+        return schedule
     held = np.array(device_nbytes(Schedule.of(actions, schedule.stages, resident=schedule.resident), profile, machine))
-    found = {k: span for k, span in _spans(actions).items() if profile.stages[k].inside_seconds}
     kept: set[int] = set()
     for k in sorted(found, key=lambda k: (-_worth(profile, k), found[k][1] - found[k][0])):
         start, stop = found[k]
-        nbytes = profile.stages[k].inside_nbytes
+        nbytes = stages[k].inside_nbytes
         if int(held[start:stop].max()) + nbytes <= limit:
             held[start:stop] += nbytes
             kept.add(start)
@@ -36,20 +41,6 @@ def keep_inside(schedule: Schedule, profile: Profile, machine: Machine | None, l
 def _worth(profile: Profile, k: int) -> float:
     cost = profile.stages[k]
     return cost.inside_seconds / max(1, cost.inside_nbytes)
-
-
-def _apart(schedule: Schedule, profile: Profile) -> Iterator[Action]:
-    """The actions, every Forward cut where a stage starts or ends that could keep something."""
-    for action in schedule:
-        if not isinstance(action, Forward):
-            yield action
-            continue
-        start = action.start
-        for k in range(action.start + 1, action.stop):
-            if profile.stages[k].inside_seconds or profile.stages[k - 1].inside_seconds:
-                yield Forward(start, k)
-                start = k
-        yield Forward(start, action.stop)
 
 
 def _spans(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:

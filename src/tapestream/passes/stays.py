@@ -5,7 +5,7 @@ computation and stays into a schedule again.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -86,6 +86,20 @@ class Occupancy:
         """The most around each action."""
         found: Nbytes = np.maximum(self.before, self.during)
         return found
+
+
+def cut_forwards(schedule: Schedule, border: Callable[[int], bool]) -> Iterator[Action]:
+    """The actions, every Forward cut before the stages that ``border`` names."""
+    for action in schedule:
+        if not isinstance(action, Forward):
+            yield action
+            continue
+        start = action.start
+        for k in range(action.start + 1, action.stop):
+            if border(k):
+                yield Forward(start, k)
+                start = k
+        yield Forward(start, action.stop)
 
 
 def blocks_of(action: Action, profile: Profile) -> frozenset[int]:

@@ -9,7 +9,7 @@ from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.issue import issue
 from tapestream.passes.memory import Footprint, block_values, footprint, updates_of
 from tapestream.passes.residency import UpdateMode
-from tapestream.passes.stays import Stay, blocks_of, needs
+from tapestream.passes.stays import Stay, blocks_of, cut_forwards, needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ class Streaming:
     ) -> "Streaming":
         """Terms as in `stream_parameters`."""
         update = None if accumulate else update
-        computation = _with_updates([*_split(schedule, profile)], profile, update)
+        stages = profile.stages
+        cut = cut_forwards(schedule, lambda k: stages[k].block != stages[k - 1].block)
+        computation = _with_updates([*cut], profile, update)
         base, runs = footprint(computation, profile), _runs(computation, profile)
         sizes = dict(block_values(profile))
         routes = {kind: _route(machine, tier) for kind, tier in home_tiers(home).items()}
@@ -141,20 +143,6 @@ def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_
                 found.append(_Run(position, position, updates))
             last[value] = number
     return runs
-
-
-def _split(schedule: Schedule, profile: Profile) -> Iterator[Action]:
-    """The actions, every Forward cut where the parameter block changes."""
-    for action in schedule:
-        if not isinstance(action, Forward):
-            yield action
-            continue
-        start = action.start
-        for k in range(action.start + 1, action.stop):
-            if profile.stages[k].block != profile.stages[start].block:
-                yield Forward(start, k)
-                start = k
-        yield Forward(start, action.stop)
 
 
 def _with_updates(computation: list[Action], profile: Profile, update: UpdateMode) -> list[Action]:

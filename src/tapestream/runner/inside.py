@@ -38,7 +38,7 @@ class _Made(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
+        return _tensors(self.result)
 
 
 class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -211,11 +211,6 @@ class Runner:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
         self.seen.pop(k, None)
 
-    def drop_inside(self, k: int | None = None) -> None:
-        """Drop what the run of stage ``k``, or of any, has kept of its inside."""
-        for number in [*self.inside] if k is None else [k]:
-            self.inside.pop(number, None)
-
     # -- one run ------------------------------------------------------------------------------------------------
 
     def _inputs(self, k: int, state: State) -> list[torch.Tensor]:
