@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.ir import Tier
-from tapestream.storage import DiskFolder, Pool
+from tapestream.storage import DiskFolder, Pool, page_locked
 from tapestream.storage.meter import track_memory
+from tapestream.storage.regions import settle_uses
 
 CPU = torch.device("cpu")
 
@@ -193,66 +195,130 @@ def test_accounts_agree_with_a_naive_count(steps):
     assert pool.peak_nbytes(Tier.DEVICE) == pool.held_nbytes(Tier.DEVICE)
 
 
-class RefusingRuntime:
-    """Stands in for the CUDA runtime of a system that page-locks nothing."""
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        return 2
+GPU = torch.device("cuda")  # HOST regions alone are asked for: none is needed
 
 
 def test_a_refused_page_lock_is_reported_once(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", RefusingRuntime)
-    pool = Pool(CPU, folder=None, limits={}, pin=True)
-    with pytest.warns(UserWarning, match=r"refused to page-lock 8.00 KiB \(CUDA error 2\)"):
+    monkeypatch.setattr(page_locked, "page_lock", lambda memory, device: 2)
+    pool = Pool(GPU, folder=None, limits={}, pin=True)
+    with pytest.warns(UserWarning, match=r"refused to page-lock 2.00 MiB \(CUDA error 2\)"):
         first = pool.allocate(Tier.HOST, 8192)
     second = pool.allocate(Tier.HOST, 8192)  # warnings are errors here, so a second report would fail
     assert first.memory.data_ptr() != second.memory.data_ptr()
+    pool.release(first)
+    pool.trim()
+    assert pool.held_nbytes(Tier.HOST) == 8192
     pool.close()
 
 
-class GrantingRuntime:
-    """Stands in for a CUDA runtime; knows what is page-locked."""
+@pytest.fixture
+def locked(monkeypatch):
+    """Sizes of what is page-locked, by address; a runtime stands behind it that accepts what CUDA's would."""
+    found = {}
 
-    def __init__(self):
-        self.locked = {}
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        assert address % 4096 == 0
-        assert address not in self.locked
-        self.locked[address] = nbytes
+    def lock(memory, device):
+        assert memory.data_ptr() % 4096 == 0
+        assert not any(
+            at < memory.data_ptr() + memory.numel() and memory.data_ptr() < at + n for at, n in found.items()
+        )
+        found[memory.data_ptr()] = memory.numel()
         return 0
 
-    def cudaHostUnregister(self, address):
-        del self.locked[address]
+    monkeypatch.setattr(page_locked, "page_lock", lock)
+    monkeypatch.setattr(page_locked, "page_unlock", lambda address, device: found.pop(address))
+    return found
 
 
-def test_pinned_regions_stay_locked_until_their_memory_is_needed(monkeypatch):
-    runtime, synchronized = GrantingRuntime(), []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    pool = Pool(CPU, folder=None, limits={Tier.HOST: 10_000}, pin=True)
-    region = pool.allocate(Tier.HOST, 5000)
+class LateCopy:
+    """A copy that happens when somebody waits for it; ``log`` learns of that."""
+
+    def __init__(self, number, log):
+        self.number, self.log = number, log
+
+    def happened(self):
+        return self.number in self.log
+
+    def settle(self):
+        self.log.append(self.number)
+
+
+def test_page_locked_bytes_serve_requests_of_any_size(locked):
+    pool = Pool(GPU, folder=None, limits={}, pin=True)
+    regions = [pool.allocate(Tier.HOST, 100_000 + k) for k in range(8)]
+    assert all(region.memory.data_ptr() % 4096 == 0 for region in regions)
+    for region in regions:
+        pool.release(region)
+    before = dict(locked)
+    for nbytes in range(90_000, 140_000, 777):  # a new length each step
+        together = [pool.allocate(Tier.HOST, nbytes) for _ in range(4)]
+        spans = sorted((r.memory.data_ptr(), r.nbytes) for r in together)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+        for region in together:
+            pool.release(region)
+    assert locked == before
+    pool.close()
+    assert locked == {}
+
+
+def test_slabs_are_few_and_hardly_larger_than_what_is_in_use(locked):
+    pool = Pool(GPU, folder=None, limits={}, pin=True)
+    held = [pool.allocate(Tier.HOST, 2**20) for _ in range(64)]
+    assert len(locked) < 16
+    assert sum(locked.values()) <= 1.5 * 64 * 2**20
+    large = pool.allocate(Tier.HOST, 2**30)  # what is large is locked as it is
+    assert sum(locked.values()) <= 1.5 * 64 * 2**20 + 2**30
+    for region in (*held, large):
+        pool.release(region)
+    pool.trim(Tier.HOST)
+    assert locked == {}
+
+
+def test_within_a_limit_slabs_are_given_up_once_the_device_has_done(locked):
+    log = []
+    pool = Pool(GPU, folder=None, limits={Tier.HOST: 40_960}, pin=True)
+    region = pool.allocate(Tier.HOST, 20_480)
+    region.uses["stream"] = LateCopy(1, log)
     pool.release(region)
     pool.trim()
-    assert list(runtime.locked.values()) == [5000]
-    assert pool.allocate(Tier.HOST, 5000) is region
-    pool.release(region)
-    pool.allocate(Tier.HOST, 3000)
-    assert sorted(runtime.locked.values()) == [3000, 5000]
-    assert not synchronized
-    pool.allocate(Tier.HOST, 4000)  # 12000 with the idle one: it goes, after the device is done with it
-    assert sorted(runtime.locked.values()) == [3000, 4000]
-    assert synchronized == [CPU]
+    assert sum(locked.values()) <= 40_960
+    assert log == []
+    pool.allocate(Tier.HOST, 40_960)
+    assert sum(locked.values()) == 40_960
     pool.close()
-    assert runtime.locked == {}
+    assert locked == {}
 
 
-def test_a_dropped_pool_unlocks_its_memory(monkeypatch):
-    runtime = GrantingRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    region = Pool(CPU, folder=None, limits={}, pin=True).allocate(Tier.HOST, 5000)
+def test_whoever_gets_the_bytes_next_knows_of_copies_under_way(locked):
+    log = []
+    pool = Pool(GPU, folder=None, limits={}, pin=True)
+    first, second = pool.allocate(Tier.HOST, 8192), pool.allocate(Tier.HOST, 8192)
+    first.uses["up"], second.uses["up"], second.uses["down"] = LateCopy(1, log), LateCopy(2, log), LateCopy(3, log)
+    pool.release(first)
+    pool.release(second)
+    both = pool.allocate(Tier.HOST, 16_384)
+    assert {key: use.number for key, use in both.uses.items()} == {"up": 2, "down": 3}  # a stream's last is enough
+    settle_uses(both.uses)
+    pool.release(both)
+    other = pool.allocate(Tier.HOST, 4096)
+    assert other.memory.data_ptr() == both.memory.data_ptr()
+    pool.close()
+    assert set(log) == {2, 3}
+
+
+def test_pieces_in_use_that_leave_no_room_are_said(locked):
+    pool = Pool(GPU, folder=None, limits={Tier.HOST: 10 * 2**20}, pin=True)
+    held = [pool.allocate(Tier.HOST, 2**20) for _ in range(10)]
+    for region in held[::2]:
+        pool.release(region)  # 5 MiB are free, in pieces
+    with pytest.warns(UserWarning, match="between pieces in use are too small for what is needed"):
+        pool.allocate(Tier.HOST, 3 * 2**20)
+    pool.close()
+
+
+def test_a_dropped_pool_unlocks_its_memory(locked):
+    region = Pool(GPU, folder=None, limits={}, pin=True).allocate(Tier.HOST, 5000)
     gc.collect()
-    assert runtime.locked == {}
+    assert locked == {}
     assert region.memory.numel() == 5000
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import tapestream as ts
+from tapestream.accelerator import memory
 from tapestream.cli.data import text_of
 from tapestream.cli.loop import Job, Measured, optimizer_class, options_of, run, set_rate, streamed
 from tapestream.models import GPT, Batches, GPTConfig
@@ -50,10 +51,10 @@ def limit_to(job: Job, allowance: int) -> dict[str, int]:
     """Forbid this process to take more than it has plus the budget plus ``allowance``."""
     budget = parse_nbytes(job.budget or 0)
     if job.device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.empty_cache()
-        taken = torch.cuda.memory_reserved()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (taken + budget + allowance) / total))
+        device = torch.device("cuda", 0)
+        memory.empty_cache(device)
+        taken = memory.reserved_nbytes(device)
+        memory.limit_reserved(taken + budget + allowance, device)
     else:
         taken = data_nbytes()
         resource.setrlimit(resource.RLIMIT_DATA, (taken + budget + allowance,) * 2)

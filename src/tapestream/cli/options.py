@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import torch
 import typer
 
+from tapestream.accelerator.device import is_present
 from tapestream.cli import show
 from tapestream.errors import InputError, TapestreamError
 from tapestream.models import GPTConfig
@@ -128,7 +129,7 @@ def chosen_device(device: str) -> str:
     """``auto`` becomes cuda where PyTorch finds a GPU. Raises InputError for a device that is not there."""
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device} was asked for; it is auto, cpu or cuda")
-    there = torch.cuda.is_available()
+    there = is_present(torch.device("cuda"))
     if device == "cuda" and not there:
         raise InputError("--device cuda was asked for, but PyTorch finds no GPU; use --device cpu")
     return device if device != "auto" else "cuda" if there else "cpu"

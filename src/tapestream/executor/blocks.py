@@ -139,6 +139,7 @@ class BlockStore:
                 copies.move(value, copies.home_of(value), Tier.DEVICE)
             copies.resident |= {value}
         copies.dirty -= resident
+        copies.hand_over()
         self.pool.trim()
 
     def replaced(self) -> frozenset[Replaced]:

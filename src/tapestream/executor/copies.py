@@ -211,6 +211,8 @@ class BlockCopies:
                 there = block.views(self.bytes_at(value, tier), value.kind)
                 for number in numbers:
                     there[number].copy_(parameters[number].data)
+        if home is Tier.HOST:
+            self.engine.hand_over([self.regions[value, home]])  # an earlier copy from it may not have happened
         for number in numbers:
             views[number].copy_(parameters[number].data)
             increment_version(parameters[number])  # a call whose backward is to come must not recompute with it
@@ -254,11 +256,17 @@ class BlockCopies:
                 failed = failed or error  # the copy on the device stays: it is the only one
                 continue
             self.release(value, tier)
+        self.hand_over()
         for region in [region for region in self._left if _users(region.memory) == 0]:
             self._left.remove(region)
             self.pool.release(region)
         if failed is not None:
             raise failed
+
+    def hand_over(self) -> None:
+        """The one place that lets users have what they can touch: until it is called again they read and write what
+        ``.data``, ``.grad`` and optimizer state show at home, so nothing may copy from or to it any more."""
+        self.engine.hand_over([region for region in self.regions.values() if region.uses])
 
     def move(self, value: Value, source: Tier, target: Tier) -> None:
         """Let a value live elsewhere from now on; gradients go with their parameters."""

@@ -6,6 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from tapestream.accelerator import memory
+from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget
 
 _SHARE = 0.95
@@ -15,11 +17,11 @@ _HOST_SHARE = 0.8
 def free_nbytes(device: torch.device) -> int:
     """Bytes free on ``device`` now, less 5%.
 
-    On the CPU: of the lesser of available memory and the control group's limit.
+    On an accelerator: what PyTorch's allocator holds unused is free, too. On the CPU: of the lesser of available memory
+    and the control group's limit.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _SHARE)
+    if is_accelerator(device):
+        return int(memory.free_nbytes(device) * _SHARE)
     return int(host_nbytes() * _SHARE)
 
 

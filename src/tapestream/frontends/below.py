@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.executor.engines import CopyEngine, EngineStatistics, make_engine
@@ -50,7 +51,7 @@ class Below:
         beside: Pool | None = None,
     ) -> None:
         self.device = device
-        host = device.type == "cuda" or engine == "fake_streams"
+        host = is_accelerator(device) or engine == "fake_streams"
         check_home(home, folder, host=host)
         self.tiers = frozenset(
             tier for tier, there in ((Tier.HOST, host), (Tier.DISK, folder is not None and home != "host")) if there
@@ -123,7 +124,7 @@ class Below:
             if self._path is not None and Tier.DISK in self.tiers:
                 self._folder = DiskFolder(self._path)
             limits = {Tier.DEVICE: None, Tier.HOST: self.host_nbytes(), Tier.DISK: self._budget.disk_nbytes}
-            pin = self.device.type == "cuda"
+            pin = is_accelerator(self.device)
             pool = Pool(self.device, folder=self._folder, limits=limits, pin=pin, beside=self._beside)
             self._opened = pool, make_engine(self._engine, self.device)
         return self._opened

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.device import indexed, is_present
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError, ScheduleError
 from tapestream.executor.engines import ENGINES
@@ -53,16 +54,19 @@ def check_not_inference(what: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that was named. Raises InputError for one that PyTorch does not know."""
+    """The device that was named, with its number. Raises InputError for one that PyTorch does not know, and one that
+    is not served."""
     try:
         found = None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise InputError(
             f"device={device!r} was asked for; devices are 'cpu', 'cuda' and 'cuda:0', 'cuda:1', .."
         ) from None
-    if found is not None and found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU; use device='cpu'")
-    return found
+    if found is None:
+        return None
+    if not is_present(found):
+        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no such device; use device='cpu'")
+    return indexed(found)
 
 
 def listed(what: str, stages: Any) -> list[Any]:

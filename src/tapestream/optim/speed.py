@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.streams import timed
 from tapestream.optim.state import OptimizerClass
-from tapestream.planning.timing import timed
 
 _MOST = 2**19  # elements: a few times what a core's own cache holds
 
@@ -25,7 +26,7 @@ def bytes_per_second(
     ``options``, ``required``: as for `tapestream.optim.state.probe`. Takes the memory of half a million elements, or
     of ``elements`` if those are fewer, with gradient and state. None where the optimizer does not take such a tensor.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if is_accelerator(device) else [], device_type=device.type):
         try:
             parameter = torch.nn.Parameter(torch.zeros(1, min(elements, _MOST), dtype=dtype, device=device))
             parameter.grad = torch.zeros_like(parameter)

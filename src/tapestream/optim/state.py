@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
 
 OptimizerClass = type[torch.optim.Optimizer]
@@ -87,7 +88,7 @@ def is_elementwise(
         options = {**options, "lr": shown}
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(_TRIED, generator=generator).to(device, dtype) for _ in range(3))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if is_accelerator(device) else [], device_type=device.type):
         try:
             whole = _after(cls, options, required, start, gradients)
             pieces = [

@@ -27,6 +27,8 @@ from typing import Self
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator, is_present, name_of
+from tapestream.accelerator.streams import current_stream, event_after, new_stream, on_stream, synchronize
 from tapestream.costs import Link, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.engines import make_engine
@@ -62,32 +64,29 @@ def measure_machine(
     ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB
     are written there, in files that are gone even if the process is killed (but for 1 MiB that the next run
     removes). ``quick``: the links alone, in about a tenth of a second, with at most 128 MiB written (12 MiB where 2
-    MiB take longer than 3 ms). On "cpu" the links join DISK and DEVICE, on CUDA DISK and HOST, HOST and DEVICE.
-    Raises InputError for a missing folder or another kind of device, StorageError where the folder cannot be
-    written or is full.
+    MiB take longer than 3 ms). On "cpu" the links join DISK and DEVICE, on an accelerator DISK and HOST, HOST
+    and DEVICE. Raises InputError for a missing folder or another kind of device, StorageError where the folder cannot
+    be written or is full.
     """
     effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"measure_machine knows 'cpu' and 'cuda', not {str(device)!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"measure_machine: {device} was asked for, but PyTorch finds no CUDA device; use device='cpu'")
+    if not is_present(device):
+        raise InputError(f"measure_machine: {device} was asked for, but PyTorch finds no such device; use device='cpu'")
     place = Path(tempfile.gettempdir() if folder is None else folder)
     if not place.is_dir():
         raise InputError(f"measure_machine: no folder {place}; create it or give another")
     read, write = _disk_links(place, effort)
-    if device.type == "cpu":
+    if not is_accelerator(device):
         read, write = _with_busy(read, write, place, effort)
-    if device.type == "cpu":
         links = {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     else:
-        up, down = _cuda_links(device, effort)
+        up, down = _accelerator_links(device, effort)
         links = {
             (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
             (Tier.HOST, Tier.DEVICE): up, (Tier.DEVICE, Tier.HOST): down,
         }  # fmt: skip
-        name = torch.cuda.get_device_name(device)
+        name = name_of(device)
     return Machine(links, None if quick else _flops_per_second(device, effort), name)
 
 
@@ -247,36 +246,35 @@ def _with_busy(read: Link, write: Link, folder: Path, effort: _Effort) -> tuple[
 
 def _flops_per_second(device: torch.device, effort: _Effort) -> float:
     """Float32 multiplications and additions a second in a product of square matrices."""
-    size = 1024 if device.type == "cpu" else 4096
+    size = 4096 if is_accelerator(device) else 1024
     left, right, result = (torch.ones(size, size, device=device) for _ in range(3))
 
     def multiply(_: int) -> None:
         torch.mm(left, right, out=result)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
 
     multiply(0)  # libraries and clocks wake up
     return 2 * size**3 / median(_samples(multiply, effort))
 
 
-def _cuda_links(device: torch.device, effort: _Effort) -> tuple[Link, Link]:
+def _accelerator_links(device: torch.device, effort: _Effort) -> tuple[Link, Link]:
     """The links host to device and device to host, with page-locked host memory."""
     whole = effort.copy_nbytes
     hosts = [torch.empty(whole, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     devices = [torch.empty(whole, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    streams = [new_stream(device) for _ in range(2)]
     pairs = [(devices[0], hosts[0], streams[0]), (hosts[1], devices[1], streams[1])]
 
     def copy(_: int, ways: tuple[int, ...] = (0, 1), nbytes: int = whole) -> None:
         for way in ways:
             target, source, stream = pairs[way]
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         for way in ways:
             streams[way].synchronize()
 
     for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_event(event_after(current_stream(device)))
     copy(0)
     # Both copies of a pair start together; the slower one's end stands for both.
     mixed = _rate(_samples(copy, effort), whole)

@@ -23,7 +23,7 @@ from tapestream.runner.belongings import Belongings, Change, unchanged, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
-from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
+from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, numbered_here, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.inside import attends
 from tapestream.runner.passable import check_modules, check_passable
@@ -216,7 +216,7 @@ def _discover(
     probe = Runner([stage], [everything], device)
     watching, casting = saved_tensors_hooks(observed.pack, observed.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
-    with refusing_transforms(stage.name), asked, torch.enable_grad(), casting, watching:
+    with refusing_transforms(stage.name), asked, torch.enable_grad(), numbered_here(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = _called(stage, state.tree(inputs), reading)
@@ -256,7 +256,7 @@ def _discover(
         generators.restore()
         host.restore()
         snapshot.put_back()
-        with torch.enable_grad(), probe.autocast.entered(cache=False):
+        with torch.enable_grad(), numbered_here(device), probe.autocast.entered(cache=False):
             found, _ = take_apart(stage.function(state.tree(probe.guarded(0, state)[0])))
         return found.same_structure(out) and all(map(same_bits, found.tensors, out.tensors))
 

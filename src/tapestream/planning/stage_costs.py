@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.streams import timed
 from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
-from tapestream.planning.timing import timed
 from tapestream.planning.uneven import Skewed, skewed
 from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
@@ -33,7 +34,7 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
     kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
     device = watch.device
-    if first and device.type == "cuda":
+    if first and is_accelerator(device):
         _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
     with watch.measured() as meter:
         seconds, out = timed(device, lambda: runner.forward(0, [state]))

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from tapestream.accelerator.device import devices, in_use, is_accelerator, rng_state, set_rng_state
+
 _RECOMPUTING: ContextVar[bool] = ContextVar("tapestream_recomputing", default=False)
 
 
@@ -35,44 +37,40 @@ def as_recompute() -> Iterator[None]:
         _RECOMPUTING.reset(token)
 
 
-def cuda_in_use() -> bool:
-    """Whether this process uses CUDA by now."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True, slots=True)
 class TorchGenerators:
-    """States of torch's default generators: the CPU's and those of CUDA devices."""
+    """States of torch's default generators: the CPU's and those of accelerators."""
 
     cpu: torch.Tensor
-    cuda: tuple[tuple[torch.device, torch.Tensor], ...]
+    others: tuple[tuple[torch.device, torch.Tensor], ...]
 
     @classmethod
     def capture(cls, device: torch.device | None = None) -> "TorchGenerators":
-        """The states as they are now. ``device``: whose beside the CPU's; None: every CUDA device's, once CUDA is in
+        """The states as they are now. ``device``: whose beside the CPU's; None: every accelerator's, once they are in
         use."""
         if device is not None:
-            devices = [device] if device.type == "cuda" else []
+            found = [device] if is_accelerator(device) else []
         else:
-            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if cuda_in_use() else []
-        return cls(torch.get_rng_state(), tuple((one, torch.cuda.get_rng_state(one)) for one in devices))
+            kind = in_use()
+            found = [] if kind is None else devices(kind)
+        return cls(torch.get_rng_state(), tuple((one, rng_state(one)) for one in found))
 
     def restore(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
-        for device, state in self.cuda:
-            torch.cuda.set_rng_state(state, device)
+        for device, state in self.others:
+            set_rng_state(state, device)
 
     def equals(self, other: "TorchGenerators") -> bool:
         """Nothing was drawn in between."""
-        if len(self.cuda) != len(other.cuda) or not torch.equal(self.cpu, other.cpu):
+        if len(self.others) != len(other.others) or not torch.equal(self.cpu, other.cpu):
             return False
-        return all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(self.cuda, other.cuda, strict=True))
+        return all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(self.others, other.others, strict=True))
 
     @property
     def nbytes(self) -> int:
         """Of all states."""
-        return self.cpu.nbytes + sum(state.nbytes for _, state in self.cuda)
+        return self.cpu.nbytes + sum(state.nbytes for _, state in self.others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Looks at the autograd graph that one run of a stage has built."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import Node
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError
 from tapestream.runner.depth import SHALLOW, deeper
 
@@ -21,6 +23,14 @@ def let_go_of_failed_backward() -> None:
 def next_sequence_number() -> int:
     """A number that only autograd nodes made later reach."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def numbered_here(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, autograd's own threads make no nodes: a backward that is part of the forward (`torch.autograd.grad` with
+    ``create_graph=True``) runs on this thread. Numbers of nodes are a thread's own, and tell here which came first."""
+    if not is_accelerator(device):  # such a backward runs on the calling thread anyway
+        return contextlib.nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def reached_leaves(

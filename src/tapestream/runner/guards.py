@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from tapestream.errors import GradientError, InputError
 
@@ -170,20 +171,33 @@ def hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_backward(name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Raise InputError where what runs inside gives one of ``leaves`` a ``.grad``: it would do so in each recompute."""
-    before = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf, gradient in before:
-        if gradient is not None:
-            leaf.grad = None
+    """Raise InputError where what runs inside adds to the ``.grad`` of one of ``leaves``, or sets it: it would do so in
+    each recompute. The gradients are left where they are, which need not be the leaf's device."""
+
+    def refuse(_: Any) -> None:
+        raise _adds_to_gradients(name)
+
+    handles = [get_gradient_edge(leaf).node.register_prehook(refuse) for leaf in leaves if leaf.requires_grad]
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in leaves]
     try:
         yield
     finally:
-        added = [leaf for leaf, _ in before if leaf.grad is not None]
-        for leaf, gradient in before:
-            if leaf.grad is not gradient:
-                leaf.grad = gradient
-    if added:
-        raise InputError(
-            f"{name} calls backward(), or writes .grad, and would do so again whenever it is recomputed; use "
-            "torch.autograd.grad there, or add it to the loss"
-        )
+        for handle in handles:
+            handle.remove()
+        written = [
+            (leaf, was)
+            for leaf, was, version in before
+            if leaf.grad is not was or (was is not None and was._version != version)
+        ]
+        for leaf, was in written:
+            if leaf.grad is not was:
+                leaf.grad = was
+    if written:
+        raise _adds_to_gradients(name)
+
+
+def _adds_to_gradients(name: str) -> InputError:
+    return InputError(
+        f"{name} calls backward(), or writes .grad, and would do so again whenever it is recomputed; use "
+        "torch.autograd.grad there, or add it to the loss"
+    )

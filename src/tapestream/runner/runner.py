@@ -15,7 +15,7 @@ from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
-from tapestream.runner.graph import reached_leaves, user_of
+from tapestream.runner.graph import numbered_here, reached_leaves, user_of
 from tapestream.runner.guards import (
     Guard,
     Watch,
@@ -45,13 +45,15 @@ class Tape:
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
     enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
-    for a stand-in the weight it stands for. ``watch``: the guard between the parts of the stage.
+    for a stand-in the weight it stands for. ``places``: where their gradients leave the graph; asked later, a leaf whose
+    ``.data`` was on another kind of device has a new node. ``watch``: the guard between the parts of the stage.
     """
 
     inputs: list[GradientEdge | None]
     entry: Entry
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
+    places: list[GradientEdge]
     watch: Watch
 
 
@@ -150,6 +152,7 @@ class Runner:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
+        places = [get_gradient_edge(leaf) for leaf in reached]
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
         # Plans count a stage's cotangents as long as it is differentiated; of several parts, as long as the last is.
         entry = Entry(live, giving=len(self.stages[k].parts) > 1)
@@ -157,7 +160,7 @@ class Runner:
             out = replace(out, tensors=())
             del tree, live
             left_out.check_dropped()
-        return out, Tape(inputs, entry, reached, owners, borders.watch)
+        return out, Tape(inputs, entry, reached, owners, places, borders.watch)
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
@@ -187,20 +190,21 @@ class Runner:
             return begun, []
         entering += _both(tape.inputs, begun)
         # One that was frozen since gets none, as in plain PyTorch.
-        thawed = [pair for pair in zip(tape.leaves, tape.owners, strict=True) if pair[0].requires_grad]
-        entering += [(leaf, sums[id(weight)][1]) for leaf, weight in thawed if id(weight) in sums]
+        found = zip(tape.leaves, tape.owners, tape.places, strict=True)
+        thawed = [(place, weight) for leaf, weight, place in found if leaf.requires_grad]
+        entering += [(place, sums[id(weight)][1]) for place, weight in thawed if id(weight) in sums]
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not thawed:
             return [None] * len(tape.inputs), []
         with hooks_off(tape.leaves), self.watch.opened(), tape.watch.opened():
             roots, seeds = zip(*entering, strict=True)
-            found = torch.autograd.grad(roots, (*wanted, *(leaf for leaf, _ in thawed)), seeds, allow_unused=True)
-        of_inputs = iter(found[: len(wanted)])
+            made = torch.autograd.grad(roots, (*wanted, *(place for place, _ in thawed)), seeds, allow_unused=True)
+        of_inputs = iter(made[: len(wanted)])
         cotangents_in = [None if edge is None else next(of_inputs) for edge in tape.inputs]
         for i in self.traits[k].dense:
             cotangent = cotangents_in[i]
             cotangents_in[i] = None if cotangent is None else cotangent.contiguous()
-        pairs = zip((owner for _, owner in thawed), found[len(wanted) :], strict=True)
+        pairs = zip((weight for _, weight in thawed), made[len(wanted) :], strict=True)
         return cotangents_in, [(weight, self._casts.finished(k, weight, g)) for weight, g in pairs if g is not None]
 
     def ran(self, k: int) -> None:
@@ -264,6 +268,7 @@ class Runner:
         traits, seen = self.traits[k], self.seen.get(k)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(numbered_here(self.device))
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator import memory
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
 
 
@@ -17,8 +19,8 @@ class MemoryMeter:
 
     ``peak_nbytes``: most bytes of tensors alive at once beyond those alive at the start. ``end_nbytes``: the same at
     the end. ``rise_nbytes``: most bytes gained since any earlier moment: at least the peak, and more where the block
-    first frees what was there before it (on CUDA it is the peak). ``samples``: (seconds since the start, bytes) at
-    every change; empty on CUDA.
+    first frees what was there before it (on an accelerator it is the peak). ``samples``: (seconds since the start,
+    bytes) at every change; empty on an accelerator.
     """
 
     def __init__(self) -> None:
@@ -38,12 +40,12 @@ class MemoryWatch:
     def measured(self) -> Iterator[MemoryMeter]:
         """Measure the tensor memory of one section; sections cannot be nested."""
         meter = MemoryMeter()
-        if self.device.type == "cuda":
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            before = memory.allocated_nbytes(self.device)
+            memory.reset_peaks(self.device)
             yield meter
-            meter.peak_nbytes = meter.rise_nbytes = torch.cuda.max_memory_allocated(self.device) - before
-            meter.end_nbytes = torch.cuda.memory_allocated(self.device) - before
+            meter.peak_nbytes = meter.rise_nbytes = memory.peak_allocated_nbytes(self.device) - before
+            meter.end_nbytes = memory.allocated_nbytes(self.device) - before
             return
         _stop()
         _start()
@@ -56,7 +58,7 @@ class MemoryWatch:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let a section run at full speed, unseen: it should free whatever it makes, and nothing else."""
-        if self.device.type == "cuda":
+        if is_accelerator(self.device):
             yield
             return
         _stop()
@@ -76,7 +78,7 @@ def watch_memory(device: torch.device | str = "cpu") -> Iterator[MemoryWatch]:
     everything is made that the sections free. InputError inside another watch or a profiler.
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    if is_accelerator(device):
         yield MemoryWatch(device)
         return
     _hush()
@@ -92,7 +94,7 @@ def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
     """Measure the tensor memory of the block.
 
     On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode
-    would miss those). On CUDA: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler:
+    would miss those). On an accelerator: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler:
     InputError. Make the comparison of two measurements exact with `watch_memory`.
 
         with track_memory() as meter:

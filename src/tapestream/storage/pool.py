@@ -1,18 +1,17 @@
 """`Pool`: the one owner of regions, with limits and peaks per tier."""
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 import torch
 
 from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.ir import Tier
 from tapestream.storage.disk import DiskFolder
-from tapestream.storage.regions import Region
-from tapestream.storage.transfer import aligned_empty, lean_empty
+from tapestream.storage.page_locked import PageLockedMemory
+from tapestream.storage.regions import Region, Use
+from tapestream.storage.transfer import lean_empty
 from tapestream.units import format_nbytes
 
 
@@ -22,9 +21,9 @@ class Pool:
     A released region waits for the next request of the same tier and size. While it waits it is not *held*: it is
     given up before the tier would pass its limit and, where compute shares the memory, before any region
     of another size is made, so that ``peak_nbytes`` is what the tier really took. ``limits`` are bytes per tier
-    (None or absent: no limit). HOST regions are page-locked when ``pin``; pinning costs time, so they wait for reuse
-    until the limit or `close`. ``folder`` holds the DISK regions and stays its owner's to close. ``beside``: a pool
-    with the same limits; what both hold counts against them, and to ``peak_nbytes``. Thread-safe.
+    (None or absent: no limit). HOST regions are page-locked when ``pin``, and cut from slabs (`PageLockedMemory`),
+    whose free bytes serve any size. ``folder`` holds the DISK regions and stays its owner's to close. ``beside``: a
+    pool with the same limits; what both hold counts against them, and to ``peak_nbytes``. Thread-safe.
     """
 
     def __init__(
@@ -39,20 +38,16 @@ class Pool:
         self._device = device
         self._folder = folder
         self._limits = dict(limits)
-        self._pin = pin
+        self._locked = PageLockedMemory(device) if pin else None
         self._live: set[Region] = set()
         self._idle: dict[tuple[Tier, int], list[Region]] = {}
         self._held = dict.fromkeys(Tier, 0)
         self._kept = dict.fromkeys(Tier, 0)
-        self._pinned: set[int] = set()
         self._closed = False
         self._all: weakref.WeakSet[Pool] = weakref.WeakSet() if beside is None else beside._all
         self._all.add(self)
         self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0) if beside is None else beside._peak
         self._lock: threading.RLock = threading.RLock() if beside is None else beside._lock
-        # Memory that goes back to malloc while still registered could never be page-locked again.
-        self._unpin = weakref.finalize(self, _unregister, self._pinned)
-        self._unpin.atexit = False
 
     def allocate(self, tier: Tier, nbytes: int) -> Region:
         """A region of ``nbytes`` bytes whose content is undefined.
@@ -74,18 +69,20 @@ class Pool:
                 region = waiting.pop()
                 self._kept[tier] -= nbytes
             else:
-                waits = sum(pool._kept[tier] for pool in self._all)
+                waits = sum(pool._idle_nbytes(tier) for pool in self._all)
                 if limit is not None and held + waits + nbytes > limit:
-                    self._trim_all(tier)
+                    for pool in self._others() if self._cuts(tier) else self._all:
+                        pool.trim(tier)
                 elif self._shared_with_compute(tier):
                     self.trim(tier)
+                room = None if limit is None else limit - sum(pool._total_nbytes(tier) for pool in self._others())
                 try:
-                    region = self._make(tier, nbytes)
+                    region = self._make(tier, nbytes, room)
                 except StorageError:
-                    if not any(pool._kept[tier] for pool in self._all):
+                    if not any(pool._idle_nbytes(tier) for pool in self._all):
                         raise
                     self._trim_all(tier)  # released regions of other sizes take room, too
-                    region = self._make(tier, nbytes)
+                    region = self._make(tier, nbytes, room)
             self._live.add(region)
             self._held[tier] += nbytes
             self._peak[tier] = max(self._peak[tier], held + nbytes)
@@ -109,7 +106,9 @@ class Pool:
             self._live.remove(region)
             self._held[region.tier] -= region.nbytes
             region.generation += 1
-            if region.extent is not None and region.extent.mapped:
+            if self._is_cut(region):
+                self._give_back(region)
+            elif region.extent is not None and region.extent.mapped:
                 self._drop(region)  # someone still looks at these bytes: they must not change under them
             else:
                 self._idle.setdefault((region.tier, region.nbytes), []).append(region)
@@ -129,12 +128,14 @@ class Pool:
 
     def trim(self, tier: Tier | None = None) -> None:
         """Give up the released regions of one tier, or (None) of those whose memory compute could use."""
+        if self._cuts(tier):
+            assert self._locked is not None
+            with self._lock:
+                self._locked.trim()
         if not self._idle:
             return
         tiers = [tier] if tier is not None else [one for one in Tier if self._shared_with_compute(one)]
         with self._lock:
-            if Tier.HOST in tiers and self._pinned and self._kept[Tier.HOST]:
-                torch.cuda.synchronize(self._device)  # the last copy from or to them may still be running
             for key in [key for key in self._idle if key[0] in tiers]:
                 for region in self._idle.pop(key):
                     self._drop(region)
@@ -162,29 +163,61 @@ class Pool:
         """Give up every region, in use or not; views of them stay readable. May be called twice."""
         with self._lock:
             self._closed = True
-            if self._pinned:
-                torch.cuda.synchronize(self._device)
             for tier in Tier:
                 self.trim(tier)
                 self._held[tier] = 0
+            uses: dict[object, Use] = {}
             for region in self._live:
                 region.generation += 1
-                self._drop(region)
+                if self._is_cut(region):
+                    uses |= {(region, key): use for key, use in region.uses.items()}
+                else:
+                    self._drop(region)
             self._live.clear()
+            if self._locked is not None:
+                self._locked.close(uses)
+
+    def _others(self) -> list["Pool"]:
+        return [pool for pool in self._all if pool is not self]
+
+    def _cuts(self, tier: Tier | None) -> bool:
+        """Whether regions of ``tier`` are cut from page-locked slabs."""
+        return tier is Tier.HOST and self._locked is not None and not self._locked.refused
+
+    def _is_cut(self, region: Region) -> bool:
+        held = region.tier is Tier.HOST and self._locked is not None and region.nbytes
+        return bool(held and self._locked is not None and self._locked.has(region.memory))
+
+    def _give_back(self, region: Region) -> None:
+        assert self._locked is not None
+        self._locked.give_back(region.memory, region.uses)
+
+    def _total_nbytes(self, tier: Tier) -> int:
+        """Bytes that the tier's memory takes, regions and what lies idle."""
+        if tier is Tier.HOST and self._locked is not None:
+            return self._locked.total_nbytes
+        return self._held[tier] + self._kept[tier]
+
+    def _idle_nbytes(self, tier: Tier) -> int:
+        cut = self._locked.idle_nbytes if tier is Tier.HOST and self._locked is not None else 0
+        return self._kept[tier] + cut
 
     def _shared_with_compute(self, tier: Tier) -> bool:
-        return tier is Tier.DEVICE or (tier is Tier.HOST and not self._pin)
+        return tier is Tier.DEVICE or (tier is Tier.HOST and not self._cuts(tier))
 
-    def _make(self, tier: Tier, nbytes: int) -> Region:
+    def _make(self, tier: Tier, nbytes: int, room: int | None) -> Region:
         if tier is Tier.DISK:
             if self._folder is None:
                 raise InputError(f"asked for {format_nbytes(nbytes)} on DISK, but no folder was given; pass folder=")
             return Region(tier, nbytes, extent=self._folder.allocate(nbytes))
         on_host = tier is Tier.HOST or self._device.type == "cpu"
         try:
-            if tier is Tier.HOST and self._pin:
-                tensor = aligned_empty(nbytes)  # a page can be locked for one region only
-            elif on_host:
+            if self._cuts(tier) and nbytes:
+                assert self._locked is not None
+                found = self._locked.take(nbytes, room)
+                if found is not None:
+                    return Region(tier, nbytes, found[0], uses=found[1])
+            if on_host:
                 tensor = lean_empty(nbytes)
             else:
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -193,32 +226,8 @@ class Pool:
                 f"asked for {format_nbytes(nbytes)} in {tier.name} beside {format_nbytes(self._held[tier])} held, "
                 f"and was refused; a smaller budget for {tier.name} avoids this ({error})"
             ) from error
-        if tier is Tier.HOST and self._pin and nbytes:
-            self._page_lock(tensor)
         return Region(tier, nbytes, tensor)
-
-    def _page_lock(self, tensor: torch.Tensor) -> None:
-        # torch's own pinned allocator rounds up to powers of two: nearly twice the memory for an unlucky size.
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))  # type: ignore[no-untyped-call]
-        if code == 0:
-            self._pinned.add(tensor.data_ptr())
-            return
-        self._pin = False
-        with suppress(RuntimeError):  # CUDA would tell of this once more, at the next kernel, as if that had failed
-            torch.zeros(1, device=self._device)
-        warnings.warn(
-            f"the system refused to page-lock {format_nbytes(tensor.nbytes)} (CUDA error {code}); going on with "
-            "pageable memory, so copies are slower; raise `ulimit -l` or lower the host budget"
-        )
 
     def _drop(self, region: Region) -> None:
         if region.extent is not None:
             region.extent.delete()
-        elif region.tensor is not None and region.tensor.is_cpu and region.tensor.data_ptr() in self._pinned:
-            self._pinned.remove(region.tensor.data_ptr())
-            _unregister({region.tensor.data_ptr()})
-
-
-def _unregister(addresses: set[int]) -> None:
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

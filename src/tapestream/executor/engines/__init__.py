@@ -2,6 +2,7 @@
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
 from tapestream.executor.engines.adversarial import AdversarialEngine
 from tapestream.executor.engines.cuda import CudaEngine
@@ -19,10 +20,10 @@ ENGINES = ("auto", "threads", "cuda", "adversarial", "fake_streams")
 def make_engine(name: str, device: torch.device) -> CopyEngine:
     """A copy engine for tensors of ``device``: "auto", "threads", "cuda", "adversarial" or "fake_streams".
 
-    "auto" is "cuda" on a CUDA device and "threads" elsewhere. Raises InputError for an unknown name or one that
-    does not serve the device.
+    "auto" is "cuda" on an accelerator, whatever its kind, and "threads" on the CPU. Raises InputError for an unknown
+    name or one that does not serve the device.
     """
-    on_cuda = device.type == "cuda"
+    on_cuda = is_accelerator(device)
     match name:
         case "auto":
             return make_engine("cuda" if on_cuda else "threads", device)

@@ -55,6 +55,9 @@ class AdversarialEngine:
     def compute_ended(self, regions: Sequence[Region]) -> None:
         """Nothing to do: an overwritten source is found at `wait`."""
 
+    def hand_over(self, regions: Sequence[Region]) -> None:
+        """Nothing to do: a copy is over when `wait` returns."""
+
     def release(self, region: Region) -> None:
         """Poison the region. Raises GradientError while a copy uses it."""
         self._flight.check_untouched(region)

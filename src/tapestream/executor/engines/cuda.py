@@ -7,12 +7,12 @@ Four edges order a copy with everything else, and the fake streams of the tests 
 3. a disk transfer starts after the last stream copy from or to its host region (waited for on the worker thread);
 4. compute on the CPU begins after the last stream copy from or to the host regions it uses.
 Copies that follow each other through one region are ordered by 2 and then 1, since a region in flight is refused. So
-the calling thread never waits for the device, but for 4 and, in `wait`, for the disk.
+the calling thread never waits for the device, but for 4, in `hand_over` and, in `wait`, for the disk.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic
-from weakref import WeakKeyDictionary
 
 from tapestream.errors import InputError
 from tapestream.executor.engines.flight import Flight
@@ -21,6 +21,22 @@ from tapestream.executor.engines.streams import EventT, StreamApi, StreamT
 from tapestream.executor.engines.threads import DiskLanes
 from tapestream.ir import Tier
 from tapestream.storage import Region
+from tapestream.storage.regions import Use, settle_uses
+
+
+@dataclass(slots=True, eq=False)
+class _StreamUse(Generic[StreamT, EventT]):
+    """A copy on a stream, for whoever reads or writes its region on the host."""
+
+    api: StreamApi[StreamT, EventT]
+    event: EventT
+    number: int
+
+    def happened(self) -> bool:
+        return self.api.happened(self.event)
+
+    def settle(self) -> None:
+        self.api.synchronize(self.event)
 
 
 class CudaEngine(Generic[StreamT, EventT]):
@@ -33,7 +49,7 @@ class CudaEngine(Generic[StreamT, EventT]):
         self._disk = DiskLanes()
         self._streams: dict[Lane, StreamT] = {}
         self._events: dict[Ticket, EventT] = {}
-        self._host_uses: WeakKeyDictionary[Region, EventT] = WeakKeyDictionary()
+        self._number = 0
 
     def copy(self, source: Region, target: Region, nbytes: int | None = None) -> Ticket:
         """See `CopyEngine.copy`. Raises InputError for a copy between DEVICE and DISK: it goes through HOST."""
@@ -62,10 +78,15 @@ class CudaEngine(Generic[StreamT, EventT]):
     def compute_begins(self, regions: Sequence[Region]) -> None:
         """See `CopyEngine.compute_begins`. Compute on HOST regions is taken to run on the CPU."""
         self._flight.check_arrived(regions)
-        for event in self._uses_of(regions):
-            self._api.synchronize(event)
         for region in regions:
+            _settle(region)
             self._api.compute_begins(region)
+
+    def hand_over(self, regions: Sequence[Region]) -> None:
+        """See `CopyEngine.hand_over`."""
+        for region in regions:
+            _settle(region)
+            self._api.host_uses(region, writes=True)
 
     def compute_ended(self, regions: Sequence[Region]) -> None:
         """No event is needed: each later copy waits for all compute issued before it (edge 1)."""
@@ -102,21 +123,24 @@ class CudaEngine(Generic[StreamT, EventT]):
         self._api.wait(stream, self._api.record(self._api.current_stream()))
         self._api.copy(stream, ticket.source, ticket.target, ticket.nbytes)
         event = self._events[ticket] = self._api.record(stream)
+        self._number += 1
         for region in (ticket.source, ticket.target):
             if region.tier is Tier.HOST:
-                self._host_uses[region] = event
+                region.uses[stream] = _StreamUse(self._api, event, self._number)
 
     def _start_on_thread(self, ticket: Ticket) -> None:
         regions = [region for region in (ticket.source, ticket.target) if region.tier is Tier.HOST]
-        pending = self._uses_of(regions)
+        pending = [dict[object, Use](region.uses) for region in regions]  # later copies wait for this one
 
         def before() -> None:
-            for event in pending:
-                self._api.synchronize(event)
+            for uses in pending:
+                settle_uses(uses)
             for region in regions:
                 self._api.host_uses(region, writes=region is ticket.target)
 
         self._disk.start(ticket, before)
 
-    def _uses_of(self, regions: Sequence[Region]) -> list[EventT]:
-        return [event for region in regions if (event := self._host_uses.get(region)) is not None]
+
+def _settle(region: Region) -> None:
+    settle_uses(region.uses)
+    region.uses.clear()

@@ -95,6 +95,10 @@ class FakeStreams:
             _run(event)
             _join(stream.clock, event.clock)
 
+    def happened(self, event: FakeEvent) -> bool:
+        """See `StreamApi`: never before somebody waits for it."""
+        return event.stream.done >= event.copies
+
     def synchronize(self, event: FakeEvent) -> None:
         """See `StreamApi`; the copies that ``event`` stands for happen here."""
         with self._lock:

@@ -64,6 +64,9 @@ class CopyEngine(Protocol):
     def compute_ended(self, regions: Sequence[Region]) -> None:
         """All compute that reads or writes these has been issued (on CUDA it may still run)."""
 
+    def hand_over(self, regions: Sequence[Region]) -> None:
+        """Block until nothing copies from or to these HOST regions any more: users read and write them from now on."""
+
     def release(self, region: Region) -> None:
         """Say that the region's bytes are no longer needed; call just before `Pool.release`, which takes them back."""
 

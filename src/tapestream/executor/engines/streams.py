@@ -4,6 +4,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from tapestream.accelerator.device import active
+from tapestream.accelerator.streams import current_stream, event_after, new_stream, on_stream
 from tapestream.storage import Region
 
 StreamT = TypeVar("StreamT")
@@ -28,6 +30,9 @@ class StreamApi(Protocol[StreamT, EventT]):
     def copy(self, stream: StreamT, source: Region, target: Region, nbytes: int) -> None:
         """Issue a copy of the first ``nbytes`` bytes."""
 
+    def happened(self, event: EventT) -> bool:
+        """Whether ``event`` has happened."""
+
     def synchronize(self, event: EventT) -> None:
         """Block the calling thread until ``event`` has happened."""
 
@@ -45,37 +50,40 @@ class StreamApi(Protocol[StreamT, EventT]):
 
 
 class TorchStreams:
-    """CUDA streams and events of one device."""
+    """Streams and events of one accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def new_stream(self) -> torch.cuda.Stream:
+    def new_stream(self) -> torch.Stream:
         """See `StreamApi`."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return new_stream(self._device)
 
-    def current_stream(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.Stream:
         """See `StreamApi`."""
-        return torch.cuda.current_stream(self._device)
+        return current_stream(self._device)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.Stream) -> torch.Event:
         """See `StreamApi`."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+        return event_after(stream)
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """See `StreamApi`."""
         stream.wait_event(event)
 
-    def copy(self, stream: torch.cuda.Stream, source: Region, target: Region, nbytes: int) -> None:
+    def copy(self, stream: torch.Stream, source: Region, target: Region, nbytes: int) -> None:
         """See `StreamApi`."""
-        with torch.cuda.stream(stream), torch.no_grad():
+        with on_stream(stream), torch.no_grad():
             target.memory[:nbytes].copy_(source.memory[:nbytes], non_blocking=True)
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
-        """See `StreamApi`; releases the GIL."""
-        event.synchronize()
+    def happened(self, event: torch.Event) -> bool:
+        """See `StreamApi`."""
+        return event.query()
+
+    def synchronize(self, event: torch.Event) -> None:
+        """See `StreamApi`; releases the GIL. Worker threads come here, too, for which another device is current."""
+        with active(self._device):
+            event.synchronize()
 
     def compute_begins(self, region: Region) -> None:
         """Nothing to do: the device checks nothing."""

@@ -156,6 +156,9 @@ class ThreadsEngine:
     def compute_ended(self, regions: Sequence[Region]) -> None:
         """Nothing to do: compute on the CPU is over when its call returns."""
 
+    def hand_over(self, regions: Sequence[Region]) -> None:
+        """Nothing to do: what `wait` has returned for is over."""
+
     def release(self, region: Region) -> None:
         """See `CopyEngine.release`. Raises GradientError while a copy uses the region."""
         self._flight.check_untouched(region)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.streams import timed
 from tapestream.costs import StageCost
 from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
-from tapestream.planning.timing import timed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.buffers import held
 from tapestream.runner.graph import next_sequence_number

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.accelerator.device import default_device, indexed
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.frontends.given import check_kinds, check_knobs, named_device
@@ -169,7 +170,4 @@ def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Modu
 
 
 def _checked_device(asked: torch.device | str | None) -> torch.device:
-    device = named_device(asked) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device={str(device)!r} was asked for; tapestream runs on 'cpu' and 'cuda'")
-    return device
+    return named_device(asked) or indexed(default_device())

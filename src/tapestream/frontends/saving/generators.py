@@ -7,10 +7,13 @@ from typing import Any
 import numpy
 import torch
 
+from tapestream.accelerator.device import default_device, devices, is_accelerator, rng_state, set_rng_state
+
 
 def states() -> dict[str, Any]:
     """As they are now."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    kind = default_device()
+    cuda = [rng_state(one) for one in devices(kind)] if is_accelerator(kind) else []
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,
@@ -23,7 +26,7 @@ def check_states(found: Mapping[str, Any]) -> None:
     """Set generators that nobody uses, which raises what setting the real ones would."""
     torch.Generator().set_state(found["torch"])
     for number, state in _of_devices(found):
-        torch.Generator(f"cuda:{number}").set_state(state)
+        torch.Generator(torch.device(default_device().type, number)).set_state(state)
     random.Random().setstate(found["python"])
     kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
     numpy.random.RandomState(kind()).set_state(found["numpy"])
@@ -33,12 +36,13 @@ def set_states(found: Mapping[str, Any]) -> None:
     """As they were."""
     torch.set_rng_state(found["torch"].clone())
     for number, state in _of_devices(found):
-        torch.cuda.set_rng_state(state.clone(), number)
+        set_rng_state(state.clone(), torch.device(default_device().type, number))
     random.setstate(found["python"])
     numpy.random.set_state(found["numpy"])
 
 
 def _of_devices(found: Mapping[str, Any]) -> list[tuple[int, torch.Tensor]]:
     """None where it was saved with another number of devices: these go on as they are."""
-    same = len(found["cuda"]) == torch.cuda.device_count()
+    kind = default_device()
+    same = is_accelerator(kind) and len(found["cuda"]) == len(devices(kind))
     return list(enumerate(found["cuda"])) if same else []

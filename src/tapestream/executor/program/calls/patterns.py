@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from tapestream.accelerator.device import default_generators
 from tapestream.errors import InputError
 from tapestream.executor.program.calls.arrays import BUFFERS, buffers_in
 from tapestream.executor.program.calls.foreign import Foreign, has_objects, indexed, shown_of
@@ -282,7 +283,7 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    return generator is torch.default_generator or any(generator is one for one in torch.cuda.default_generators)
+    return generator is torch.default_generator or any(generator is one for one in default_generators())
 
 
 def _without_constants(key: Any) -> Any:

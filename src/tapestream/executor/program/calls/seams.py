@@ -13,6 +13,7 @@ import torch.utils.dlpack
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack as modes_entered
 
+from tapestream.accelerator.device import seeding_functions
 from tapestream.runner.checkpointing import checkpointing_off
 
 _DISABLED = torch._C._disabled_torch_function_impl
@@ -156,10 +157,8 @@ class _Seams:
         for place in (torch, torch.random):
             self._replace(place, "manual_seed", seed)
             self._replace(place, "set_rng_state", restore)
-        for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
-            setting = calling(getattr(torch.cuda, name))
-            for place in (torch.cuda, torch.cuda.random):
-                self._replace(place, name, setting)
+        for place, name in seeding_functions():
+            self._replace(place, name, calling(getattr(place, name)))
 
     def _hear_compiled(self) -> None:
         """What torch.compile gave; where nothing was compiled yet, torch.compile itself."""

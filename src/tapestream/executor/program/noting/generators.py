@@ -48,7 +48,7 @@ class Draws:
             if not (sets or name in _BY_DATA or by_user(function)):
                 self._record.patterns.draws_nothing(call)
             return False
-        if not (sets or before.equals(self._state)) or len(now.cuda) != len(before.cuda):
+        if not (sets or before.equals(self._state)) or len(now.others) != len(before.others):
             self._record.spoilt = self._record.spoilt or (
                 "torch's random generator was set or drawn from inside the program in a way that cannot be seen (by a "
                 "generator's own set_state, another thread, an extension, or where CUDA is used for the first time; "

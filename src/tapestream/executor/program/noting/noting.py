@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tapestream.accelerator.device import in_use
 from tapestream.errors import GradientError
 from tapestream.executor.program.calls.exposed import Exposed
 from tapestream.executor.program.calls.hidden import Hidden
@@ -27,7 +28,7 @@ from tapestream.executor.program.record.last import Last, last_of
 from tapestream.executor.program.record.record import Record, looks_of
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
-from tapestream.runner.ambient import TorchGenerators, cuda_in_use
+from tapestream.runner.ambient import TorchGenerators
 
 Operation = Callable[[int, int], None]
 _NONE = frozenset[int]()
@@ -83,7 +84,7 @@ class Noting:
         self.epoch = 0
         self._hidden: Hidden | None = None
         self._trials = Trials(keeper.device)
-        kinds = {"cpu": 0, keeper.device.type: 0, **({"cuda": 0} if cuda_in_use() else {})}
+        kinds = {"cpu": 0, keeper.device.type: 0, **({} if (started := in_use()) is None else {started.type: 0})}
         self.ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
 
     @property

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.plans.prepare import Late, Prepared, planned_again, whole_of
@@ -34,7 +35,7 @@ def gathering(handle: "Streamed", prepared: Prepared, known: MutableMapping[obje
 def _all_sent_home(handle: "Streamed", prepared: Prepared) -> Prepared:
     """A first call's plan may keep a gradient on the device until the step. From the second on it would lie there from
     the start."""
-    gone = (Kind.GRADIENT, Kind.PARAMETERS) if handle.device.type == "cuda" else (Kind.GRADIENT,)
+    gone = (Kind.GRADIENT, Kind.PARAMETERS) if is_accelerator(handle.device) else (Kind.GRADIENT,)
     resident = frozenset(value for value in prepared.resident if value.kind not in gone)
     made = sum(_made_outside(handle))
     for beside, staying in ((made, resident), (made, frozenset()), (0, frozenset())):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget
 from tapestream.errors import InputError
 from tapestream.frontends.available import host_limit
@@ -46,7 +47,7 @@ def tiers_for(
         _check(name, folder, device, engine)
         if name != "auto":
             tier = _TIERS[name]
-        elif device.type == "cpu":
+        elif not is_accelerator(device):
             tier = Tier.DEVICE if folder is None else Tier.DISK
         else:
             tier = Tier.HOST if folder is None or nbytes <= room else Tier.DISK
@@ -63,7 +64,7 @@ def _state_nbytes(model: nn.Module) -> int:
 def _check(name: str, folder: object, device: torch.device, engine: str) -> None:
     if name not in ("auto", *_TIERS):
         raise InputError(f"home={name!r} was asked for; homes are 'auto', 'device', 'host' and 'disk'")
-    if name == "host" and device.type == "cpu" and engine != "fake_streams":
+    if name == "host" and not is_accelerator(device) and engine != "fake_streams":
         raise InputError(
             "home='host' was asked for with device='cpu', where the device's memory is the host's; use "
             "home='disk' with folder=..., or home='auto'"

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, StorageError
 from tapestream.executor.blocks import BlockStore
@@ -71,7 +72,7 @@ class Homes:
             if self._folder is not None:
                 undo.callback(self._folder.close)
             limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
-            self.pool = Pool(device, folder=self._folder, limits=limits, pin=device.type == "cuda")
+            self.pool = Pool(device, folder=self._folder, limits=limits, pin=is_accelerator(device))
             undo.callback(self.pool.close)
             # States have memory and lanes of their own: what one engine still reads must not be given to another.
             self.states = Below(
@@ -96,7 +97,7 @@ class Homes:
                 mark(adopted.parameters)
                 undo.callback(unmark, adopted.parameters)
             if not _lean(device, home, budget):
-                keep_freed((budget.device_nbytes or 0) if device.type == "cpu" else 0)
+                keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
 
     @property
@@ -143,7 +144,7 @@ class Homes:
     def begin_measuring(self, *, wanted: bool) -> None:
         """Where ``wanted``, let `measured` find its answer beside what is done until then: a disk is busy, hardly a
         processor. Not on a GPU, of which profiling counts the bytes."""
-        beside = self._speeds is None and self.store.device.type == "cpu"
+        beside = self._speeds is None and not is_accelerator(self.store.device)
         if wanted and beside and self.store.home is not Tier.DEVICE:
             thread = ThreadPoolExecutor(1, "tapestream-speeds")
             self._speeds = thread.submit(self._measure)
@@ -193,5 +194,5 @@ class Homes:
 
 def _lean(device: torch.device, home: HomeTiers, budget: Budget) -> bool:
     """Whether what is freed in RAM goes back to the system at once in training, too."""
-    below = device.type == "cpu" and Tier.DISK in home.values()
+    below = not is_accelerator(device) and Tier.DISK in home.values()
     return below and scarce(budget.device_nbytes, host_nbytes())

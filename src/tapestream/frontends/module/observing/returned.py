@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tapestream.accelerator.memory import rounded_nbytes
 from tapestream.runner.trees import tree_leaves
 from tapestream.storage.meter import MemoryMeter
 
@@ -84,11 +85,10 @@ def references(result: Any) -> list[tuple[StorageWeakRef, int]]:
     """The memory of plain tensors in ``result`` that are no numbers, not held, and its bytes, as the device's allocator
     counts them. Asking others (logits that were not made yet, sparse ones) for their memory may make it, or fail."""
     plain = [t for t in tree_leaves(result) if type(t) is torch.Tensor and t.layout is torch.strided and t.dim()]
-    storages = {t.untyped_storage().data_ptr(): (t.untyped_storage(), t.is_cuda) for t in plain}
-    rounding = 512  # CUDA's
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in plain}
     return [
-        (StorageWeakRef(one), -(-one.nbytes() // rounding) * rounding if cuda else one.nbytes())  # type: ignore[no-untyped-call]
-        for one, cuda in storages.values()
+        (StorageWeakRef(one), rounded_nbytes(one.nbytes(), one.device))  # type: ignore[no-untyped-call]
+        for one in storages.values()
     ]
 
 

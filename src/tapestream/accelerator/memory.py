@@ -1,0 +1,86 @@
+"""What of an accelerator's memory is free, allocated and reserved; page-locked memory below it.
+
+*Allocated* is what tensors take, as the caching allocator rounds it; *reserved* is what that allocator holds, free
+pieces included. What the runtime itself takes (its context) is in neither.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from tapestream.accelerator.device import backend_of, module_of
+
+
+def allocated_nbytes(device: torch.device) -> int:
+    """Bytes that tensors take now."""
+    return int(module_of(device).memory_allocated(device))
+
+
+def peak_allocated_nbytes(device: torch.device) -> int:
+    """The most since `reset_peaks`."""
+    return int(module_of(device).max_memory_allocated(device))
+
+
+def reserved_nbytes(device: torch.device) -> int:
+    """Bytes that the caching allocator holds now."""
+    return int(module_of(device).memory_reserved(device))
+
+
+def peak_reserved_nbytes(device: torch.device) -> int:
+    """The most since `reset_peaks`."""
+    return int(module_of(device).max_memory_reserved(device))
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Count peaks from now on."""
+    module_of(device).reset_peak_memory_stats(device)
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Bytes that tensors could still take: what the device has free, and what the caching allocator holds unused."""
+    free, _ = module_of(device).mem_get_info(device)
+    return int(free) + reserved_nbytes(device) - allocated_nbytes(device)
+
+
+def total_nbytes(device: torch.device) -> int:
+    """Bytes of memory that the device has."""
+    _, total = module_of(device).mem_get_info(device)
+    return int(total)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what the caching allocator holds unused."""
+    with torch.no_grad():
+        module_of(device).empty_cache()
+
+
+def limit_reserved(nbytes: int, device: torch.device) -> None:
+    """Have the caching allocator hold at most ``nbytes``: more is out of memory."""
+    module_of(device).set_per_process_memory_fraction(min(1.0, nbytes / total_nbytes(device)), device)
+
+
+def rounded_nbytes(nbytes: int, device: torch.device) -> int:
+    """Bytes that a tensor of ``nbytes`` takes on ``device``."""
+    backend = backend_of(device)
+    granule = 1 if backend is None else backend.granule_nbytes
+    return -(-nbytes // granule) * granule
+
+
+def page_lock(tensor: torch.Tensor, device: torch.device) -> int:
+    """Lock the pages of a CPU tensor whose bytes begin at a page; 0, or the runtime's error code.
+
+    For backends with ``registers`` alone. The tensor must be given to `page_unlock` before its memory is freed: pages
+    that are freed while locked can never be locked again.
+    """
+    lock: Callable[[int, int, int], int] = module_of(device).cudart().cudaHostRegister
+    code = int(lock(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        with suppress(RuntimeError):  # the runtime would tell of this once more, at the next kernel
+            torch.zeros(1, device=device)
+    return code
+
+
+def page_unlock(address: int, device: torch.device) -> None:
+    """Undo `page_lock` of the tensor that begins at ``address``."""
+    module_of(device).cudart().cudaHostUnregister(address)

@@ -1,0 +1,189 @@
+"""`PageLockedMemory`: RAM that the device copies from and to while the host goes on, in slabs that are cut and reused.
+
+To lock pages takes about as long as to fill them, and locked memory that lies idle is lost to everybody. So a piece
+that is given back is joined with its neighbours and serves requests of any size; slabs that are wholly free and too
+small for what is asked now are given up before another one is made.
+"""
+
+import warnings
+import weakref
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from tapestream.accelerator.device import Backend, backend_of
+from tapestream.accelerator.memory import page_lock, page_unlock
+from tapestream.errors import StorageError
+from tapestream.storage.regions import Use, settle_uses
+from tapestream.storage.transfer import ALIGNMENT, aligned_empty, round_up
+from tapestream.units import format_nbytes
+
+_GROWTH = 4  # a new slab is at least this part of all, so that there are never many
+_LEAST_NBYTES = 2 * 2**20
+_MOST_NBYTES = 256 * 2**20  # of what is locked beyond what was asked for
+
+
+@dataclass(slots=True, order=True)
+class _Gap:
+    """Free bytes of a slab; ``uses``: copies of what lay there that may not have happened."""
+
+    start: int
+    stop: int
+    uses: dict[object, Use] = field(compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    memory: torch.Tensor
+    gaps: list[_Gap]
+
+    @property
+    def is_free(self) -> bool:
+        return len(self.gaps) == 1 and self.gaps[0].stop - self.gaps[0].start == self.memory.numel()
+
+
+class PageLockedMemory:
+    """Pieces of page-locked RAM for one device. ``refused``: the system has locked no pages when asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend = backend_of(device) or Backend("cpu", registers=True)
+        self._slabs: list[_Slab] = []
+        self._taken: dict[int, _Slab] = {}  # by the address of a piece
+        self._used_nbytes = 0
+        self._locked: set[int] = set()
+        self.refused = False
+        # Memory that goes back to malloc while still locked could never be locked again.
+        self._unlock = weakref.finalize(self, _unlock, self._locked, device)
+        self._unlock.atexit = False
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of slabs that no piece takes."""
+        return self.total_nbytes - self._used_nbytes
+
+    def has(self, piece: torch.Tensor) -> bool:
+        """Whether it is a piece in use."""
+        return piece.data_ptr() in self._taken
+
+    def take(self, nbytes: int, room: int | None) -> tuple[torch.Tensor, dict[object, Use]] | None:
+        """A piece of ``nbytes`` bytes from a multiple of 4096, and the copies of what lay there before.
+
+        ``room``: bytes that slabs may take in all (None: any number). Where pieces in use leave no gap that is large
+        enough, one more slab goes beyond it, and a warning says so. None where the system has refused to lock pages.
+        """
+        size = round_up(max(1, nbytes))
+        found = self._fitting(size)
+        if found is None:
+            self.trim(smaller_than=size)
+            slab = self._grown(size, room)
+            if slab is None:
+                return None
+            found = slab, slab.gaps[0]
+        slab, gap = found
+        piece, uses = slab.memory[gap.start : gap.start + nbytes], dict(gap.uses)
+        gap.start += size
+        if gap.start == gap.stop:
+            slab.gaps.remove(gap)
+        self._taken[piece.data_ptr()] = slab
+        self._used_nbytes += size
+        return piece, uses
+
+    def give_back(self, piece: torch.Tensor, uses: Mapping[object, Use]) -> None:
+        """Take a piece back; ``uses``: copies from or to it that may not have happened."""
+        slab = self._taken.pop(piece.data_ptr())
+        start, size = piece.data_ptr() - slab.memory.data_ptr(), round_up(max(1, piece.numel()))
+        self._used_nbytes -= size
+        new = _Gap(start, start + size, dict(uses))
+        for gap in [gap for gap in slab.gaps if start in (gap.stop, gap.start - size)]:
+            slab.gaps.remove(gap)
+            joined = {k: use for k, use in gap.uses.items() if not use.happened()}
+            joined.update((k, use) for k, use in new.uses.items() if k not in joined or use.number > joined[k].number)
+            new = _Gap(min(gap.start, new.start), max(gap.stop, new.stop), joined)
+        insort(slab.gaps, new)
+
+    def trim(self, *, smaller_than: int | None = None) -> None:
+        """Give up slabs that are wholly free (and smaller than that), once copies from and to them have happened."""
+        for slab in [slab for slab in self._slabs if slab.is_free]:
+            if smaller_than is None or slab.memory.numel() < smaller_than:
+                self._slabs.remove(slab)
+                self._drop(slab)
+
+    def close(self, uses: Mapping[object, Use]) -> None:
+        """Give up all slabs; views of them stay readable. ``uses``: copies of pieces in use."""
+        settle_uses(uses)
+        for slab in self._slabs:
+            self._drop(slab)
+        self._slabs.clear()
+        self._taken.clear()
+        self._used_nbytes = 0
+
+    def _fitting(self, size: int) -> tuple[_Slab, _Gap] | None:
+        """The smallest gap that is large enough."""
+        fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.stop - gap.start >= size]
+        return min(fitting, key=lambda found: found[1].stop - found[1].start, default=None)
+
+    def _grown(self, size: int, room: int | None) -> _Slab | None:
+        """One more slab, for several pieces like this one where there is room."""
+        total = self.total_nbytes
+        wanted = max(1, min(max(total // _GROWTH, _LEAST_NBYTES), size + _MOST_NBYTES) // size) * size
+        if room is not None and total + wanted > room:
+            self.trim()
+            total = self.total_nbytes
+            wanted = max(1, min(wanted, room - total) // size) * size
+        slab = self._made(wanted)
+        if slab is not None and room is not None and total + wanted > room + len(self._taken) * ALIGNMENT + ALIGNMENT:
+            warnings.warn(
+                f"page-locked memory takes {format_nbytes(total + wanted)} where {format_nbytes(room)} of RAM are "
+                f"allowed: {format_nbytes(self.idle_nbytes - size)} between pieces in use are too small for what is "
+                "needed; lower the host budget by that much if RAM is short"
+            )
+        return slab
+
+    def _made(self, nbytes: int) -> _Slab | None:
+        try:
+            # PyTorch's own pinned allocator rounds up to powers of two: nearly twice the memory for an unlucky size.
+            memory = aligned_empty(nbytes) if self._backend.registers else _pinned_empty(nbytes)
+        except RuntimeError as error:  # torch has no narrower type for this on the CPU
+            raise StorageError(
+                f"asked for {format_nbytes(nbytes)} of page-locked RAM beside {format_nbytes(self.total_nbytes)}, and "
+                f"was refused; a smaller host budget avoids this ({error})"
+            ) from error
+        if self._backend.registers:
+            code = page_lock(memory, self._device)
+            if code:
+                self.refused = True
+                warnings.warn(
+                    f"the system refused to page-lock {format_nbytes(nbytes)} (CUDA error {code}); going on with "
+                    "pageable memory, so copies are slower; raise `ulimit -l` or lower the host budget"
+                )
+                return None
+            self._locked.add(memory.data_ptr())
+        slab = _Slab(memory, [_Gap(0, nbytes, {})])
+        self._slabs.append(slab)
+        return slab
+
+    def _drop(self, slab: _Slab) -> None:
+        for gap in slab.gaps:
+            settle_uses(gap.uses)
+        address = slab.memory.data_ptr()
+        if address in self._locked:
+            self._locked.remove(address)
+            page_unlock(address, self._device)
+
+
+def _pinned_empty(nbytes: int) -> torch.Tensor:
+    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
+
+
+def _unlock(addresses: set[int], device: torch.device) -> None:
+    for address in addresses:
+        page_unlock(address, device)
