@@ -45,8 +45,8 @@ class Tape:
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
     enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
-    for a stand-in the weight it stands for. ``places``: where their gradients leave the graph; asked later, a leaf whose
-    ``.data`` was on another kind of device has a new node. ``watch``: the guard between the parts of the stage.
+    for a stand-in the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose
+    ``.data`` was elsewhere meanwhile has a new node). ``watch``: the guard between the parts of the stage.
     """
 
     inputs: list[GradientEdge | None]

@@ -273,7 +273,7 @@ class Streamed:
     def check_idle(self, what: str) -> None:
         """Raise InputError between a forward and its backward."""
         with self._live.working():
-            pass
+            self._forward_only.settle()
         if self._live.calls:
             raise InputError(f"{what} was called between a forward and its backward; call it before the forward")
 

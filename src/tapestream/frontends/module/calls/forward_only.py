@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.copies import SHOWN
+from tapestream.executor.doubts import Doubts
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.planning.profile import collector_off
@@ -101,6 +102,11 @@ class ForwardOnly:
         self._limited = 0  # the limit of the last call
         self._outside_nbytes: int | None = None
         self._kept: frozenset[Value] = frozenset()
+        self._doubts = Doubts(handle.device)
+
+    def settle(self) -> None:
+        """Raise GradientError where a call has written into parameters in a way that was not seen while it ran."""
+        self._doubts.settle()
 
     def forget(self) -> None:
         """Other bytes than those measured will be held: measure again."""
@@ -108,7 +114,8 @@ class ForwardOnly:
         self._outside_nbytes = None
 
     def end(self) -> None:
-        """A training call begins: blocks that stayed for the calls without gradients go home."""
+        """A training call begins: blocks that stayed for the calls without gradients go home. Raises as `settle`."""
+        self._doubts.settle()
         self._repeats = 0
         if self._kept:
             copies, kept = self._handle.store.copies, self._kept
@@ -172,6 +179,7 @@ class ForwardOnly:
         finally:
             self._walk = None
             with torch.inference_mode(False):
+                self._doubts.call_ended()
                 store.drop_ahead()
 
     def _measure(
@@ -223,7 +231,9 @@ class ForwardOnly:
                 if staying and brought and store.keep(block):
                     self._kept |= frozenset(store.copies.shown_values(block))
                 elif before is not None:
-                    store.give_back(block, written=before.differs(store.loans.look(block)))
+                    after, watched = store.loans.look(block), self._walk is None
+                    written = self._doubts.has_written(block, f"block {block}", before, after, watched=watched)
+                    store.give_back(block, written=written)
                 if self._walk is not None:
                     store.advance_ahead(self._walk.limit_nbytes)
             self._resume()
