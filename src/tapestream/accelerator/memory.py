@@ -67,6 +67,16 @@ def rounded_nbytes(nbytes: int, device: torch.device) -> int:
     return -(-nbytes // granule) * granule
 
 
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor like this one takes on its device, with memory of its own."""
+    return rounded_nbytes(tensor.nbytes, tensor.device)
+
+
+def storage_nbytes(storage: torch.UntypedStorage) -> int:
+    """Bytes that a storage takes on its device."""
+    return rounded_nbytes(storage.nbytes(), storage.device)
+
+
 def page_lock(tensor: torch.Tensor, device: torch.device) -> int:
     """Lock the pages of a CPU tensor whose bytes begin at a page; 0, or the runtime's error code.
 

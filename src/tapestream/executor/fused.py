@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.ir.actions import (
     Action,
     Backward,
@@ -87,7 +88,7 @@ def _is_alone(stage: Traits) -> bool:
     """It differentiates inside, and keeps its own tape until it ends; its graph ends at leaves that nobody knows; or it
     writes large buffers."""
     buffers = (held(slot) for slot in stage.buffers)
-    nbytes = sum(buffer.nbytes for buffer in buffers if isinstance(buffer, torch.Tensor))
+    nbytes = sum(tensor_nbytes(buffer) for buffer in buffers if isinstance(buffer, torch.Tensor))
     return stage.calls_autograd or stage.makes_leaves or nbytes > _LITTLE_NBYTES
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from tapestream.accelerator.memory import rounded_nbytes
 from tapestream.costs import Budget, Profile
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore, Updater
@@ -108,7 +109,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""
-        return self._tried.shape(parameter).nbytes if id(parameter) in self._mine else 0
+        found = self._tried.shape(parameter).tensors if id(parameter) in self._mine else ()
+        sizes = (torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found)
+        return sum(rounded_nbytes(nbytes, self._handle.store.device) for nbytes in sizes)
 
     def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""

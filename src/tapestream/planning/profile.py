@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
@@ -303,10 +304,10 @@ def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[obj
 def with_gradients(profile: Profile, traits: Sequence[Traits], initial: State) -> Profile:
     """Each parameter's gradient counts at the stage whose backward makes it: the last one that uses the parameter. That
     of the argument counts at the first."""
-    maker = {id(leaf): (k, leaf.nbytes) for k, trait in enumerate(traits) for leaf in trait.leaves}
+    maker = {id(leaf): (k, tensor_nbytes(leaf)) for k, trait in enumerate(traits) for leaf in trait.leaves}
     made = [0] * len(profile)
     for k, nbytes in maker.values():
         made[k] += nbytes
-    made[0] += sum(t.nbytes for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
+    made[0] += sum(tensor_nbytes(t) for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
     pairs = zip(profile.stages, made, strict=True)
     return replace(profile, stages=tuple(replace(cost, gradient_nbytes=nbytes) for cost, nbytes in pairs))

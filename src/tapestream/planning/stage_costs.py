@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import timed
 from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
@@ -51,7 +52,7 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
         backward_seconds=backward_seconds,
         forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
         backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
-        cotangent_nbytes=sum(t.nbytes for t, req in zip(out.tensors, out.requires, strict=True) if req),
+        cotangent_nbytes=sum(tensor_nbytes(t) for t, req in zip(out.tensors, out.requires, strict=True) if req),
     ), out
 
 

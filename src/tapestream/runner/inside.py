@@ -13,6 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tapestream.accelerator.memory import storage_nbytes
+
 _ATTENTION = frozenset(
     f"aten::_scaled_dot_product_{name}attention{device}"
     for name, device in (("flash_", "_for_cpu"), ("flash_", ""), ("efficient_", ""), ("cudnn_", ""))
@@ -93,8 +95,8 @@ class Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def nbytes_of(found: deque[_Made]) -> int:
     """Bytes that what was kept takes."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for made in found for t in made.tensors}
-    return sum(storages.values())
+    storages = (t.untyped_storage() for made in found for t in made.tensors)
+    return sum({storage.data_ptr(): storage_nbytes(storage) for storage in storages}.values())
 
 
 def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.runner.trees import tree_flatten, tree_leaves
 
 _LEAF = pytree.tree_structure(0)  # of a tree that is a single tensor, as most states are
@@ -91,7 +92,7 @@ def tensors_in(tree: Any) -> Sequence[torch.Tensor]:
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Distinct storages behind ``tensors``: address to bytes."""
     held = (part.untyped_storage() for t in tensors for part in _parts(t))
-    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes() > 0}
+    return {storage.data_ptr(): storage_nbytes(storage) for storage in held if storage.nbytes() > 0}
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

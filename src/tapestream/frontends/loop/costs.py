@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import timed
 from tapestream.costs import StageCost
 from tapestream.errors import GradientError
@@ -68,7 +69,7 @@ def cost_of(
                     found = _fastest_reversal(runner, lambda: own(state), number)
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
     written = (held(slot) for slot in traits.buffers)
-    buffers = sum(buffer.nbytes for buffer in written if isinstance(buffer, torch.Tensor))
+    buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
     beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch] + buffers
     return replace(
         cost,
@@ -89,10 +90,10 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     inputs, outputs = _storages(runner, state), _storages(runner, out)
     output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
     cotangents = _cotangents(runner, out, tape)
-    made = sum(g.nbytes for g in cotangents if g is not None)
+    made = sum(tensor_nbytes(g) for g in cotangents if g is not None)
     with watch.measured() as reversing:
         backward_seconds, found = timed(watch.device, lambda: runner.backward(tape, number, cotangents))
-    returned = sum(g.nbytes for g in found if g is not None)
+    returned = sum(tensor_nbytes(g) for g in found if g is not None)
     return StageCost(
         forward_seconds=0.0,
         backward_seconds=backward_seconds,

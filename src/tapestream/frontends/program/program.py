@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
@@ -333,7 +334,7 @@ def _held_nbytes(found: Sweep, tape: Tape) -> int:
         for tensor, _ in saved:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                held[storage._cdata] = 0 if storage._cdata in others else storage.nbytes()
+                held[storage._cdata] = 0 if storage._cdata in others else storage_nbytes(storage)
     return sum(held.values())
 
 

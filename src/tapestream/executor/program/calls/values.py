@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.errors import InputError
 
 
@@ -40,8 +41,8 @@ def written(seen: Iterable[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tens
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes that count: none of tensors without a storage."""
-    return tensor.nbytes if tensor.layout is torch.strided else 0
+    """Bytes that count, as the device takes them: none of tensors without a storage."""
+    return tensor_nbytes(tensor) if tensor.layout is torch.strided else 0
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.errors import InputError
 from tapestream.executor.program.calls.values import Ref, address_of, nbytes_of
 from tapestream.executor.program.record.ambients import unshown
@@ -145,7 +146,7 @@ class Numbering:
             number = self._storages[address] = len(self._showing)
             self._showing.append(0)
             self._addresses[number] = address
-            self.record.storage_nbytes.append(tensor.untyped_storage().nbytes() if address >= 0 else 0)
+            self.record.storage_nbytes.append(storage_nbytes(tensor.untyped_storage()) if address >= 0 else 0)
             self.record.storage_external.append(0)
         return number
 

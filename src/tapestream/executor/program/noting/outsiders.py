@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.templates import PLAIN
 from tapestream.executor.program.calls.values import address_of
 from tapestream.executor.program.noting.numbering import Numbering
@@ -58,7 +59,7 @@ class Outsiders:
         if not tensor.is_leaf or looks_of((tensor,)) != then.looks:
             return None
         memory = tensor.untyped_storage()
-        return memory if memory.nbytes() == self._last.record.storage_nbytes[then.storage] else None
+        return memory if storage_nbytes(memory) == self._last.record.storage_nbytes[then.storage] else None
 
     def written(self, storage: int) -> tuple[list[tuple[int, torch.Tensor]], torch.Tensor | None]:
         """Those that show ``storage``, which is about to be written into, and a copy of the only one, if there is one

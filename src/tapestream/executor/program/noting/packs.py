@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.values import address_of
 from tapestream.executor.program.noting.numbering import Numbering
 from tapestream.executor.program.record.record import MIXED, Record, look
@@ -97,7 +98,7 @@ class Packs:
             if storage is not None:
                 self._add(storage)
             elif tensor.layout is torch.strided:
-                inner[address] = tensor.untyped_storage().nbytes()
+                inner[address] = storage_nbytes(tensor.untyped_storage())
         return sum(inner.values())
 
     def _clear(self) -> None:

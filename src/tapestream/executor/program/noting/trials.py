@@ -176,7 +176,7 @@ class Trials:
                     inputs = tuple(asked.values())
                     found = torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
                 places = {id(t): place for place, t in enumerate(tensors) if id(t) in asked}
-                given_back = sum(asked[id(t)].nbytes for t in tensors if id(t) in asked)
+                given_back = sum(nbytes_of(asked[id(t)]) for t in tensors if id(t) in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)
                 found_at = [(places[k], gradient) for k, gradient in zip(asked, found, strict=True)]
                 measured.behind_nbytes = _behind(found_at, cotangents)

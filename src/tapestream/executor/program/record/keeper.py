@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.record.record import OTHERS, Record
 from tapestream.executor.program.record.tape import Saved
 from tapestream.runner.ambient import TorchGenerators
@@ -219,11 +220,11 @@ def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
             others = record.storage_external[entry.storage] == OTHERS and not entry.private
             if entry.tensor.layout is torch.strided and not others:
                 storage = entry.tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+                found[storage._cdata] = storage_nbytes(storage)
         for tensor, _ in (saved for own in one.saves.values() for saved in own):
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+                found[storage._cdata] = storage_nbytes(storage)
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.plans.prepare import Late, Prepared, planned_again, whole_of
@@ -67,7 +68,7 @@ def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
 def _made_outside(handle: "Streamed") -> list[int]:
     """Bytes of gradients that are added to those of parameters outside blocks. Where the head's weight is the
     embedding's, what the head makes of it waits for the end of the backward."""
-    return [p.nbytes for p in handle.outside_parameters() if p.requires_grad]
+    return [tensor_nbytes(p) for p in handle.outside_parameters() if p.requires_grad]
 
 
 def _summed_nbytes(profile: Profile) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.errors import InputError
 from tapestream.frontends.module.observing.hooks import Captured, capturing, hooked
 from tapestream.runner.ambient import recomputing
@@ -213,7 +214,8 @@ def _taken_apart(
 
 
 def _nbytes(things: Sequence[Any]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(things)}.values())
+    storages = (t.untyped_storage() for t in tensors_in(things))
+    return sum({storage.data_ptr(): storage_nbytes(storage) for storage in storages}.values())
 
 
 def _recognised(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
@@ -196,7 +197,7 @@ class Observation:
         given = [t for t in made[: len(leaves)] if t is not None]
         cotangents = sum(storages(given).values())  # the simulator counts them itself
         # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
-        loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)
+        loss = sum(3 * tensor_nbytes(t) for t in roots if t.numel() > 1)
         return Turn.of(forward, dropping, backward, cotangents, loss, seconds)
 
     def _measure_outside(self, *held: torch.Tensor) -> None:

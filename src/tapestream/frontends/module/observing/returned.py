@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tapestream.accelerator.memory import rounded_nbytes
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.runner.trees import tree_leaves
 from tapestream.storage.meter import MemoryMeter
 
@@ -87,7 +87,7 @@ def references(result: Any) -> list[tuple[StorageWeakRef, int]]:
     plain = [t for t in tree_leaves(result) if type(t) is torch.Tensor and t.layout is torch.strided and t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in plain}
     return [
-        (StorageWeakRef(one), rounded_nbytes(one.nbytes(), one.device))  # type: ignore[no-untyped-call]
+        (StorageWeakRef(one), storage_nbytes(one))  # type: ignore[no-untyped-call]
         for one in storages.values()
     ]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
@@ -263,8 +264,8 @@ def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
 def outside_nbytes(handle: "Streamed") -> int:
     """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
-    total = sum(p.nbytes * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
-    return total + sum(b.nbytes for b in handle.model.buffers())
+    total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
+    return total + sum(tensor_nbytes(b) for b in handle.model.buffers())
 
 
 def _update_speed(handle: "Streamed") -> float:
@@ -300,7 +301,7 @@ def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
     late = tuple(p for p in outside if p.requires_grad and id(p) in observed.used_first)
     cost, updating = first.stages[0], max((block.update_extra_nbytes for block in first.blocks), default=0)
     room = cost.saved_nbytes + cost.cotangent_bytes + cost.backward_extra_nbytes - updating
-    return Late(late, min(sum(p.nbytes for p in late), max(0, room)))
+    return Late(late, min(sum(tensor_nbytes(p) for p in late), max(0, room)))
 
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import BlockCost, Carried, Profile, StageCost
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.plans.shared import Shared, owned
@@ -50,7 +51,7 @@ class Step:
         gradient = 0 if block is None else self.costs[block].gradient_nbytes
         if gradient and not last_use:
             # What this use makes goes into tensors of its own, one after the other, beside what later uses have left.
-            extra += gradient + max(p.nbytes for p in module.parameters() if p.requires_grad)
+            extra += gradient + max(tensor_nbytes(p) for p in module.parameters() if p.requires_grad)
         leaves = home_tiers(self.terms.home)[Kind.GRADIENT] is not Tier.DEVICE
         if gradient and leaves and self.terms.update != "backward":
             # It comes as tensors of their own, laid out in one run of bytes when the backward has ended.
