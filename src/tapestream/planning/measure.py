@@ -70,6 +70,8 @@ def measure_machine(
     """
     effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)
+    if device.type == "meta":
+        raise InputError("measure_machine: 'meta' has no memory; devices are 'cpu', 'cuda' and other accelerators")
     if not is_present(device):
         raise InputError(f"measure_machine: {device} was asked for, but PyTorch finds no such device; use device='cpu'")
     place = Path(tempfile.gettempdir() if folder is None else folder)
