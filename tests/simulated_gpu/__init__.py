@@ -13,6 +13,8 @@ from .knobs import NUMBERS, SET_ONCE, Knobs, apply, changed
 from .library import Library
 
 if TYPE_CHECKING:
+    import torch
+
     from .clock import Clock
     from .counters import Counters
 
@@ -41,6 +43,21 @@ class Simulator:
         with changed(self._library, **values):
             yield
 
+    @contextmanager
+    def paused(self, stream: "torch.Stream | None" = None) -> Iterator[None]:
+        """What is issued to the stream, the current one by default, begins when the block ends.
+
+        A host that waits for it inside gets a RuntimeError.
+        """
+        import torch
+
+        stream = stream or torch.accelerator.current_stream()
+        self._library.pause(stream.device_index, stream.stream_id, True)
+        try:
+            yield
+        finally:
+            self._library.pause(stream.device_index, stream.stream_id, False)
+
 
 @functools.cache
 def load(kind: str = "cuda") -> Simulator:
@@ -67,9 +84,10 @@ def load(kind: str = "cuda") -> Simulator:
 def _pose(library: Library, kind: str) -> None:
     import torch
 
-    from .device_module import Functions
+    from .device_module import Functions, storages_of_the_device
 
     if kind == "cuda":
+        storages_of_the_device("cuda")
         found = Functions(library, "cuda").public()
         for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
             for name, value in found.items():

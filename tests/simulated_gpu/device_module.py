@@ -105,6 +105,18 @@ class StreamContext:
             torch.accelerator.set_device_index(self._device)
 
 
+def storages_of_the_device(kind: str) -> None:
+    """`torch.load` makes storages by the device's name, which a PyTorch without CUDA knows only of tensors."""
+    original = torch.UntypedStorage.__new__
+
+    def made(cls: type, *args: Any, device: Device = None, **kwargs: Any) -> torch.UntypedStorage:
+        if device is not None and torch.device(device).type == kind:
+            return torch.empty(*args or (0,), dtype=torch.uint8, device=device).untyped_storage()
+        return original(cls, *args, **kwargs) if device is None else original(cls, *args, device=device, **kwargs)
+
+    torch.UntypedStorage.__new__ = made
+
+
 class Functions:
     """The functions of the module. Their docstrings are PyTorch's."""
 

@@ -65,6 +65,7 @@ int sim_device() { return current_device(); }
 int sim_set_device(int device) {
   return guarded([&] { set_current_device(device); });
 }
+void sim_pause(int device, int64_t stream, bool paused) { queue_of(device, stream)->pause(paused); }
 void sim_sleep(int64_t microseconds) { issue_sleep(microseconds); }
 void sim_default_generators(bool give) { gives_default_generators = give; }
 

@@ -89,6 +89,17 @@ uint64_t Queue::issued() {
   return issued_;
 }
 
+void Queue::pause(bool paused) {
+  std::lock_guard<std::mutex> held(lock_);
+  paused_ = paused;
+  more_.notify_all();
+}
+
+bool Queue::paused() {
+  std::lock_guard<std::mutex> held(lock_);
+  return paused_;
+}
+
 void Queue::stop() {
   std::unique_lock<std::mutex> held(lock_);
   stopped_ = true;
@@ -108,7 +119,7 @@ void Queue::work() {
   std::unique_lock<std::mutex> held(lock_);
   while (true) {
     idle_ = true;
-    more_.wait(held, [&] { return !jobs_.empty() || stopped_; });
+    more_.wait(held, [&] { return (!jobs_.empty() && !paused_) || stopped_; });
     idle_ = false;
     if (stopped_) return;
     auto job = std::move(jobs_.front());
@@ -179,6 +190,7 @@ void drain(Queue* queue, uint64_t number) {
 
 void wait_for(Queue* queue, uint64_t number) {
   if (queue->reached(number)) return;
+  TORCH_CHECK(!queue->paused(), "simulated GPU: the host waits for a stream that is paused, which would take for ever");
   Blocked blocked;
   queue->wait(number);
 }

@@ -15,6 +15,9 @@ class Queue {
   void wait(uint64_t number);
   bool reached(uint64_t number);
   uint64_t issued();
+  // Jobs that have not begun do not begin until it is resumed: what depends on luck elsewhere is certain then.
+  void pause(bool paused);
+  bool paused();
   // Drop the jobs that have not begun, wait for the one that has. Later jobs are dropped too.
   void stop();
 
@@ -31,7 +34,7 @@ class Queue {
   std::deque<std::function<void()>> jobs_;
   uint64_t issued_ = 0, done_ = 0;
   int waiting_ = 0;
-  bool started_ = false, idle_ = false, busy_ = false, stopped_ = false;
+  bool started_ = false, idle_ = false, busy_ = false, paused_ = false, stopped_ = false;
 };
 
 // A use of memory by a stream: over once the queue has done the job of that number.
