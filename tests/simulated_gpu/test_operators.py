@@ -138,8 +138,8 @@ def test_backward_of_attention_drops_what_forward_dropped(simulator: Simulator, 
 def test_dropout_draws_in_the_order_of_the_host(simulator: Simulator) -> None:
     def drawn(lag: int) -> list[Tensor]:
         torch.manual_seed(5)
-        x = torch.ones(1000, device="cuda")
         with simulator.knobs(lag=lag), torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.ones(1000, device="cuda")
             found = [F.dropout(x, 0.3), torch.rand(5, device="cuda"), torch.randperm(9, device="cuda"), x.normal_()]
             torch.cuda.synchronize()
         return [tensor.cpu() for tensor in found]

@@ -84,7 +84,7 @@ c10::DeleterFnPtr HostAllocator::raw_deleter() const {
   return &release_host_memory;
 }
 
-// Nobody uses the range any more. Poison shows who reads on after it was given back.
+// No copy uses the range any more.
 static bool is_idle(char* address) {
   std::lock_guard<std::mutex> held(ranges().lock);
   auto& range = ranges().all.at(address);
@@ -128,7 +128,7 @@ void HostAllocator::release(void* address) {
   std::lock_guard<std::mutex> held(lock_);
   auto* start = static_cast<char*>(address);
   size_t size = size_of(start);
-  if (knob(kPoison) && is_idle(start)) memset(start, 0xFF, size);
+  if (knob(kPoison) && is_idle(start)) memset(start, 0xFF, size);  // shows who reads on
   statistics_.active_requests.decrease(1);
   statistics_.active_bytes.decrease(size);
   idle_[size].push_back(start);

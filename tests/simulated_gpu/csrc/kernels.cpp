@@ -90,6 +90,15 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(p < 1 ? 1 / (1 - p) : 0), mask};
 }
 
+// There is no cuDNN.
+bool uses_cudnn_ctc(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) {
+  return false;
+}
+
+bool uses_cudnn_ctc_by_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) {
+  return false;
+}
+
 TORCH_LIBRARY_IMPL(aten, SIMULATED_TYPE, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -107,6 +116,8 @@ TORCH_LIBRARY_IMPL(aten, SIMULATED_TYPE, m) {
   m.impl("record_stream", record_stream);
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("native_dropout", native_dropout);
+  m.impl("_use_cudnn_ctc_loss", uses_cudnn_ctc);
+  m.impl("_use_cudnn_ctc_loss.Tensor", uses_cudnn_ctc_by_tensors);
 }
 
 }  // namespace

@@ -67,7 +67,8 @@ IValue for_host(const Call& call, size_t k) {
 
 int64_t bytes_of(const std::vector<IValue>& values) {
   int64_t nbytes = 0;
-  for (auto& value : values) each_tensor(value, [&](const Tensor& t) { nbytes += on_device(t) ? t.nbytes() : 0; });
+  auto add = [&](const Tensor& tensor) { nbytes += on_device(tensor) ? static_cast<int64_t>(tensor.nbytes()) : 0; };
+  for (auto& value : values) each_tensor(value, add);
   return nbytes;
 }
 
@@ -163,7 +164,8 @@ void issue(const Call& call, const Inferred& inferred, Stack* stack) {
     int64_t nbytes = 0;
     if (virtual_clock().on()) {
       operations = operations_of(call.traits.name, call.arguments, results);
-      nbytes = bytes_of(call.arguments) + bytes_of(results);
+      nbytes = bytes_of(call.arguments);
+      for (auto& tensor : fresh) nbytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
     Call later{call.op, call.traits, {}, call.device};
     issue_kernel(call.queue, call.traits.name, operations, dtype_of(call.arguments), nbytes,
