@@ -15,9 +15,6 @@ from .library import Library
 if TYPE_CHECKING:
     import torch
 
-    from .clock import Clock
-    from .counters import Counters
-
 __all__ = ["BuildFailed", "Knobs", "NoCompiler", "Simulator", "build", "load"]
 
 PRIVATE_NAME = "simulated"
@@ -27,12 +24,12 @@ class Simulator:
     """The device of this process."""
 
     def __init__(self, library: Library, knobs: Knobs, kind: str) -> None:
-        from .clock import Clock
-        from .counters import Counters
+        # These need PyTorch, which must not be imported before the device is known.
+        from . import clock, counters
 
         self.kind = "cuda" if kind == "cuda" else PRIVATE_NAME
-        self.counters: Counters = Counters(library)
-        self.clock: Clock = Clock(library)
+        self.counters = counters.Counters(library)
+        self.clock = clock.Clock(library)
         self._library = library
         if knobs.clock:
             self.clock.set(knobs.clock)

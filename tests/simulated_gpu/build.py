@@ -19,7 +19,8 @@ OUTPUT = Path(__file__).parents[2] / "build" / "simulated_gpu"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fopenmp", "-D_GLIBCXX_USE_CXX11_ABI=1")
 # Compiled together: of each unit most of the time goes into PyTorch's headers, which the first needs least of.
 UNITS = {
-    "host": ("knobs", "clock", "queues", "streams", "device_memory", "host_memory", "workspaces", "generator", "interface"),
+    "host": ("knobs", "clock", "queues", "streams", "generator", "interface"),
+    "memory": ("device_memory", "host_memory", "workspaces"),
     "dispatch": ("shadow", "traits", "shapes", "costs", "operators"),
     "kernels": ("kernels", "copies", "recurrent", "attention", "hooks"),
 }
@@ -37,7 +38,8 @@ class BuildFailed(RuntimeError):
 def torch_folder() -> Path:
     """Where PyTorch is installed; it is not imported, since the device must be known before."""
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     return Path(found.origin).parent
 
 

@@ -10,7 +10,7 @@ from .library import CardNumbers, Library
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a card: seconds, bytes a second, operations a second. Those of a whole system have a margin of 20 %."""
+    """Figures of a card: seconds, bytes a second, operations a second."""
 
     name: str
     memory: float

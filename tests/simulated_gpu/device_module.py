@@ -285,10 +285,10 @@ class Functions:
         for index in range(self.device_count()):
             for line in self._library.blocks(index).decode().splitlines():
                 address, size, stream, used, start, total = map(int, line.split("\t"))
-                new = dict(device=index, address=start, total_size=total, stream=stream, blocks=[])
+                new = {"device": index, "address": start, "total_size": total, "stream": stream, "blocks": []}
                 segment = segments.setdefault((index, start), new)
                 state = "active_allocated" if used else "inactive"
-                segment["blocks"].append(dict(address=address, size=size, state=state))
+                segment["blocks"].append({"address": address, "size": size, "state": state})
         return list(segments.values())
 
     def host_memory_stats(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from simulated_gpu import Simulator
 from simulated_gpu.clock import CARDS, Card, Clock
 

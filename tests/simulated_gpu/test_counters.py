@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from simulated_gpu import Simulator
 
 X = [0.0, 1.0, 2.0]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from simulated_gpu import Simulator
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from simulated_gpu import Simulator
 
 
 @pytest.fixture(autouse=True)

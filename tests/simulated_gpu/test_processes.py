@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulated_gpu import Simulator
 
 BEGIN = "import simulated_gpu; simulator = simulated_gpu.load({kind!r}); import torch; torch.set_num_threads(1)\n"

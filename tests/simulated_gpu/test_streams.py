@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from simulated_gpu import Simulator
 
 
