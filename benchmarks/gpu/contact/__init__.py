@@ -1,0 +1,1 @@
+"""The steps of `benchmarks.gpu.first_contact`, one file a topic."""
