@@ -72,8 +72,9 @@ def environment_of(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _echo(output: IO[str], tail: "collections.deque[str]") -> None:
-    for line in output:
-        sys.stdout.write(f"    {line}")
-        sys.stdout.flush()
-        if line.strip():
-            tail.append(line.rstrip()[:300])
+    with output:
+        for line in output:
+            sys.stdout.write(f"    {line}")
+            sys.stdout.flush()
+            if line.strip():
+                tail.append(line.rstrip()[:300])

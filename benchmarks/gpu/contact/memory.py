@@ -26,21 +26,22 @@ def third(chosen: Chosen) -> Iterator[Result]:
     data = batch(config.vocabulary, chosen.size(8, 2), config.context, chosen.device)
     workspaces = workspace_bytes(chosen.device)
     say(f"{config.parameters / 1e6:.0f} million parameters; workspaces {workspaces}")
-    taken, seconds, expected = _plain(config, data, chosen)
-    _, _, again = _plain(config, data, chosen)
+    took = workspaces["workspaces_both_threads_bytes"]
+    taken, seconds, expected = _plain(config, data, took, chosen)
+    _, _, again = _plain(config, data, took, chosen)
     itself = _same(expected, again)
     numbers: dict[str, Any] = {**workspaces, "parameters": config.parameters, "step_seconds": min(seconds), **taken}
     yield Result("plain PyTorch", "is equal to itself, bit for bit", itself, numbers)
     budget = taken["allocated_peak_bytes"] // 3
     say(f"plain PyTorch takes {taken['allocated_peak_bytes'] / 2**30:.3f} GiB; ours gets {budget / 2**30:.3f} GiB")
     del again
-    yield from _ours(config, data, budget, expected, chosen)
+    yield from _ours(config, data, took, budget, expected, chosen)
 
 
 def _plain(
-    config: GPTConfig, data: tuple[Tensor, Tensor], chosen: Chosen
+    config: GPTConfig, data: tuple[Tensor, Tensor], workspaces: int, chosen: Chosen
 ) -> tuple[dict[str, int], list[float], list[Tensor]]:
-    memory = Memory()
+    memory = Memory(workspaces)
     model = on_device(quick_gpt(config), chosen.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds, losses = timed(step_of(model, optimizer, data), ROUNDS, chosen)
@@ -51,10 +52,10 @@ def _plain(
 
 
 def _ours(
-    config: GPTConfig, data: tuple[Tensor, Tensor], budget: int, expected: list[Tensor], chosen: Chosen
+    config: GPTConfig, data: tuple[Tensor, Tensor], workspaces: int, budget: int, expected: list[Tensor], chosen: Chosen
 ) -> Iterator[Result]:
     machine = ts.measure_machine(chosen.device, quick=True)  # takes 64 MiB of the device by itself
-    memory = Memory()
+    memory = Memory(workspaces)
     model = ts.stream(quick_gpt(config), device=chosen.device, budget=budget, home="host", machine=machine)
     optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     seconds, losses = timed(step_of(model, optimizer, data), ROUNDS, chosen)

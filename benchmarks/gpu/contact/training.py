@@ -46,13 +46,15 @@ def timed(
 
 
 class Memory:
-    """Most bytes of the device allocated and reserved since it was made, beyond those allocated then."""
+    """Most bytes of the device allocated and reserved since this was made, beyond what was there then; ``workspaces``
+    of libraries, which were there, are part of what a budget covers."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: int = 0) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self.allocated, self.reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        self.allocated = torch.cuda.memory_allocated() - workspaces
+        self.reserved = torch.cuda.memory_reserved() - workspaces
 
     def taken(self) -> dict[str, int]:
         """The two figures."""
@@ -70,7 +72,8 @@ def within(taken: Mapping[str, int], budget: int) -> tuple[bool, bool]:
 
 
 def workspace_bytes(device: str) -> dict[str, int]:
-    """What cuBLAS takes at its first product: on this thread, and on the one that runs backwards. Once a process."""
+    """What cuBLAS takes at its first product: on this thread, and on this one and the one that runs backwards. To be
+    asked once in a process, before any other product."""
     before = torch.cuda.memory_allocated()
     x = torch.ones(64, 64, device=device, requires_grad=True)
     y = x @ x

@@ -44,9 +44,7 @@ def tests(chosen: Chosen) -> Iterator[Result]:
 def _run(files: Sequence[Path], outcomes: Path, chosen: Chosen) -> bool:
     """Whether all of them came to an end in time, as far as they ran. In eight processes; where pytest-xdist is
     missing, one for each file."""
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.contact.reporting", "--outcomes", str(outcomes)]
-    command += ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore:Unknown config option"]
-    command += ["-p", simulated.PLUGIN] if chosen.dry else []
+    command = [*pytest_command(outcomes), *(("-p", simulated.PLUGIN) if chosen.dry else ())]
     workers = chosen.size(WORKERS, 2)
     if importlib.util.find_spec("xdist") is not None:
         batches = [[*command, "-n", str(workers), "--dist", "worksteal", *map(str, files)]]
@@ -54,6 +52,12 @@ def _run(files: Sequence[Path], outcomes: Path, chosen: Chosen) -> bool:
         batches = [[*command, str(file)] for file in files]
     more = {"PYTHONPATH": os.pathsep.join((environment_of()["PYTHONPATH"], str(simulated.PATH)))}
     return _in_time(batches, workers, environment_of(more), chosen)
+
+
+def pytest_command(outcomes: Path) -> list[str]:
+    """pytest without the options that the project's own runs have; a plugin that is missing here is no error."""
+    found = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.contact.reporting", "--outcomes", str(outcomes)]
+    return [*found, "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore:Unknown config option"]
 
 
 def _in_time(commands: list[list[str]], at_once: int, environment: dict[str, str], chosen: Chosen) -> bool:
