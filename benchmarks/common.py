@@ -154,9 +154,10 @@ def forget_resident_peak() -> None:
 
 
 def same_bits(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
-    """Whether all tensors are equal, bit for bit."""
+    """Whether all tensors are equal, bit for bit, wherever each of them lies."""
     return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(left, right, strict=True)
+        a is b or (a is not None and b is not None and torch.equal(a, b.to(a.device)))
+        for a, b in zip(left, right, strict=True)
     )
 
 
@@ -176,13 +177,13 @@ def yes(found: bool) -> str:
 
 
 def save(name: str, title: str, settings: Settings, rows: Iterable[Row], **facts: object) -> None:
-    """Print the rows as they come; write ``results/NAME.json`` unless this was a quick run."""
+    """Print the rows as they come; write ``results/NAME.json`` with each of them, unless this is a quick run."""
     found = []
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         found.append(row)
-    if settings.save:
-        write(name, title, settings, found, settings.results, **facts)
+        if settings.save:
+            write(name, title, settings, found, settings.results, **facts)
 
 
 def write(

@@ -148,8 +148,14 @@ def _ours(given: argparse.Namespace, config: LlamaConfig) -> Row:
 
 
 def _theirs(given: argparse.Namespace, config: LlamaConfig) -> Row:
-    """FSDP2 on one device: fp32 parameters, gradients and AdamW state in pinned host memory, bfloat16 on the device."""
+    """FSDP2 on one device: fp32 parameters, gradients and AdamW state in pinned host memory, bfloat16 on the device.
+    Where the host has no room for these 16 bytes a parameter, it ends with a sentence instead of by the system's hand;
+    `benchmarks.gpu.first_contact` compares at a size that fits."""
     on_gpu = given.device == "cuda"
+    with torch.device("meta"):
+        needed, free = 16 * sum(p.numel() for p in LlamaForCausalLM(config).parameters()), host_nbytes()
+    if needed > free:
+        sys.exit(f"FSDP2 needs {needed / 1e9:.1f} GB of host memory for this model; {free / 1e9:.1f} GB are available")
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{file.name}", rank=0, world_size=1

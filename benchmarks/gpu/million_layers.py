@@ -130,6 +130,9 @@ def streamed(job: Job, chosen: Settings) -> Row:
     knobs: dict[str, Any] = {"loss_chunks": "auto", "head": "head"}
     if isinstance(job.config, ResNetConfig):
         knobs = {"blocks": list(model.blocks), "planner": "periodic"}
+    speed = flops_per_second(job, device)  # with all of the cap to itself: beside the model there would be no room
+    if on_gpu:
+        torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         machine = ts.measure_machine(device, folder, quick=not on_gpu)
         model = ts.stream(
@@ -144,7 +147,7 @@ def streamed(job: Job, chosen: Settings) -> Row:
         parameters = sum(p.numel() for p in model.parameters())
         ts.unstream(model) if not on_gpu else None  # brings all home memory together: the process ends anyway
     moved = {lane: nbytes // len(seconds) for lane, nbytes in report.bytes_moved.items()}
-    flops, speed, link = flops_of(job), flops_per_second(job, device), link_seconds(moved, machine)
+    flops, link = flops_of(job), link_seconds(moved, machine)
     row = {
         "parameters": parameters, "plan": f"{report.plan.planner}, {report.plan.simulation.forwards} forwards",
         "step s": round(step, 3), "TFLOP/s": round(flops / step / 1e12, 3),

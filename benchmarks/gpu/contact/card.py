@@ -24,7 +24,7 @@ def measure(chosen: Chosen) -> Iterator[Result]:
     """The machine, page-locking, copies, products, and what `ts.measure_machine` makes of them."""
     yield Result("machine", numbers=_machine())
     nbytes = chosen.size(2**30, 2**24)
-    region, locking = _page_locked(4 * nbytes)
+    region, locking = _page_locked(2 * nbytes)
     yield Result("page-locking", numbers=locking)
     copies = _copies(region[:nbytes], torch.empty(nbytes, dtype=torch.uint8, device=chosen.device))
     faster = all(
