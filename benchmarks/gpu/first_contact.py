@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.contact import children
+from benchmarks.gpu.contact import children, simulated
 from benchmarks.gpu.contact.results import Result, Results
 from benchmarks.gpu.contact.step import command_of
 
@@ -60,9 +60,10 @@ EXTRAS = ("13b", "fsdp2", "deepspeed")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps asked for; the exit status."""
     given = _parser().parse_args(arguments)
-    card = "simulated" if given.dry else _card()
-    if card is None:
-        print("first_contact: PyTorch finds no CUDA device here; --dry runs every step on a simulated one")
+    try:
+        card = _simulated() if given.dry else _card()
+    except RuntimeError as error:
+        print(f"first_contact: {error}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("first_contact: terminated"))  # so that children are killed too
     results = Results(given.out.resolve(), card)
@@ -129,11 +130,19 @@ def _steps(results: Results, dry: bool) -> list[Step]:
     ]
 
 
-def _card() -> str | None:
-    """The name of the GPU, None where there is none."""
+def _card() -> str:
+    """The name of the GPU."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch finds no CUDA device here; --dry runs every step on a simulated one")
+    return torch.cuda.get_device_name()
+
+
+def _simulated() -> str:
+    """The same of the simulated one, which is compiled now: no step's time is for that."""
+    simulated.build()
+    return "simulated"
 
 
 if __name__ == "__main__":
