@@ -16,6 +16,26 @@ from torch import nn
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
 
+
+class Anchored(torch.optim.Optimizer):
+    """Makes its state when it is made, as Adagrad does in older PyTorch; each step pulls towards the start, too."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"count": torch.tensor(0.0), "start": p.detach().clone()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["count"] += 1
+                    pull = (p - self.state[p]["start"]).div_(self.state[p]["count"])
+                    p.sub_(p.grad.add(pull), alpha=group["lr"])
+
+
 CASE = Model(lambda: Chained(dense(), nn.Linear(WIDTH, WIDTH)), numbers(3, WIDTH))
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -33,6 +53,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "radam": (torch.optim.RAdam, {"lr": 0.01}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
     "asgd": (torch.optim.ASGD, {"lr": 0.05}),
+    "state made at once": (Anchored, {"lr": 0.05}),
 }
 
 
@@ -165,12 +186,13 @@ def test_a_saved_state_resumes_bit_for_bit(name: str, master: str | None, update
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(saved["optimizer"]["state"][number][key]))
 
 
-def test_a_plain_optimizers_state_can_be_loaded(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Anchored])
+def test_a_plain_optimizers_state_can_be_loaded(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     theirs = CASE.model()
-    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    plain = make(theirs.parameters(), lr=0.01)
     train(theirs, plain, CASE)
     with streamed(CASE, **options) as ours:
-        optimizer = adamw(ours)
+        optimizer = ts.optimizer(ours, make, lr=0.01, master=None)
         ours.load_state_dict(theirs.state_dict())
         optimizer.load_state_dict(plain.state_dict())
         assert_same(state_of(plain), state_of(optimizer))

@@ -51,6 +51,7 @@ class Rule:
         self._created: set[tuple[int, int]] = set()
         self._group_of: dict[int, int] = {}
         self._inner: torch.optim.Optimizer | None = None  # made once: its constructor takes longer than a small step
+        self._constructor_makes_state = False  # as Adagrad's in older PyTorch, where a step expects to find it
 
     def run(self, work: Sequence[PartUpdate]) -> None:
         """Update what the parts cover of parameters that are the optimizer's and have a gradient, in place, and their
@@ -142,8 +143,12 @@ class Rule:
         groups = self._groups()
         chosen = [{**groups[g], "params": targets} for g, targets in sorted(members.items())]
         inner = self._inner
-        if inner is None:
-            inner = self._inner = self._cls(chosen, **self._options)
+        if inner is None or (self._constructor_makes_state and not state):
+            one = {**chosen[0], "params": chosen[0]["params"][:1]}  # there is room for one tensor's state twice
+            inner = self._inner = self._cls([one], **self._options)
+            self._constructor_makes_state = bool(inner.state)
+            if not state:  # a first step, which is one tensor's
+                state.update(inner.state)
         inner.param_groups, inner.state = chosen, state
         try:
             with torch.enable_grad():
