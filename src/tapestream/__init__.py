@@ -22,6 +22,7 @@ from tapestream.frontends.plan import plan, report, verify
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.saving.save import load, save
 from tapestream.ir import Schedule, Tier
+from tapestream.optim.grad_scaler import GradScaler
 from tapestream.planners import planners
 from tapestream.planning.measure import measure_machine
 from tapestream.planning.plan import Plan
@@ -39,6 +40,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "Chain",
+    "GradScaler",
     "GradientError",
     "Home",
     "InputError",

@@ -577,7 +577,7 @@ def grad_scaler_with_gradients_on_the_host(device: str) -> Pairs:
     """float16 by autocast with a scaler, whose scale is a power of two: unscaling rounds nothing anywhere."""
 
     def run(model: nn.Module, optimizer: Any) -> Seen:
-        scaler, x = torch.amp.GradScaler("cuda", init_scale=256.0), batch(device)
+        scaler, x = ts.GradScaler("cuda", init_scale=256.0), batch(device)
         for _ in range(3):
             busy(device)
             with torch.autocast("cuda", torch.float16):

@@ -89,7 +89,7 @@ def test_autocast_and_a_gradient_scaler(tmp_path: Path) -> None:
     plain = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
     with streamed(CASE, budget_at("half", CASE, momentum, **options), **options) as ours:
         for model, optimizer in ((theirs, plain), (ours, momentum(ours))):
-            scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+            scaler = ts.GradScaler("cuda", init_scale=256.0)
             seed(3)
             for _ in range(3):
                 with torch.autocast("cuda", torch.float16):

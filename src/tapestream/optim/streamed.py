@@ -6,11 +6,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import rounded_nbytes
 from tapestream.costs import Budget, Profile
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.blocks import BlockStore, Updater
 from tapestream.ir.actions import Kind, Tier
+from tapestream.optim.grad_scaler import Scaled
 from tapestream.optim.groups import as_groups, template
 from tapestream.optim.outside import Outside
 from tapestream.optim.parts import Member, part_limits, state_parts
@@ -51,7 +53,7 @@ class Handle(Protocol):
     def run_step(self) -> None: ...
 
 
-class StreamedOptimizer(torch.optim.Optimizer):
+class StreamedOptimizer(Scaled, torch.optim.Optimizer):
     """``optimizer_class`` on the blocks of a streamed model, one at a time, and on what lies outside them.
 
     ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
@@ -106,6 +108,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def optimizer_class(self) -> OptimizerClass:
         """The torch optimizer that it was made with."""
         return self._class
+
+    @property
+    def reads_below(self) -> bool:
+        """See `Scaled`."""
+        store = self._handle.store
+        return is_accelerator(store.device) and store.homes[Kind.GRADIENT] is not Tier.DEVICE
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""

@@ -17,7 +17,7 @@ from tapestream.executor.loop.keep import Keeper, Kept
 from tapestream.executor.loop.stand_ins import StandIns
 from tapestream.executor.loop.sweep import NAME, Sweeps, paired
 from tapestream.executor.loop.traits import Body
-from tapestream.runner.graph import next_sequence_number, reached_leaves
+from tapestream.runner.graph import next_sequence_number, numbered_here, reached_leaves
 from tapestream.runner.guards import mark
 from tapestream.runner.state import replica
 
@@ -63,7 +63,7 @@ class TensorSteps(Sweeps):
     def record(self, state: Any, stage: int) -> tuple[Any, _Tape]:
         """Run a stage and keep its graph."""
         first, last = stage * self.body.chunk, self._end(stage + 1)
-        with torch.enable_grad(), self.stands.standing_in():
+        with torch.enable_grad(), numbered_here(self.body.device), self.stands.standing_in():
             since = next_sequence_number()
             inside, inputs = self._guarded(state, self.traits.requires if first else self.traits.requires_first)
             tape = _Tape(inputs, [], [], [])
