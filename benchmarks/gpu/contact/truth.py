@@ -50,7 +50,8 @@ def _run(files: Sequence[Path], outcomes: Path, chosen: Chosen) -> bool:
         batches = [[*command, "-n", str(workers), "--dist", "worksteal", *map(str, files)]]
     else:
         batches = [[*command, str(file)] for file in files]
-    more = {"PYTHONPATH": os.pathsep.join((environment_of()["PYTHONPATH"], str(simulated.PATH)))}
+    path = os.pathsep.join((environment_of()["PYTHONPATH"], str(simulated.PATH)))
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}  # eight processes with a thread for each core would wait
     return _in_time(batches, workers, environment_of(more), chosen)
 
 
