@@ -279,3 +279,20 @@ def test_outcomes_are_written_as_tests_end(workers: tuple[str, ...], contact: An
     reasons = {line["id"].rpartition("::")[2]: line["why"] for line in found}
     assert "1 == 2" in reasons["test_bad"]
     assert "at the start" in reasons["test_broken"]
+
+
+def test_tests_run_beside_each_other_until_the_time_is_up(contact: Any, tmp_path: Path) -> None:
+    def ran(*codes: str, seconds: float = LONG) -> bool:
+        commands = [[sys.executable, "-c", code] for code in codes]
+        chosen = contact.chosen.Chosen(False, time.monotonic() + seconds, tmp_path)
+        found: bool = contact.truth._in_time(commands, 2, dict(os.environ), chosen)
+        return found
+
+    left = [
+        f"from pathlib import Path; Path({str(tmp_path / str(k))!r}).touch(); raise SystemExit({k % 2})"
+        for k in range(3)
+    ]
+    assert ran(*left)  # with status 1 pytest says that tests have failed
+    assert all((tmp_path / str(k)).exists() for k in range(3))
+    assert not ran("pass", "raise SystemExit(3)")  # it did not run them
+    assert not ran("import time; time.sleep(20)", seconds=0)

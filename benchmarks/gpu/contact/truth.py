@@ -63,7 +63,7 @@ def pytest_command(outcomes: Path) -> list[str]:
 
 def _in_time(commands: list[list[str]], at_once: int, environment: dict[str, str], chosen: Chosen) -> bool:
     """Run all, some at once, until the step's time is nearly up; whether all ended as pytest ends that has run tests.
-    What is left then belongs to this step's group of processes and is killed with it."""
+    What these have started belongs to this step's group of processes and is killed with it."""
     waiting, running, fine = list(commands), list[subprocess.Popen[bytes]](), True
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -73,6 +73,9 @@ def _in_time(commands: list[list[str]], at_once: int, environment: dict[str, str
             fine &= process.returncode in (0, 1)
         if chosen.left_seconds < _TO_END:
             say("the time is up: tests are stopped")
+            for process in running:
+                process.kill()
+                process.wait()
             return False
         time.sleep(0.05)
     return fine
