@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .build import KINDS, BuildFailed, NoCompiler, build, torch_folder
+from .build import KINDS, BuildFailed, NoCompiler, Unavailable, build, torch_folder
 from .knobs import NUMBERS, SET_ONCE, Knobs, apply, changed
 from .library import Library
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BuildFailed", "Knobs", "NoCompiler", "Simulator", "build", "load"]
+__all__ = ["BuildFailed", "Knobs", "NoCompiler", "Simulator", "Unavailable", "build", "load"]
 
 PRIVATE_NAME = "simulated"
 
@@ -60,13 +60,13 @@ class Simulator:
 def load(kind: str = "cuda") -> Simulator:
     """Pose as PyTorch's device ``kind``, "cuda" or "privateuse1", in this process, before anything asks for CUDA.
 
-    The knobs come from the environment. Raises NoCompiler, BuildFailed, and RuntimeError where PyTorch has a CUDA of
-    its own or has already looked for it.
+    The knobs come from the environment. Raises NoCompiler; BuildFailed; Unavailable where PyTorch was built with CUDA;
+    RuntimeError where it has already looked for it.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; there are {', '.join(KINDS)}")
-    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
-        raise RuntimeError("this PyTorch has CUDA: install one for the CPU to simulate it")
+    if kind == "cuda" and (torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        raise Unavailable("this PyTorch was built with CUDA, and only one that was not can have a simulated one")
     knobs = Knobs.from_environment()
     library = Library(build(kind))
     apply(library, knobs, (*SET_ONCE, *NUMBERS))

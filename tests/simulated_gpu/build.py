@@ -27,7 +27,11 @@ UNITS = {
 KINDS = {"cuda": (), "privateuse1": ("-DSIMULATED_PRIVATE",)}
 
 
-class NoCompiler(RuntimeError):
+class Unavailable(RuntimeError):
+    """This machine or its PyTorch is not one on which a GPU can be simulated."""
+
+
+class NoCompiler(Unavailable):
     """There is no C++ compiler on this machine."""
 
 

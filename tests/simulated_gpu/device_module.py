@@ -130,7 +130,7 @@ class Functions:
         library.default_generators(True)
         self.default_generators = tuple(torch.Generator(f"{kind}:{k}") for k in range(library.knob(Knob.DEVICES)))
         library.default_generators(False)
-        functions, count = self, self.device_count()
+        functions = self
 
         class device:
             def __init__(self, device: Device) -> None:
@@ -139,7 +139,7 @@ class Functions:
 
             def __enter__(self) -> None:
                 self.prev_idx = functions.current_device()
-                if 0 <= self.idx < count or self.idx >= count:
+                if self.idx >= 0:
                     functions.set_device(self.idx)
 
             def __exit__(self, *_: object) -> None:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from . import NoCompiler, Simulator, load
+from . import Simulator, Unavailable, load
 
 
 def _loaded() -> Simulator | str:
     try:
         return load()
-    except NoCompiler as error:
+    except Unavailable as error:
         return str(error)
 
 
@@ -20,7 +20,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a compiler nothing runs, and says so."""
+    """Where no GPU can be simulated nothing runs, and says so."""
     if isinstance(_DEVICE, str):
         for item in items:
             item.add_marker(pytest.mark.skip(reason=_DEVICE))
