@@ -17,6 +17,7 @@ help:
 	@echo "make demo-quick   the same, smaller"
 	@echo "make test         style, types, layers and tests, as CI runs them"
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
+	@echo "make test-torch   a choice of the tests with another PyTorch: make test-torch TORCH=2.11.0"
 	@echo "make bench        every claim measured that needs no GPU and no other Python, into benchmarks/results; hours"
 	@echo "make clean        remove .venv and all caches"
 
@@ -54,8 +55,33 @@ test: style
 test-full: lint
 	@echo "pytest, in full"; $(PYTEST) -m "full or not full"
 
+# PyTorch's versions differ in private names, kernels and optimizers. One version at a time, in an environment of its
+# own; these are the tests of what touches them, and a few of each family.
+TORCH_TESTS := tests/runner/test_private.py tests/runner/test_unneeded.py tests/storage/test_meter.py tests/storage/test_pool.py \
+  tests/planning/test_profile.py tests/frontends/test_around.py tests/frontends/test_chain_exact.py \
+  tests/frontends/test_kept_inside.py tests/frontends/test_join_exact.py tests/frontends/test_stream_exact.py \
+  tests/frontends/loop/test_loop_compiled.py tests/frontends/program/test_program_exact.py \
+  tests/frontends/program/test_program_surroundings.py tests/frontends/program/test_program_users.py \
+  tests/frontends/program/test_program_writes.py tests/frontends/program/test_program_opaque.py \
+  tests/frontends/saving/test_save_exact.py tests/optim/test_streamed_optimizer.py tests/cli/test_cli_plan.py \
+  tests/models/test_fake.py tests/models/test_grouped.py
+
+.PHONY: test-torch
+test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed)
+	@test -n "$(TORCH)" || { echo "say with which PyTorch: make test-torch TORCH=2.11.0"; exit 1; }
+	@echo "pytest, PyTorch $(TORCH)"; $(PYTEST:$(BIN)%=.venv-torch-$(TORCH)/bin%) $(TORCH_TESTS)
+
+# setuptools and sympy: PyTorch asks for versions of its own.
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	@echo "installing PyTorch $* into .venv-torch-$* (minutes the first time)"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@grep -vE '^(torch|setuptools|sympy)==' constraints.txt > .venv-torch-$*/constraints.txt
+	@.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$*
+	@touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f .lint-imports.tmp
 
