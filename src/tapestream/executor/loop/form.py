@@ -57,9 +57,10 @@ class Form:
         parts = tuple(Leaf.of(what + pytree.keystr(path), value) for path, value in pairs)
         if spec.is_leaf():
             return cls(spec, parts, _alone, _only, parts[0].fits)
-        if type(tree) in (tuple, list) and len(parts) == len(tree) and all(c.is_leaf() for c in spec.children()):
+        flat = spec.num_nodes == len(parts) + 1 == spec.num_children + 1  # the children are leaves, and nothing else
+        if flat and type(tree) in (tuple, list):
             return cls(spec, parts, _itself, type(tree), _row(type(tree), parts))
-        if type(tree) is dict and len(parts) == len(tree) and all(c.is_leaf() for c in spec.children()):
+        if flat and type(tree) is dict:
             return _of_dict(spec, parts, tuple(tree))
 
         def matches(other: Any) -> bool:
