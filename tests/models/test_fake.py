@@ -62,6 +62,18 @@ def test_operations_are_counted() -> None:
         assert meter.flops == 90 + full + full // 2
 
 
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_keys_shared_by_several_heads_are_counted_for_each(heads: int) -> None:
+    with fake_tensors("cpu") as meter:
+        q, k, v = faked((torch.ones(8, 4, 16, 32), *(torch.ones(8, heads, 16, 32) for _ in "kv")))
+        q.requires_grad_()
+        product = 2 * 8 * 4 * 16 * 16 * 32
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        assert meter.flops == 2 * product
+        out.sum().backward()
+        assert meter.flops == (2 + 5) * product
+
+
 def test_what_was_there_before_counts_nothing() -> None:
     with fake_tensors("cpu") as meter:
         x = torch.ones(1000)

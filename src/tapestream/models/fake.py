@@ -184,13 +184,21 @@ def _grouped_products(left: Any, right: Any, *args: Any, **_: Any) -> int:
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    shapes = (query.shape, _for_every_head(key, query), _for_every_head(value, query))
+    flops: int = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
     return flops // 2 if is_causal else flops
+
+
+def _for_every_head(shared: Any, query: Any) -> tuple[int, ...]:
+    """The shape of keys or values as the kernel reads them: once for each head of the queries, few as they may be
+    (grouped-query attention, which PyTorch 2.11 refuses to count)."""
+    batch, _, *others = shared.shape
+    return (batch, query.shape[1], *others)
 
 
 def _attention_backward(
     cotangent: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: float, is_causal: bool, **_: Any
 ) -> int:
-    shapes = (cotangent.shape, query.shape, key.shape, value.shape)
+    shapes = (cotangent.shape, query.shape, _for_every_head(key, query), _for_every_head(value, query))
     flops: int = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
     return flops // 2 if is_causal else flops
