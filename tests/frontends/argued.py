@@ -107,7 +107,7 @@ class Routed(Layers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = []
-        mask = torch.ones(x.shape[0], 1)
+        mask = torch.ones(x.shape[0], 1, device=x.device)
         for block in self.blocks:
             out = block(x, mask)
             x = out["x"]

@@ -28,7 +28,9 @@ def momentum(model: nn.Module, update: str = "step") -> Any:
 def test_homes_and_budgets(home: str, level: str, update: str, tmp_path: Path) -> None:
     options = options_of("cuda", tmp_path, home, "cuda")
     budget = budget_at(level, CASE, lambda m: momentum(m, update), **options)
-    assert_exact(CASE, budget, update=update, micro_batches=2 if update == "step" else 1, **options)
+    # On the device, what the first micro-batch leaves is beside the second: the least for one is too little for it.
+    several = update == "step" and home != "device"
+    assert_exact(CASE, budget, update=update, micro_batches=2 if several else 1, **options)
 
 
 @pytest.mark.parametrize("engine", ["cuda", "adversarial"])
@@ -52,7 +54,8 @@ def test_gradients_can_be_clipped_held_and_read(home: str, tmp_path: Path) -> No
     options = options_of("cuda", tmp_path, home, "cuda")
     theirs, traces = CASE.model().cuda(), []
     plain = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
-    with streamed(CASE, budget_at("half", CASE, momentum, **options), **options) as ours:
+    budget = ts.Budget(2 * budget_at("half", CASE, momentum, **options), calls=2)
+    with streamed(CASE, budget, **options) as ours:
         for model, optimizer in ((theirs, plain), (ours, momentum(ours))):
             held: list[torch.Tensor] = []
             seed(3)
@@ -118,9 +121,10 @@ def test_exceptions_leave_nothing_and_evaluation_looks_ahead(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) -> None:
-    config = GPTConfig(16, 1024, 16, vocabulary=256, context=128)
+    small = torch.cuda.get_device_name() == "Simulated GPU"  # its kernels are a processor's
+    config = GPTConfig(16, 256 if small else 1024, 16, vocabulary=256, context=128)
     tokens = torch.randint(0, 256, (2, 128), device="cuda")
-    budget, slack = 1 << 30, 256 << 20
+    budget, slack = (64 << 20, 24 << 20) if small else (1 << 30, 256 << 20)
     total = torch.cuda.get_device_properties(0).total_memory
 
     def plain() -> float:

@@ -92,6 +92,7 @@ def _pose(library: Library, kind: str) -> None:
                     setattr(module, name, value)
         # A function of Python: TorchDynamo hashes what it finds in modules, and ctypes' functions cannot be.
         torch._C._cuda_clearCublasWorkspaces = lambda: library.free_workspaces()
+        torch.backends.cudnn.is_acceptable = lambda tensor: False  # without a warning that PyTorch was built without it
         return
     torch.utils.rename_privateuse1_backend(PRIVATE_NAME)
     module = types.ModuleType(f"torch.{PRIVATE_NAME}")

@@ -226,6 +226,7 @@ def locked(monkeypatch):
 
     monkeypatch.setattr(page_locked, "page_lock", lock)
     monkeypatch.setattr(page_locked, "page_unlock", lambda address, device: found.pop(address))
+    monkeypatch.setattr(page_locked, "synchronize", lambda device: None)
     return found
 
 

@@ -1,6 +1,7 @@
 """`Below`: what lies below the device beside parameter blocks: a folder, host memory, the links and their speeds."""
 
 import functools
+import math
 import os
 from collections import deque
 from collections.abc import Iterable
@@ -71,7 +72,8 @@ class Below:
             if measured is None:
                 self._open()  # makes the folder
                 path = self._path if Tier.DISK in self.tiers else None
-                measured = _measured(self.device, None if path is None else os.path.realpath(path))
+                within = _power_of_four(self._budget.device_nbytes) if is_accelerator(self.device) else None
+                measured = _measured(self.device, None if path is None else os.path.realpath(path), within)
             there = {Tier.DEVICE, *self.tiers}
             links = {lane: link for lane, link in measured.links.items() if there.issuperset(lane)}
             self._machine = replace(measured, links=links)
@@ -131,8 +133,13 @@ class Below:
 
 
 @functools.cache
-def _measured(device: torch.device, path: str | None) -> Machine:
-    return measure_machine(device, path)
+def _measured(device: torch.device, path: str | None, within_nbytes: int | None) -> Machine:
+    return measure_machine(device, path, within_nbytes=within_nbytes)
+
+
+def _power_of_four(budget: int | None) -> int | None:
+    """A part of the budget to measure in, one of few: a measurement takes seconds."""
+    return None if budget is None else 4 ** max(6, int(math.log(max(1, budget), 4)) - 1)
 
 
 def check_home(home: str, folder: object, *, host: bool) -> None:

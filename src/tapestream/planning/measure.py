@@ -40,6 +40,7 @@ from tapestream.units import format_nbytes
 _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
+_SMALLEST_PRODUCT, _LARGEST_PRODUCT, _LONG_PRODUCT_SECONDS = 512, 4096, 2e-3
 _TRIPS, _STATE_NBYTES, _CACHES_NBYTES = 32, 2**16, 8 * 2**20
 
 
@@ -57,16 +58,20 @@ _QUICK = _Effort(0.01, 2 * 2**20, 32 * 2**20)
 
 
 def measure_machine(
-    device: str | torch.device = "cpu", folder: str | os.PathLike[str] | None = None, *, quick: bool = False
+    device: str | torch.device = "cpu",
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    quick: bool = False,
+    within_nbytes: int | None = None,
 ) -> Machine:
     """Rates and latencies of every link below ``device``, and its float32 matrix-multiply FLOP/s, in about two seconds.
 
     ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB
     are written there, in files that are gone even if the process is killed (but for 1 MiB that the next run
     removes). ``quick``: the links alone, in about a tenth of a second, with at most 128 MiB written (12 MiB where 2
-    MiB take longer than 3 ms). On "cpu" the links join DISK and DEVICE, on an accelerator DISK and HOST, HOST
-    and DEVICE. Raises InputError for a missing folder or another kind of device, StorageError where the folder cannot
-    be written or is full.
+    MiB take longer than 3 ms). ``within_nbytes``: the links alone, in so many bytes of an accelerator's memory. On
+    "cpu" the links join DISK and DEVICE, on an accelerator DISK and HOST, HOST and DEVICE. Raises InputError for a
+    missing folder or another kind of device, StorageError where the folder cannot be written or is full.
     """
     effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)
@@ -83,13 +88,14 @@ def measure_machine(
         links = {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     else:
-        up, down = _accelerator_links(device, effort)
+        up, down = _accelerator_links(device, effort, within_nbytes)
         links = {
             (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
             (Tier.HOST, Tier.DEVICE): up, (Tier.DEVICE, Tier.HOST): down,
         }  # fmt: skip
         name = name_of(device)
-    return Machine(links, None if quick else _flops_per_second(device, effort), name)
+    alone = quick or within_nbytes is not None
+    return Machine(links, None if alone else _flops_per_second(device, effort), name)
 
 
 def _samples(action: Callable[[int], object], effort: _Effort, most: int | None = None) -> list[float]:
@@ -246,24 +252,31 @@ def _with_busy(read: Link, write: Link, folder: Path, effort: _Effort) -> tuple[
 # ---------------------------------------------------------------------------------------------------------- device
 
 
+def _multiply(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, _: int) -> None:
+    torch.mm(left, right, out=result)
+    synchronize(result.device)
+
+
 def _flops_per_second(device: torch.device, effort: _Effort) -> float:
-    """Float32 multiplications and additions a second in a product of square matrices."""
-    size = 4096 if is_accelerator(device) else 1024
-    left, right, result = (torch.ones(size, size, device=device) for _ in range(3))
+    """Float32 multiplications and additions a second in a product of square matrices, as large as the device makes in a
+    few milliseconds."""
+    size = _SMALLEST_PRODUCT
+    while True:
+        left, right, result = (torch.ones(size, size, device=device) for _ in range(3))
+        multiply = partial(_multiply, left, right, result)
+        multiply(0)  # libraries and clocks wake up
+        if size >= _LARGEST_PRODUCT or min(_samples(multiply, replace(effort, seconds=0.0))) > _LONG_PRODUCT_SECONDS:
+            return 2 * size**3 / median(_samples(multiply, effort))
+        size *= 2
 
-    def multiply(_: int) -> None:
-        torch.mm(left, right, out=result)
-        synchronize(device)
 
-    multiply(0)  # libraries and clocks wake up
-    return 2 * size**3 / median(_samples(multiply, effort))
-
-
-def _accelerator_links(device: torch.device, effort: _Effort) -> tuple[Link, Link]:
-    """The links host to device and device to host, with page-locked host memory."""
+def _accelerator_links(device: torch.device, effort: _Effort, within_nbytes: int | None) -> tuple[Link, Link]:
+    """The links host to device and device to host, with page-locked host memory; copies of less than ``effort`` asks
+    for go to and fro one after the other where ``within_nbytes`` of the device have no room for two of that size."""
     whole = effort.copy_nbytes
+    piece = whole if within_nbytes is None else max(_PAGE_NBYTES, min(whole, within_nbytes // 2))
     hosts = [torch.empty(whole, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    devices = [torch.empty(whole, dtype=torch.uint8, device=device) for _ in range(2)]
+    devices = [torch.empty(piece, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [new_stream(device) for _ in range(2)]
     pairs = [(devices[0], hosts[0], streams[0]), (hosts[1], devices[1], streams[1])]
 
@@ -271,7 +284,11 @@ def _accelerator_links(device: torch.device, effort: _Effort) -> tuple[Link, Lin
         for way in ways:
             target, source, stream = pairs[way]
             with on_stream(stream):
-                target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+                for start in range(0, nbytes, piece):
+                    stop = min(piece, nbytes - start)
+                    into = target[:stop] if target.numel() == piece else target[start : start + stop]
+                    given = source[:stop] if source.numel() == piece else source[start : start + stop]
+                    into.copy_(given, non_blocking=True)
         for way in ways:
             streams[way].synchronize()
 

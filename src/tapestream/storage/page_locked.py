@@ -15,9 +15,10 @@ import torch
 
 from tapestream.accelerator.device import Backend, backend_of
 from tapestream.accelerator.memory import page_lock, page_unlock
+from tapestream.accelerator.streams import synchronize
 from tapestream.errors import StorageError
 from tapestream.storage.regions import Use, settle_uses
-from tapestream.storage.transfer import ALIGNMENT, aligned_empty, round_up
+from tapestream.storage.transfer import ALIGNMENT, aligned_empty, round_up, with_storage_of_its_own
 from tapestream.units import format_nbytes
 
 _GROWTH = 4  # a new slab is at least this part of all, so that there are never many
@@ -151,6 +152,7 @@ class PageLockedMemory:
         try:
             # PyTorch's own pinned allocator rounds up to powers of two: nearly twice the memory for an unlucky size.
             memory = aligned_empty(nbytes) if self._backend.registers else _pinned_empty(nbytes)
+            memory = with_storage_of_its_own(memory)  # `Tensor.is_pinned` asks where the storage begins
         except RuntimeError as error:  # torch has no narrower type for this on the CPU
             raise StorageError(
                 f"asked for {format_nbytes(nbytes)} of page-locked RAM beside {format_nbytes(self.total_nbytes)}, and "
@@ -185,5 +187,7 @@ def _pinned_empty(nbytes: int) -> torch.Tensor:
 
 
 def _unlock(addresses: set[int], device: torch.device) -> None:
+    if addresses:
+        synchronize(device)  # nobody has closed this: copies may be under way
     for address in addresses:
         page_unlock(address, device)

@@ -47,8 +47,13 @@ def landing_empty(nbytes: int) -> torch.Tensor:
     else:
         whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
         found = whole.narrow(0, -whole.data_ptr() % SECTOR, nbytes)
-    start = found.storage_offset()
-    storage: torch.UntypedStorage = found.untyped_storage()[start : start + nbytes]
+    return with_storage_of_its_own(found)
+
+
+def with_storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
+    """The same uint8 in RAM in a storage that begins and ends with them."""
+    start = memory.storage_offset()
+    storage: torch.UntypedStorage = memory.untyped_storage()[start : start + memory.numel()]
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 

@@ -55,7 +55,7 @@ class Homes:
         weights: Source | None,
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self._path = folder
+        self._path, self._budget = folder, budget
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
@@ -159,7 +159,9 @@ class Homes:
         if self.store.home is Tier.DEVICE:
             return Machine()
         folder = self._path if Tier.DISK in self.store.homes.values() else None
-        return measure_machine(self.store.device, folder, quick=True)
+        device, within = self.store.device, self._budget.device_nbytes
+        room = None if within is None or not is_accelerator(device) else within // 4
+        return measure_machine(device, folder, quick=True, within_nbytes=room)
 
     def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
         """Bytes moved per lane and seconds waited since the last call of this."""
