@@ -49,8 +49,7 @@ class BlockCopies:
             home = self.home_of(value)
             first = home if home is not Tier.DISK else Tier.DEVICE if self.direct else Tier.HOST
             with torch.no_grad():
-                staging = self.region(value, first)
-                for i, view in block.views(staging.memory, kind).items():
+                for i, view in block.views(self._to_write(value, first), kind).items():
                     view.copy_(block.parameters[i])
             if first is not home:
                 self.copy_now(value, first, home)
@@ -205,14 +204,13 @@ class BlockCopies:
         if looked_at:
             before = self.bytes_at(value, home)
             self.renew(value, home)
-            views = block.views(self.bytes_at(value, home).copy_(before), value.kind)
+            views = block.views(self._to_write(value, home).copy_(before), value.kind)
         for tier in (Tier.HOST, Tier.DEVICE):
             if tier is not home and self.has(value, tier) and (value, tier) not in self.tickets:
                 there = block.views(self.bytes_at(value, tier), value.kind)
                 for number in numbers:
                     there[number].copy_(parameters[number].data)
-        if home is Tier.HOST:
-            self.engine.hand_over([self.regions[value, home]])  # an earlier copy from it may not have happened
+        self._to_write(value, home)
         for number in numbers:
             views[number].copy_(parameters[number].data)
             increment_version(parameters[number])  # a call whose backward is to come must not recompute with it
@@ -283,6 +281,13 @@ class BlockCopies:
                 else:
                     p.grad = gradient if gradient is None else gradient.to(p.device)
         self.release(value, source)
+
+    def _to_write(self, value: Value, tier: Tier) -> torch.Tensor:
+        """The bytes of a copy, for us to write: none of what was copied from or to them before, be it for another
+        region that lay there, is still to happen."""
+        if tier is Tier.HOST:
+            self.engine.hand_over([self.region(value, tier)])
+        return self.bytes_at(value, tier)
 
     def _looked_at(self, value: Value, tier: Tier, but: Sequence[int]) -> bool:
         """Whether tensors besides the parameters that show a copy (all of the value's ``but`` those) do so too."""

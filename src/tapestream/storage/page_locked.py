@@ -89,7 +89,8 @@ class PageLockedMemory:
                 return None
             found = slab, slab.gaps[0]
         slab, gap = found
-        piece, uses = slab.memory[gap.start : gap.start + nbytes], dict(gap.uses)
+        # In a storage of its own: users of its neighbours do not count, and `Tensor.is_pinned` asks where it begins.
+        piece, uses = with_storage_of_its_own(slab.memory[gap.start : gap.start + nbytes]), dict(gap.uses)
         gap.start += size
         if gap.start == gap.stop:
             slab.gaps.remove(gap)
@@ -152,7 +153,6 @@ class PageLockedMemory:
         try:
             # PyTorch's own pinned allocator rounds up to powers of two: nearly twice the memory for an unlucky size.
             memory = aligned_empty(nbytes) if self._backend.registers else _pinned_empty(nbytes)
-            memory = with_storage_of_its_own(memory)  # `Tensor.is_pinned` asks where the storage begins
         except RuntimeError as error:  # torch has no narrower type for this on the CPU
             raise StorageError(
                 f"asked for {format_nbytes(nbytes)} of page-locked RAM beside {format_nbytes(self.total_nbytes)}, and "
