@@ -1,5 +1,6 @@
 """`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -7,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.memory import reserved_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import GradientError, InputError
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
@@ -53,7 +56,9 @@ class Report:
 
     ``plan``: of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``: most
     bytes that parameter blocks held per tier (the tape is in the plans' simulations). ``bytes_moved`` by (source,
-    target) and ``wait_seconds`` are sums since the last call of `report`.
+    target) and ``wait_seconds`` are sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's allocator
+    holds of an accelerator for the whole process, free pieces included (None on the CPU): a budget is for what is
+    allocated. ``cudnn_benchmark``: it is switched on, and was off inside of blocks.
     """
 
     plan: Plan
@@ -61,6 +66,8 @@ class Report:
     peak_nbytes: dict[Tier, int]
     bytes_moved: dict[tuple[Tier, Tier], int]
     wait_seconds: float
+    reserved_nbytes: int | None
+    cudnn_benchmark: bool
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -77,8 +84,19 @@ class Report:
                 f"  blocks       {held or '0 B'} at the peak, without tape",
                 f"  moved        {moved or 'nothing'}",
                 f"  waited       {format_seconds(self.wait_seconds)} for copies",
+                *self._of_the_device(),
             )
         )
+
+    def _of_the_device(self) -> list[str]:
+        lines = []
+        if self.reserved_nbytes is not None:
+            lines.append(f"  reserved     {format_nbytes(self.reserved_nbytes)} by PyTorch's allocator, for all models")
+        if self.cudnn_benchmark:
+            lines.append(
+                "  cudnn        torch.backends.cudnn.benchmark is off in blocks, whose recomputes repeat kernels"
+            )
+        return lines
 
 
 def report(model: nn.Module) -> Report:
@@ -88,7 +106,12 @@ def report(model: nn.Module) -> Report:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
     moved, waited = handle.homes.statistics_since()
     held = {tier: handle.pool.peak_nbytes(tier) for tier in Tier}
-    return Report(handle.last.plan, handle.last.plans, held, moved, waited)
+    on_accelerator = is_accelerator(handle.device)
+    return Report(
+        handle.last.plan, handle.last.plans, held, moved, waited,
+        reserved_nbytes(handle.device) if on_accelerator else None,
+        on_accelerator and torch.backends.cudnn.benchmark,
+    )  # fmt: skip
 
 
 def verify(model: nn.Module, batch: Any) -> None:
@@ -96,7 +119,8 @@ def verify(model: nn.Module, batch: Any) -> None:
     for bit.
 
     ``batch``: as in `plan`. What is differentiated is the model's own loss (``loss`` in what it returns) or, where it
-    has none, the sum of all that it returns. Needs memory for the plain step. Weights, gradients, buffers and
+    has none, the sum of all that it returns. Needs memory for the plain step, which runs twice: what is not equal to
+    itself there is not compared, and a warning says so. Weights, gradients, buffers and
     generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
     """
     handle = handle_of(model)
@@ -110,13 +134,19 @@ def verify(model: nn.Module, batch: Any) -> None:
         streamed = _gradients(model, arguments, handle.device)
         handle.store.settle()
         with handle.bypassed():
-            plain = _gradients(model, arguments, handle.device)
+            plain, again = (_gradients(model, arguments, handle.device) for _ in range(2))
     finally:
         for p, gradient in zip(model.parameters(), kept, strict=True):
             p.grad = gradient
+    unsteady = [name for name in plain if _differ(plain[name], again[name])]
+    if unsteady:
+        warnings.warn(
+            f"verify: plain PyTorch itself gives other bits of {unsteady[0]} in a second run (and of "
+            f"{len(unsteady) - 1} more): some kernel adds in the order in which threads arrive. These were not "
+            "compared; torch.use_deterministic_algorithms(True) chooses others"
+        )
     for name in plain:
-        a, b = plain[name], streamed[name]
-        if (a is None) != (b is None) or (a is not None and b is not None and not _same_bits(a, b)):
+        if name not in unsteady and _differ(plain[name], streamed[name]):
             raise GradientError(
                 f"verify: {name} differs between the planned and the stored step; is some block not deterministic? "
                 "stream(..., verify=True) finds it"
@@ -140,6 +170,12 @@ def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def _differ(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return not _same_bits(a, b)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

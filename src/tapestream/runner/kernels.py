@@ -1,12 +1,14 @@
 """What chooses between kernels, and so decides about last bits: how to ask for it, and how to set it."""
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError
 
 _C: Any = torch._C
@@ -90,7 +92,7 @@ ON_CPU: list[Choice] = [
 KERNELS: list[Choice] = [
     *ON_CPU,
     *_ATTENTION_ON_GPU,
-    *_choices(("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    *_choices(("cudnn_enabled", "cudnn_deterministic")),
     *_PRODUCTS_ON_GPU,
 ]
 """What chooses kernels: how to ask, and how to set it; first what concerns the CPU."""
@@ -110,6 +112,20 @@ def fixed(answer: Any) -> Any:
 def are_chosen(kernels: Sequence[Any]) -> bool:
     """Whether what chooses kernels is as ``kernels``, in the order of `KERNELS`, says."""
     return all(fixed(get()) == wanted for (get, _), wanted in zip(KERNELS, kernels, strict=False))
+
+
+@contextlib.contextmanager
+def algorithms_not_tried(device: torch.device) -> Iterator[None]:
+    """Inside, ``torch.backends.cudnn.benchmark`` is off on an accelerator: it tries algorithms anew in each thread, so
+    that a recompute could take another one than the first run, and its trials take memory that no plan knows of."""
+    if not (is_accelerator(device) and torch.backends.cudnn.benchmark):
+        yield
+        return
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = True
 
 
 def choose(kernels: Sequence[Any]) -> None:

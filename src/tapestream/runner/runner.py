@@ -26,6 +26,7 @@ from tapestream.runner.guards import (
     written_since_saved,
 )
 from tapestream.runner.inside import Giving, Keeping, Otherwise
+from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.seen import Seen, Versions, first_run, written
 from tapestream.runner.stage import Stage, Traits
@@ -44,9 +45,9 @@ class Tape:
     """One recorded stage, ready for its backward.
 
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
-    enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but
-    for a stand-in the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose
-    ``.data`` was elsewhere meanwhile has a new node). ``watch``: the guard between the parts of the stage.
+    enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in
+    the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose ``.data`` was
+    elsewhere meanwhile has a new node). ``watch``: the guard between the parts.
     """
 
     inputs: list[GradientEdge | None]
@@ -189,14 +190,13 @@ class Runner:
         if not entering:
             return begun, []
         entering += _both(tape.inputs, begun)
-        # One that was frozen since gets none, as in plain PyTorch.
-        found = zip(tape.leaves, tape.owners, tape.places, strict=True)
-        thawed = [(place, weight) for leaf, weight, place in found if leaf.requires_grad]
+        trio = zip(tape.leaves, tape.owners, tape.places, strict=True)
+        thawed = [(place, weight) for leaf, weight, place in trio if leaf.requires_grad]  # as in plain PyTorch
         entering += [(place, sums[id(weight)][1]) for place, weight in thawed if id(weight) in sums]
         wanted: list[Any] = [edge for edge in tape.inputs if edge is not None]
         if not wanted and not thawed:
             return [None] * len(tape.inputs), []
-        with hooks_off(tape.leaves), self.watch.opened(), tape.watch.opened():
+        with hooks_off(tape.leaves), self.watch.opened(), tape.watch.opened(), algorithms_not_tried(self.device):
             roots, seeds = zip(*entering, strict=True)
             made = torch.autograd.grad(roots, (*wanted, *(place for place, _ in thawed)), seeds, allow_unused=True)
         of_inputs = iter(made[: len(wanted)])
@@ -267,8 +267,8 @@ class Runner:
     def _surroundings(self, k: int) -> Iterator[None]:
         traits, seen = self.traits[k], self.seen.get(k)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(numbered_here(self.device))
+            for setting in (torch.enable_grad(), numbered_here(self.device), algorithms_not_tried(self.device)):
+                stack.enter_context(setting)
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:

@@ -19,6 +19,7 @@ from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generato
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.guards import hooks_off
+from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings
 from tapestream.runner.stage import Stage
 from tapestream.runner.stills import Look
@@ -69,7 +70,7 @@ class TensorCall:
     def run(self) -> tuple[list[torch.Tensor], list[bool]]:
         """The forward phase."""
         try:
-            with self._autocast():
+            with self._autocast(), algorithms_not_tried(self.task.body.device):
                 self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
                 state = self.runner.keeper.own(self.runner.detached(self.task.state))
                 final = self._forward(self.runner, state)
@@ -137,6 +138,7 @@ class TensorCall:
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_recompute())
             stack.enter_context(self._surrounded.again())
+            stack.enter_context(algorithms_not_tried(device))
             stack.enter_context(unchanged_generators(device, traits.generators))
             stack.enter_context(self._autocast())
             stack.enter_context(hooks_off(traits.leaves))

@@ -38,6 +38,7 @@ from tapestream.ir import (  # fmt: skip
 from tapestream.ir import Record as RecordStage
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 from tapestream.runner.guards import refusing_transforms
+from tapestream.runner.kernels import algorithms_not_tried
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -56,7 +57,7 @@ class Sweep:
 
 def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder: Recorder) -> Sweep:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
-    with refusing_transforms("Program"), recorder.listening():
+    with refusing_transforms("Program"), algorithms_not_tried(keeper.device), recorder.listening():
         result = function()
     recorder.flush()
     found = found_in(result)
@@ -135,6 +136,7 @@ class Replays:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(as_recompute())
+            stack.enter_context(algorithms_not_tried(self.steps.device))
             if self.steps.draws:
                 stack.enter_context(heard_by(Deaf()))
                 stack.enter_context(unchanged_generators())

@@ -1,0 +1,120 @@
+"""What one accelerator layer promises: seconds, bytes, settings; each of these failed before there was one."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from scenarios import batch, network, streamed
+from torch import nn
+
+import tapestream as ts
+from tapestream.accelerator import memory
+from tapestream.accelerator.streams import timed
+from tapestream.frontends.available import free_nbytes
+
+CUDA = torch.device("cuda", 0)
+
+
+def busy() -> None:
+    """Work of some hundred milliseconds, queued."""
+    torch.cuda._sleep(300_000_000)
+
+
+def test_seconds_are_those_of_what_was_timed() -> None:
+    """Not of what was queued before it; both are counted by the device, whatever the machine does meanwhile."""
+    x = torch.randn(64, 64, device=CUDA)
+    torch.cuda.synchronize()
+    queued, _ = timed(CUDA, busy)
+    busy()
+    seconds, y = timed(CUDA, lambda: x * 2)
+    assert torch.equal(y.cpu(), x.cpu() * 2)
+    assert seconds < queued / 2
+
+
+def test_what_the_allocator_holds_unused_is_free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = free_nbytes(CUDA)
+    whole = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
+    assert free_nbytes(CUDA) <= before - int(0.9 * whole.nbytes)
+    del whole
+    assert torch.cuda.memory_reserved() >= 256 << 20
+    assert abs(free_nbytes(CUDA) - before) <= 4 << 20
+
+
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("budget", [32_768, 131_072])
+def test_tensors_of_a_few_bytes_stay_within_the_budget(width: int, budget: int) -> None:
+    """Each takes 512 bytes."""
+    weight = nn.Parameter(torch.eye(width, device=CUDA) * 0.9)
+    x = torch.randn(1, width, device=CUDA)
+    run = ts.Loop(lambda s: torch.tanh(s @ weight), budget=budget)
+    run(x, steps=300).sum().backward()
+    weight.grad = None
+    with ts.track_memory(CUDA) as meter:
+        run(x, steps=300).sum().backward()
+    assert meter.peak_nbytes <= 1.02 * budget
+
+
+def test_a_tensor_counts_as_the_device_takes_it() -> None:
+    before = torch.cuda.memory_allocated()
+    kept = [torch.empty(n, dtype=torch.uint8, device=CUDA) for n in (1, 511, 512, 513, 70_000)]
+    assert sum(map(memory.tensor_nbytes, kept)) == torch.cuda.memory_allocated() - before
+
+
+def test_torchs_scaler_is_refused_where_gradients_lie_in_ram() -> None:
+    model = streamed("cuda")
+    optimizer = ts.optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", torch.float16):
+        loss = model(batch("cuda")).square().mean()
+    scaler.scale(loss).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ts.InputError, match=r"use ts\.GradScaler"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_algorithms_are_not_tried_inside_of_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: list[bool] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.backends.cudnn.benchmark)
+            return torch.tanh(x)
+
+    x = torch.randn(8, 8, device=CUDA, requires_grad=True)
+    ts.Chain([Asks() for _ in range(4)], budget="1MiB")(x).sum().backward()
+    ts.Loop(Asks(), budget="1MiB")(x, steps=3).sum().backward()
+    ts.Program(Asks(), budget="1MiB")(x).sum().backward()
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cudnn.benchmark
+    model = streamed("cuda")
+    model(batch("cuda")).sum().backward()
+    assert "torch.backends.cudnn.benchmark is off in blocks" in str(ts.report(model))
+    assert "reserved" in str(ts.report(model))
+
+
+def test_a_stage_that_calls_backward_is_refused_while_gradients_lie_in_ram() -> None:
+    """They are left where they are: a parameter on the device takes no gradient in RAM."""
+    model, plain = streamed("cuda"), network().to("cuda")
+    for m in (model, plain):
+        for rows in (32, 8):  # the second is profiled beside the first's gradients
+            m(batch("cuda")[:rows]).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad.cpu(), q.grad.cpu()) for p, q in pairs)
+
+
+def test_idle_page_locked_memory_does_not_grow_with_new_lengths() -> None:
+    stages = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)]
+    chain = ts.Chain([copy.deepcopy(s).to("cuda") for s in stages], budget="160 KiB", home="host", planner="offload")
+    taken = []
+    for rows in range(16, 40):
+        chain(torch.randn(rows, 128, device="cuda")).square().mean().backward()
+        pool = chain._below._opened[0]
+        taken.append(pool._total_nbytes(ts.Tier.HOST))
+    assert max(taken) > 0
+    assert max(taken[4:]) <= 1.5 * max(taken[:4])
