@@ -102,7 +102,6 @@ class CudaEngine(Generic[StreamT, EventT]):
         """See `CopyEngine.abandon`: blocks until streams and threads are done with every region."""
         self._flight.clear()
         for event in self._events.values():
-            self._api.wait(self._api.current_stream(), event)
             self._api.synchronize(event)
         self._events.clear()
         self._disk.abandon()
