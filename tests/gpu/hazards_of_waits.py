@@ -1,7 +1,7 @@
 """Small runs in each of which some wait decides what comes out. Each says what went wrong: nothing, as things are.
 
-Copies and kernels are slow and late here (`SLOW`), and fresh memory holds NaN: what is read too early is seen, and so is
-what is written too late. Where the host itself has to wait, the device is paused, and the simulator says who waits.
+Copies and kernels are slow and late here (`SLOW`), and fresh memory holds NaN: what is read or written too early is
+seen. Where the host itself has to wait, the device is paused, and the simulator says who waits for it.
 """
 
 import contextlib
@@ -11,16 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
-from scenarios import MACHINE, WIDTH, batch, blocks, gradients, moments, network, our_training, streamed, weights
+from scenarios import MACHINE, batch, blocks, gradients, moments, network, our_training, streamed, weights
+from simulated_gpu import Simulator
 from torch import Tensor, nn
 
 import tapestream as ts
-from simulated_gpu import Simulator
 from tapestream.accelerator.streams import timed
-from tapestream.errors import GradientError
+from tapestream.executor.doubts import Doubts
 from tapestream.executor.engines.cuda import CudaEngine
 from tapestream.executor.engines.protocol import CopyEngine
 from tapestream.executor.engines.streams import TorchStreams
+from tapestream.executor.loans import Look
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.planning import measure
@@ -114,32 +115,18 @@ def chain(simulator: Simulator) -> list[str]:
     return differing(expected, found)
 
 
-def outputs_without_gradients(simulator: Simulator) -> list[str]:
-    """Blocks that stay for such calls go home when a larger batch needs their room, and are read there."""
-    x, large = batch("cuda"), batch("cuda", rows=400)
-    plain = network().cuda()
-    with torch.no_grad():
-        expected = [plain(one).cpu() for one in (x, x, x, large, x)] + weights(plain)
-    with simulator.knobs(**SLOW), torch.no_grad():
-        model = streamed("cuda", "1300 KiB")
-        model(large)
-        found = [model(one) for one in (x, x, x)]
-        found.append(model(large))
-        now = weights(model)
-        found.append(model(x))
-        return differing(expected, [one.cpu() for one in found] + now)
-
-
 def data_replaced(simulator: Simulator) -> list[str]:
-    """Users put other tensors into parameters while the device still computes with the old ones."""
+    """Users put other tensors into parameters while the device computes with the old ones, which they hold."""
     x = batch("cuda")
 
     def run(model: nn.Module) -> Seen:
         found: Seen = []
+        held: Seen = []
         with torch.no_grad():
             for _ in range(4):
                 torch.cuda._sleep(15_000_000)
                 found.append(model(x))
+                held += [p.data for p in model.parameters()]
                 for p in model.parameters():
                     p.data = p.data.cpu().mul(0.5).to(p.device)
         return [None if one is None else one.cpu() for one in found] + weights(model)
@@ -205,18 +192,14 @@ def weights_read_within_a_call(simulator: Simulator) -> list[str]:
         return differing(expected, run(streamed("cuda", "1300 KiB")))
 
 
-def no_write_is_made_up(simulator: Simulator) -> list[str]:
-    """Whether a block wrote into its parameters is answered by the device, and read when that has got there."""
-    model, x = streamed("cuda"), batch("cuda")
-    with simulator.knobs(poison=1), torch.no_grad():
-        for _ in range(3):
-            torch.cuda._sleep(30_000_000)
-            model(x)
-        try:
-            ts.optimizer(model, torch.optim.SGD, lr=0.1)
-        except GradientError as error:
-            return [str(error)]
-    return []
+def answers_are_read_when_they_are_there(simulator: Simulator) -> list[str]:
+    """Whether a block wrote into its parameters is asked on the device; who needs the answer waits for it."""
+    doubts, total = Doubts(_DEVICE), torch.ones((), dtype=torch.int64, device="cuda")
+    look = Look([0], [total])
+    assert not doubts.has_written(0, "block 0", look, look, watched=False)
+    with simulator.paused():
+        doubts.call_ended()
+        return _goes_on(doubts.settle)
 
 
 def scaled_gradients(simulator: Simulator) -> list[str]:
@@ -355,8 +338,8 @@ def a_state_that_comes_twice(simulator: Simulator) -> list[str]:
 
 HAZARDS: tuple[Hazard, ...] = (
     seconds_are_measured, host_computes_after_a_copy, abandoned_copies, pages_in_use_unlocked_after_a_copy,
-    idle_pages_unlocked_after_a_copy, a_state_that_comes_twice, products_are_measured, no_write_is_made_up,
-    outputs_without_gradients, data_replaced_within_a_call, weights_read_within_a_call, chain, training,
-    data_replaced, scaled_gradients, an_error_in_the_middle, training_from_disk, links_are_measured,
+    idle_pages_unlocked_after_a_copy, a_state_that_comes_twice, answers_are_read_when_they_are_there,
+    products_are_measured, links_are_measured, data_replaced_within_a_call, weights_read_within_a_call, data_replaced,
+    training, training_from_disk, chain, scaled_gradients, an_error_in_the_middle,
 )  # fmt: skip
 """The quick ones first."""

@@ -1,6 +1,7 @@
 """Finds every wait that the library asks of an accelerator, in its source, and takes one away at a time."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,14 +31,15 @@ class Wait:
         return f"{self.file}:{self.function}: {self.text}"
 
 
-def every_wait() -> list[Wait]:
+@functools.cache
+def every_wait() -> tuple[Wait, ...]:
     """All of them, by file and line."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         if file not in _NOT_HERE:
             found += [Wait(file, *where) for where in _waits_in(ast.parse(path.read_text()), "")]
-    return found
+    return tuple(found)
 
 
 def _waits_in(tree: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
