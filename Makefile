@@ -10,12 +10,13 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-quick test test-full lint style clean
+.PHONY: help venv demo demo-quick test test-gpu test-full lint style clean
 
 help:
 	@echo "make demo         train under a memory budget and compare with plain PyTorch"
 	@echo "make demo-quick   the same, smaller"
-	@echo "make test         style, types, layers and tests, as CI runs them"
+	@echo "make test         style, types, layers and tests, as CI runs them; those of a GPU on a simulated one"
+	@echo "make test-gpu     the tests of a GPU alone, on a simulated one (needs g++)"
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
 	@echo "make test-torch   a choice of the tests with another PyTorch: make test-torch TORCH=2.11.0"
 	@echo "make bench        every claim measured that needs no GPU and no other Python, into benchmarks/results; hours"
@@ -50,10 +51,18 @@ style: venv
 # Types are looked at while tests are collected, which takes one core.
 test: style
 	@echo "mypy, pytest"; $(BIN)/mypy --no-error-summary & types=$$!; \
-	  $(PYTEST); tests=$$?; wait $$types || { echo "mypy found errors, see above"; exit 1; }; exit $$tests
+	  $(PYTEST); tests=$$?; wait $$types || { echo "mypy found errors, see above"; exit 1; }; \
+	  [ $$tests = 0 ] || exit $$tests
+	@$(MAKE) --no-print-directory test-gpu
+
+# In a run of their own: in these processes PyTorch has a GPU.
+ON_SIMULATED_GPU := PYTHONPATH=tests $(PYTEST) -p simulated_gpu.plugin -o addopts="-q --strict-markers" tests/gpu tests/simulated_gpu
+test-gpu: venv
+	@echo "pytest, on a simulated GPU"; $(ON_SIMULATED_GPU) -m "not full"
 
 test-full: lint
 	@echo "pytest, in full"; $(PYTEST) -m "full or not full"
+	@echo "pytest, on a simulated GPU, in full"; $(ON_SIMULATED_GPU) -m "full or not full"
 
 # PyTorch's versions differ in private names, kernels and optimizers. One version at a time, in an environment of its
 # own; these are the tests of what touches them, and a few of each family.

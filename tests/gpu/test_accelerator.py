@@ -78,19 +78,17 @@ def test_torchs_scaler_is_refused_where_gradients_lie_in_ram() -> None:
 
 def test_algorithms_are_not_tried_inside_of_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    seen: list[bool] = []
 
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(torch.backends.cudnn.benchmark)
+            if torch.backends.cudnn.benchmark:
+                raise RuntimeError("algorithms are tried here")
             return torch.tanh(x)
 
     x = torch.randn(8, 8, device=CUDA, requires_grad=True)
     ts.Chain([Asks() for _ in range(4)], budget="1MiB")(x).sum().backward()
     ts.Loop(Asks(), budget="1MiB")(x, steps=3).sum().backward()
     ts.Program(Asks(), budget="1MiB")(x).sum().backward()
-    assert seen
-    assert not any(seen)
     assert torch.backends.cudnn.benchmark
     model = streamed("cuda")
     model(batch("cuda")).sum().backward()
@@ -116,5 +114,5 @@ def test_idle_page_locked_memory_does_not_grow_with_new_lengths() -> None:
         chain(torch.randn(rows, 128, device="cuda")).square().mean().backward()
         pool = chain._below._opened[0]
         taken.append(pool._total_nbytes(ts.Tier.HOST))
-    assert max(taken) > 0
-    assert max(taken[4:]) <= 1.5 * max(taken[:4])
+    assert max(taken[:12]) > 0
+    assert max(taken[12:]) <= 1.25 * max(taken[:12])
