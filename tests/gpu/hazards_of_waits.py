@@ -264,6 +264,23 @@ def idle_pages_unlocked_after_a_copy(simulator: Simulator) -> list[str]:
         return _goes_on(lambda: pool.trim(Tier.HOST))
 
 
+def pages_unlocked_at_the_end(simulator: Simulator) -> list[str]:
+    """A pool that nobody has closed goes while a copy to one of its regions is under way: the simulator would tell."""
+    engine, pool = CudaEngine(TorchStreams(_DEVICE)), Pool(_DEVICE, folder=None, limits={}, pin=True)
+    source, target = pool.allocate(Tier.DEVICE, 1 << 16), pool.allocate(Tier.HOST, 1 << 16)
+    with simulator.knobs(copy_out=1_000_000):
+        engine.wait(engine.copy(source, target))
+        assert pool._locked is not None
+        try:
+            pool._locked._unlock()
+        except RuntimeError as error:
+            return [str(error)]
+        finally:
+            torch.cuda.synchronize()
+            pool._locked._locked.clear()
+    return []
+
+
 def _goes_on(action: Callable[[], object]) -> list[str]:
     """What is wrong where the host should wait for a device that is paused, and does not."""
     try:
@@ -285,7 +302,7 @@ def links_are_measured(simulator: Simulator) -> list[str]:
         torch.cuda._sleep(60_000_000)
         y = x * 2
         del x
-        links = measure._accelerator_links(_DEVICE, effort)
+        links = measure._accelerator_links(_DEVICE, effort, None)
         if not bool((y == 2).all()):
             problems.append("what a kernel reads was overwritten")
         most = (1 << 20) / 2_000e-6
@@ -338,7 +355,8 @@ def a_state_that_comes_twice(simulator: Simulator) -> list[str]:
 
 HAZARDS: tuple[Hazard, ...] = (
     seconds_are_measured, host_computes_after_a_copy, abandoned_copies, pages_in_use_unlocked_after_a_copy,
-    idle_pages_unlocked_after_a_copy, a_state_that_comes_twice, answers_are_read_when_they_are_there,
+    idle_pages_unlocked_after_a_copy, pages_unlocked_at_the_end, a_state_that_comes_twice,
+    answers_are_read_when_they_are_there,
     products_are_measured, links_are_measured, data_replaced_within_a_call, weights_read_within_a_call, data_replaced,
     training, training_from_disk, chain, scaled_gradients, an_error_in_the_middle,
 )  # fmt: skip
