@@ -109,7 +109,8 @@ void run_kernel(const Call& call, Stack& stack, const std::vector<Tensor>& targe
     if (call.traits.returns[i].kind != Traits::kNew) continue;
     each_tensor(stack[i], [&](const Tensor& result) {
       const Tensor& target = targets[next++];
-      if (result.defined() && target.defined() && target.numel()) target.copy_(result);
+      // In evaluation a batch norm saves nothing, whatever its meta function says.
+      if (result.defined() && result.numel() && target.defined() && target.numel()) target.copy_(result);
     });
   }
 }
