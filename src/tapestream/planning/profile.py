@@ -24,10 +24,10 @@ from tapestream.runner.belongings import Belongings, Change, unchanged, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
-from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, numbered_here, reached_leaves
+from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.inside import attends
-from tapestream.runner.kernels import algorithms_not_tried
+from tapestream.runner.modes import as_a_stage
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits, is_compiled
@@ -218,15 +218,7 @@ def _discover(
     probe = Runner([stage], [everything], device)
     watching, casting = saved_tensors_hooks(observed.pack, observed.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
-    with (
-        refusing_transforms(stage.name),
-        asked,
-        torch.enable_grad(),
-        numbered_here(device),
-        algorithms_not_tried(device),
-        casting,
-        watching,
-    ):
+    with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
         tree = _called(stage, state.tree(inputs), reading)
@@ -266,12 +258,7 @@ def _discover(
         generators.restore()
         host.restore()
         snapshot.put_back()
-        with (
-            torch.enable_grad(),
-            numbered_here(device),
-            algorithms_not_tried(device),
-            probe.autocast.entered(cache=False),
-        ):
+        with as_a_stage(device), probe.autocast.entered(cache=False):
             found, _ = take_apart(stage.function(state.tree(probe.guarded(0, state)[0])))
         return found.same_structure(out) and all(map(same_bits, found.tensors, out.tensors))
 
@@ -306,7 +293,7 @@ def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[obj
     """Random generators (``own``: and these), the stages' buffers and what else they hold are afterwards as before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
     try:
-        with unchanged_generators(device, own), algorithms_not_tried(device), contextlib.ExitStack() as stack:
+        with unchanged_generators(device, own), contextlib.ExitStack() as stack:
             for stage in stages:
                 stack.enter_context(unchanged(stage.modules, stage.function))
             yield

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _di
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from tapestream.runner.kernels import KERNELS, ON_CPU, choose
+from tapestream.runner.graph import numbered_here
+from tapestream.runner.kernels import KERNELS, ON_CPU, algorithms_not_tried, choose
 
 _C: Any = torch._C
 
@@ -95,6 +96,14 @@ def _is_users(mode: Any) -> bool:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+@contextlib.contextmanager
+def as_a_stage(device: torch.device) -> Iterator[None]:
+    """What every run of a stage has around it, the first and the recompute: gradients are on, nodes of its graph are
+    numbered by this thread, and no algorithms are tried."""
+    with torch.enable_grad(), numbered_here(device), algorithms_not_tried(device):
+        yield
 
 
 class Surroundings:

@@ -15,7 +15,7 @@ from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
-from tapestream.runner.graph import numbered_here, reached_leaves, user_of
+from tapestream.runner.graph import reached_leaves, user_of
 from tapestream.runner.guards import (
     Guard,
     Watch,
@@ -27,7 +27,7 @@ from tapestream.runner.guards import (
 )
 from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.kernels import algorithms_not_tried
-from tapestream.runner.modes import Surroundings
+from tapestream.runner.modes import Surroundings, as_a_stage
 from tapestream.runner.seen import Seen, Versions, first_run, written
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
@@ -267,8 +267,7 @@ class Runner:
     def _surroundings(self, k: int) -> Iterator[None]:
         traits, seen = self.traits[k], self.seen.get(k)
         with contextlib.ExitStack() as stack:
-            for setting in (torch.enable_grad(), numbered_here(self.device), algorithms_not_tried(self.device)):
-                stack.enter_context(setting)
+            stack.enter_context(as_a_stage(self.device))
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.stand_ins import Seen
 from tapestream.frontends.loop.reach import ends_of
-from tapestream.runner.graph import cast_leaves, next_sequence_number, numbered_here
+from tapestream.runner.graph import cast_leaves, next_sequence_number
 from tapestream.runner.guards import Guard
-from tapestream.runner.kernels import algorithms_not_tried
+from tapestream.runner.modes import as_a_stage
 from tapestream.runner.state import replica
 
 Mask = tuple[bool, ...]
@@ -50,7 +50,7 @@ def watch(
     seen = Seen(since)
     root = torch.empty(0, requires_grad=True)
     device = next((leaf.device for leaf in form.leaves(state) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-    with torch.enable_grad(), numbered_here(device), algorithms_not_tried(device), seen:
+    with as_a_stage(device), seen:
         inside, fresh = _copied(form, state, requires, root)
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in form.leaves(inside)]
         found = observer.run(step, inside, given)
