@@ -132,3 +132,12 @@ def test_make_bench_runs_every_benchmark_or_says_why_not() -> None:
     for path in (ROOT / "benchmarks").glob("*.py"):
         if '"__main__"' in path.read_text() and path.stem not in ("readme", "loop_peer"):
             assert re.search(rf"\b{path.stem}\b", makefile), path
+
+
+def test_accelerators_are_named_in_one_place() -> None:
+    """What asks ``torch.cuda`` knows one kind of device."""
+    named = re.compile(r"\btorch\.(?:cuda|xpu|accelerator|Stream|Event)\b")
+    code = {path: "\n".join(map(ast.unparse, tree.body[1:])) for path, _, tree in modules()}
+    found = [str(p) for p, text in code.items() if named.search(text) and "accelerator" not in p.parts]
+    # Their annotations: what is passed through.
+    assert found == ["tapestream/executor/doubts.py", "tapestream/executor/engines/streams.py"]
