@@ -15,8 +15,8 @@ from test_stream_ledger import CASE, options, peak_nbytes, tokens  # noqa: F401
 from torch import nn
 
 import tapestream as ts
+from tapestream.accelerator import streams as timing
 from tapestream.errors import BudgetError, InputError
-from tapestream.planning import timing
 
 LENGTHS = (48, 64, 32)
 

@@ -62,6 +62,8 @@ def limit_reserved(nbytes: int, device: torch.device) -> None:
 
 def rounded_nbytes(nbytes: int, device: torch.device) -> int:
     """Bytes that a tensor of ``nbytes`` takes on ``device``."""
+    if device.type == "cpu":  # asked for everywhere
+        return nbytes
     backend = backend_of(device)
     granule = 1 if backend is None else backend.granule_nbytes
     return -(-nbytes // granule) * granule

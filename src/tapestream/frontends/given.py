@@ -65,7 +65,9 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
     if found is None:
         return None
     if not is_present(found):
-        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no such device; use device='cpu'")
+        raise InputError(
+            f"device={str(device)!r} was asked for, but PyTorch finds no {_named(found)}; use device='cpu'"
+        )
     return indexed(found)
 
 

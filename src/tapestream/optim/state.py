@@ -14,9 +14,11 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Tensors that an optimizer keeps for one parameter, by name; scalars such as Adam's ``step`` are not streamed."""
+    """Tensors that an optimizer keeps for one parameter, by name; scalars such as Adam's ``step`` are not streamed.
+    ``scalars``: how many of these lie beside the parameter, and stay on the device."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    scalars: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +40,7 @@ def probe(
 
     Raises InputError for an optimizer that cannot take a tensor by itself.
     """
+    fused = bool(options.get("fused"))
     plain = {**options, "fused": False, "foreach": False}  # the fast forms refuse tensors without bytes
     options = {k: plain[k] for k in options}
     try:
@@ -51,12 +54,11 @@ def probe(
             "streams optimizers that treat tensors independently, such as AdamW, SGD or Adagrad"
         ) from error
     state = optimizer.state.get(parameter, {})
+    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return StateShape(
-        tuple(
-            (name, tuple(value.shape), value.dtype)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-        )
+        tuple((name, tuple(value.shape), value.dtype) for name, value in found.items() if value.dim() > 0),
+        # torch's fused forms keep theirs on the device, and capturable ones.
+        sum(1 for value in found.values() if value.dim() == 0 and (fused or value.is_meta)),
     )
 
 

@@ -121,6 +121,14 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         sizes = (torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found)
         return sum(rounded_nbytes(nbytes, self._handle.store.device) for nbytes in sizes)
 
+    def scalar_nbytes(self) -> int:
+        """Bytes of an accelerator that scalars of the state take: they stay there, those of streamed parameters too."""
+        device = self._handle.store.device
+        if not is_accelerator(device):
+            return 0
+        found = (self._tried.shape(p).scalars for group in self.param_groups for p in group["params"])
+        return sum(found) * rounded_nbytes(1, device)
+
     def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""
         return self._tried.shape(parameter).tensors if parameter.requires_grad else ()

@@ -1,6 +1,7 @@
 """`Tried`: what an optimizer does with a parameter of a group, found by trying it once for each kind of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ class Tried:
         if found is None:
             found = self._shapes[key] = probe(self._cls, _plain(group), self._required, parameter.shape, dtype)
         if id(parameter) in self._masters:
-            found = StateShape((*found.tensors, (MASTER, tuple(parameter.shape), torch.float32)))
+            found = replace(found, tensors=(*found.tensors, (MASTER, tuple(parameter.shape), torch.float32)))
         return found
 
     def may_be_cut(self, parameter: torch.Tensor) -> bool:

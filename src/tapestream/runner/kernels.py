@@ -114,13 +114,15 @@ def are_chosen(kernels: Sequence[Any]) -> bool:
     return all(fixed(get()) == wanted for (get, _), wanted in zip(KERNELS, kernels, strict=False))
 
 
-@contextlib.contextmanager
-def algorithms_not_tried(device: torch.device) -> Iterator[None]:
+def algorithms_not_tried(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Inside, ``torch.backends.cudnn.benchmark`` is off on an accelerator: it tries algorithms anew in each thread, so
     that a recompute could take another one than the first run, and its trials take memory that no plan knows of."""
-    if not (is_accelerator(device) and torch.backends.cudnn.benchmark):
-        yield
-        return
+    tries = is_accelerator(device) and torch.backends.cudnn.benchmark
+    return _without_trials() if tries else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_trials() -> Iterator[None]:
     torch.backends.cudnn.benchmark = False
     try:
         yield

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _di
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.runner.graph import numbered_here
 from tapestream.runner.kernels import KERNELS, ON_CPU, algorithms_not_tried, choose
 
@@ -98,10 +99,14 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@contextlib.contextmanager
-def as_a_stage(device: torch.device) -> Iterator[None]:
+def as_a_stage(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """What every run of a stage has around it, the first and the recompute: gradients are on, nodes of its graph are
     numbered by this thread, and no algorithms are tried."""
+    return _on_accelerator(device) if is_accelerator(device) else torch.enable_grad()
+
+
+@contextlib.contextmanager
+def _on_accelerator(device: torch.device) -> Iterator[None]:
     with torch.enable_grad(), numbered_here(device), algorithms_not_tried(device):
         yield
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
@@ -47,14 +48,13 @@ class Tape:
     ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
     enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in
     the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose ``.data`` was
-    elsewhere meanwhile has a new node). ``watch``: the guard between the parts.
-    """
+    elsewhere meanwhile has a new node). ``watch``: the guard between the parts."""
 
     inputs: list[GradientEdge | None]
     entry: Entry
     leaves: list[torch.Tensor]
     owners: list[torch.Tensor]
-    places: list[GradientEdge]
+    places: Sequence[GradientEdge | torch.Tensor]
     watch: Watch
 
 
@@ -79,6 +79,7 @@ class Runner:
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
+        self._far = is_accelerator(device)  # data of parameters may go to another kind of device, and come back
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}
@@ -153,7 +154,7 @@ class Runner:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
-        places = [get_gradient_edge(leaf) for leaf in reached]
+        places = list(map(get_gradient_edge, reached)) if self._far else reached
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
         # Plans count a stage's cotangents as long as it is differentiated; of several parts, as long as the last is.
         entry = Entry(live, giving=len(self.stages[k].parts) > 1)

@@ -265,7 +265,8 @@ def outside_nbytes(handle: "Streamed") -> int:
     """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
-    return total + sum(tensor_nbytes(b) for b in handle.model.buffers())
+    scalars = 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
+    return total + scalars + sum(tensor_nbytes(b) for b in handle.model.buffers())
 
 
 def _update_speed(handle: "Streamed") -> float:
