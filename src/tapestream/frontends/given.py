@@ -65,9 +65,8 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
     if found is None:
         return None
     if not is_present(found):
-        raise InputError(
-            f"device={str(device)!r} was asked for, but PyTorch finds no {_named(found)}; use device='cpu'"
-        )
+        missing = "CUDA GPU" if found.type == "cuda" else f"device of the kind {found.type!r}"
+        raise InputError(f"device={str(device)!r} was asked for, but PyTorch finds no {missing}; use device='cpu'")
     return indexed(found)
 
 
