@@ -27,6 +27,7 @@ from tapestream.runner.captured import leaves_captured
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.inside import attends
+from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import as_a_stage
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
@@ -293,7 +294,7 @@ def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[obj
     """Random generators (``own``: and these), the stages' buffers and what else they hold are afterwards as before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
     try:
-        with unchanged_generators(device, own), contextlib.ExitStack() as stack:
+        with unchanged_generators(device, own), algorithms_not_tried(device), contextlib.ExitStack() as stack:
             for stage in stages:
                 stack.enter_context(unchanged(stage.modules, stage.function))
             yield
