@@ -25,7 +25,7 @@ from benchmarks.gpu.contact.children import ROOT
 from benchmarks.gpu.contact.chosen import Chosen, say
 from benchmarks.gpu.contact.models import LLAMA_8B, TINY, Llama, Shape, batch, llama, on_device
 from benchmarks.gpu.contact.results import Result, Results
-from benchmarks.gpu.contact.training import Memory, timed
+from benchmarks.gpu.contact.training import Memory, step_of, timed
 from tapestream.frontends.available import host_nbytes
 
 _BYTES_A_PARAMETER = 16
@@ -102,16 +102,7 @@ def _fsdp2_model(shape: Shape, chosen: Chosen) -> Callable[[], Tensor]:
         fully_shard(block, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    data = batch(shape.vocabulary, 1, TOKENS, chosen.device)
-
-    def step() -> Tensor:
-        loss: Tensor = model(*data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return step_of(model, optimizer, batch(shape.vocabulary, 1, TOKENS, chosen.device))
 
 
 def _deepspeed_model(shape: Shape, chosen: Chosen) -> Callable[[], Tensor]:

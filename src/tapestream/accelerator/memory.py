@@ -27,11 +27,6 @@ def reserved_nbytes(device: torch.device) -> int:
     return int(module_of(device).memory_reserved(device))
 
 
-def peak_reserved_nbytes(device: torch.device) -> int:
-    """The most since `reset_peaks`."""
-    return int(module_of(device).max_memory_reserved(device))
-
-
 def reset_peaks(device: torch.device) -> None:
     """Count peaks from now on."""
     module_of(device).reset_peak_memory_stats(device)
