@@ -157,7 +157,7 @@ def test_live_calls_share_the_disk_budget(tmp_path: Path) -> None:
 
 def test_speeds_are_measured_once_and_only_where_they_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(below, "measure_machine", lambda device, folder: (asked.append(folder), DISKS)[1])
+    monkeypatch.setattr(below, "measure_machine", lambda device, folder, **_: (asked.append(folder), DISKS)[1])
     roomy = Chain(stages_of(), folder=tmp_path)
     roomy(rows()).sum().backward()
     Chain(stages_of(), folder=tmp_path, planner="revolve", slots=1)(rows())

@@ -121,7 +121,8 @@ def verify(model: nn.Module, batch: Any) -> None:
     ``batch``: as in `plan`. What is differentiated is the model's own loss (``loss`` in what it returns) or, where it
     has none, the sum of all that it returns. Needs memory for the plain step, which runs twice: what is not equal to
     itself there is not compared, and a warning says so. Weights, gradients, buffers and
-    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs.
+    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs, or
+    where nothing could be compared.
     """
     handle = handle_of(model)
     arguments = _arguments(batch)
@@ -139,11 +140,17 @@ def verify(model: nn.Module, batch: Any) -> None:
         for p, gradient in zip(model.parameters(), kept, strict=True):
             p.grad = gradient
     unsteady = [name for name in plain if _differ(plain[name], again[name])]
+    if len(unsteady) == len(plain):
+        raise GradientError(
+            "verify: plain PyTorch itself differs in all that a second run gives, so nothing can be compared: "
+            "the model is not deterministic; draw its random numbers from PyTorch's generators, and see whether "
+            "torch.use_deterministic_algorithms(True) helps"
+        )
     if unsteady:
         warnings.warn(
             f"verify: plain PyTorch itself gives other bits of {unsteady[0]} in a second run (and of "
-            f"{len(unsteady) - 1} more): some kernel adds in the order in which threads arrive. These were not "
-            "compared; torch.use_deterministic_algorithms(True) chooses others"
+            f"{len(unsteady) - 1} more), and these were not compared. Some kernels add in the order in which threads "
+            "arrive; torch.use_deterministic_algorithms(True) chooses others"
         )
     for name in plain:
         if name not in unsteady and _differ(plain[name], streamed[name]):

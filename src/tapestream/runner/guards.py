@@ -177,13 +177,15 @@ def refusing_backward(name: str, leaves: Sequence[torch.Tensor]) -> Iterator[Non
     def refuse(_: Any) -> None:
         raise _adds_to_gradients(name)
 
-    handles = [get_gradient_edge(leaf).node.register_prehook(refuse) for leaf in leaves if leaf.requires_grad]
+    nodes = [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]  # held: leaves hold theirs weakly
+    handles = [node.register_prehook(refuse) for node in nodes]
     before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in leaves]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        del nodes
         written = [
             (leaf, was)
             for leaf, was, version in before

@@ -282,7 +282,7 @@ def test_all_that_chooses_kernels_can_be_asked_for_and_put_back() -> None:
     assert [get() for get, _ in KERNELS] == before
 
 
-def test_switches_of_cudnn_are_watched_where_cuda_is_used() -> None:
+def test_switches_of_cudnn_are_watched_where_cuda_is_used_and_no_algorithms_are_tried_in_what_runs_again() -> None:
     found: list[Ambient] = []
     ambients = Ambients(found, ("cpu", "cuda"))
     first = ambients.now(0)
@@ -292,8 +292,8 @@ def test_switches_of_cudnn_are_watched_where_cuda_is_used() -> None:
     assert ambients.now(0) == first
     with surroundings(found) as enter:
         enter(found[second])
-        assert torch.backends.cudnn.benchmark
         assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
         enter(found[first])
         assert not torch.backends.cudnn.deterministic
     assert not torch.backends.cudnn.benchmark
