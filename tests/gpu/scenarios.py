@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import tapestream as ts
+from tapestream.accelerator.memory import workspaces_nbytes
 
 Pairs = list[tuple[Tensor | None, Tensor | None]]
 Scenario = Callable[[str], Pairs]
@@ -125,8 +126,12 @@ def batch(device: str, scale: float = 1.0, rows: int = 32) -> Tensor:
 def streamed(
     device: str, budget: str | ts.Budget = GRADIENTS, model: nn.Module | None = None, **options: Any
 ) -> nn.Module:
-    """The same network, its blocks at home in host memory unless ``options`` say otherwise."""
+    """The same network, its blocks at home in host memory unless ``options`` say otherwise. The budget is for what is
+    its own: workspaces of products, which a GPU has and the network is small beside, come on top."""
     options = {"home": "host", "machine": MACHINE, **options}
+    budget = ts.Budget.of(budget)
+    assert budget.device_nbytes is not None
+    budget = budget.with_device(budget.device_nbytes + workspaces_nbytes(torch.device(device)))
     return ts.stream(network() if model is None else model, device=device, budget=budget, **options)
 
 

@@ -1,11 +1,14 @@
 """What one accelerator layer promises: seconds, bytes, settings; each of these failed before there was one."""
 
+import contextlib
 import copy
 import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
-from scenarios import batch, network, streamed
+from scenarios import MACHINE, batch, network, our_training, streamed
 from torch import nn
 
 import tapestream as ts
@@ -55,6 +58,72 @@ def test_tensors_of_a_few_bytes_stay_within_the_budget(width: int, budget: int) 
     with ts.track_memory(CUDA) as meter:
         run(x, steps=300).sum().backward()
     assert meter.peak_nbytes <= 1.02 * budget
+
+
+@pytest.fixture(params=["none", "1 MiB"])
+def workspace(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Bytes of the workspaces of products: a real GPU has its own."""
+    simulated = sys.modules.get("simulated_gpu")
+    memory.workspaces_nbytes.cache_clear()
+    with simulated.load().knobs(workspace=(request.param != "none") << 20) if simulated else contextlib.nullcontext():
+        yield memory.workspaces_nbytes(CUDA)
+    memory.workspaces_nbytes.cache_clear()
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def test_workspaces_of_products_are_within_the_budget_of_a_streamed_model(workspace: int) -> None:
+    """Two: the thread that calls and the one that differentiates have one each."""
+    assert "simulated_gpu" not in sys.modules or workspace in (0, 2 << 20)
+    gc.collect()
+    before, x = torch.cuda.memory_allocated() - workspace, batch("cuda:0")
+    model, optimizer = our_training("cuda:0")
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan, peak = ts.report(model).plan, torch.cuda.max_memory_allocated() - before
+    assert workspace <= plan.profile.outside_nbytes
+    assert peak <= 1.05 * plan.peak_nbytes
+    assert peak >= 0.7 * plan.peak_nbytes
+    with pytest.raises(ts.BudgetError) as refused:
+        ts.stream(network(), device="cuda:0", budget=1, home="host", machine=MACHINE)(x)
+    assert refused.value.least_nbytes is not None
+    assert refused.value.least_nbytes > workspace
+
+
+def test_much_more_reserved_than_the_budget_is_warned_of_once() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, optimizer = our_training("cuda:0")
+    x = batch("cuda:0")
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    mine = torch.empty(128 << 20, dtype=torch.uint8, device=CUDA)
+    step()  # what others have is no concern of the budget
+    del mine
+    with pytest.warns(UserWarning, match=r"has reserved 1.. MiB of cuda:0.*expandable_segments"):
+        step()
+    step()
+    ts.unstream(model)
+    torch.cuda.empty_cache()
+
+
+def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(workspace: int) -> None:
+    weight, x = torch.randn(16, 16, device=CUDA, requires_grad=True), torch.randn(16, 16, device=CUDA)
+    for run in (
+        ts.Chain([lambda x: x @ weight] * 3, budget="100 KiB"),
+        ts.Program(lambda x: x @ weight, budget="100KiB"),
+    ):
+        memory.workspaces_nbytes.cache_clear()
+        torch._C._cuda_clearCublasWorkspaces()
+        run(x).sum().backward()
+    ts.Loop(lambda s: s @ weight, budget="100 KiB")(x, steps=3).sum().backward()
 
 
 def test_a_tensor_counts_as_the_device_takes_it() -> None:

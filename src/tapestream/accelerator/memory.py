@@ -4,6 +4,7 @@
 pieces included. What the runtime itself takes (its context) is in neither.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -53,6 +54,26 @@ def empty_cache(device: torch.device) -> None:
 def limit_reserved(nbytes: int, device: torch.device) -> None:
     """Have the caching allocator hold at most ``nbytes``: more is out of memory."""
     module_of(device).set_per_process_memory_fraction(min(1.0, nbytes / total_nbytes(device)), device)
+
+
+@functools.cache
+def workspaces_nbytes(device: torch.device) -> int:
+    """Bytes of the workspaces that PyTorch's matrix products keep for good: one for each thread and stream, here for
+    the calling thread and for autograd's (cuBLAS on an H100: 32 MiB each; ``CUBLAS_WORKSPACE_CONFIG`` sets it).
+
+    They are taken now, if they were not, so that whatever is measured from now on is free of them.
+    """
+    if device.type != "cuda":
+        return 0
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:  # what was taken before we asked would not be seen
+        clear()
+    before = allocated_nbytes(device)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        ones = torch.ones(16, 16, device=device, requires_grad=True)
+        (ones @ ones).backward(torch.ones(16, 16, device=device))
+        del ones
+    return max(0, allocated_nbytes(device) - before)
 
 
 def rounded_nbytes(nbytes: int, device: torch.device) -> int:

@@ -21,6 +21,7 @@ def free_nbytes(device: torch.device) -> int:
     and the control group's limit.
     """
     if is_accelerator(device):
+        memory.workspaces_nbytes(device)  # taken first
         return int(memory.free_nbytes(device) * _SHARE)
     return int(host_nbytes() * _SHARE)
 

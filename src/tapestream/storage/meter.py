@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tapestream.accelerator import memory
-from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.device import indexed, is_accelerator
 from tapestream.errors import InputError
 
 
@@ -79,6 +79,7 @@ def watch_memory(device: torch.device | str = "cpu") -> Iterator[MemoryWatch]:
     """
     device = torch.device(device)
     if is_accelerator(device):
+        memory.workspaces_nbytes(indexed(device))  # else the first product would seem to take them
         yield MemoryWatch(device)
         return
     _hush()

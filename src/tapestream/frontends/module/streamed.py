@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.accelerator.memory import workspaces_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
@@ -32,6 +33,7 @@ from tapestream.frontends.module.observing.left_out import check_called_by_chanc
 from tapestream.frontends.module.observing.observe import Observation, Observed, StaysPut
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
+from tapestream.frontends.module.reserved import ReservedWatch
 from tapestream.frontends.module.swap import class_of
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
@@ -79,7 +81,8 @@ class Streamed:
         self.wide = len(blocks)  # the position of the first of those that are not repeated
         self.budget = budget
         if budget.device_nbytes is None:
-            self.budget = budget.with_device(free_nbytes(device))
+            there = workspaces_nbytes(device)  # counted in plans, and free no more
+            self.budget = budget.with_device(free_nbytes(device) + there)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
@@ -101,6 +104,7 @@ class Streamed:
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self._bypass = False
+        self._reserved = ReservedWatch(self)
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
 
@@ -136,6 +140,8 @@ class Streamed:
         found = self._prepare(original, args, kwargs)
         if found is None:
             return original(*args, **kwargs)
+        if self.last is not None:
+            self._reserved.look(self)
         prepared = beside_live(self, self._live.calls, found, gathering(self, found, self._beside), self._beside)
         self.store.settle()
         self.store.place(prepared.resident)

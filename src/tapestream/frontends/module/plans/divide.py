@@ -189,9 +189,8 @@ class Division:
         if sum(least) > room:
             raise BudgetError(
                 f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
-                f"their gradients and optimizer "
-                f"state, buffers, embeddings) takes {format_nbytes(outside)} and the blocks need at least "
-                f"{format_nbytes(sum(least))} beside it; allow "
+                "their gradients and optimizer state, buffers, embeddings; on a GPU the workspaces of products) takes "
+                f"{format_nbytes(outside)} and the blocks need at least {format_nbytes(sum(least))} beside it; allow "
                 f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
                 least_nbytes=outside + sum(least),
             )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.accelerator.memory import tensor_nbytes, workspaces_nbytes
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
@@ -262,11 +262,13 @@ def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
 
 
 def outside_nbytes(handle: "Streamed") -> int:
-    """Device bytes of parameters outside blocks, with gradients and optimizer state, and of all buffers."""
+    """Device bytes of parameters outside blocks, with gradients and optimizer state, of all buffers, and of the
+    workspaces that products keep."""
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
     scalars = 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
-    return total + scalars + sum(tensor_nbytes(b) for b in handle.model.buffers())
+    total += sum(tensor_nbytes(b) for b in handle.model.buffers())
+    return total + scalars + workspaces_nbytes(handle.device)
 
 
 def _update_speed(handle: "Streamed") -> float:
