@@ -126,6 +126,16 @@ def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(work
     ts.Loop(lambda s: s @ weight, budget="100 KiB")(x, steps=3).sum().backward()
 
 
+def test_python_objects_beside_states_take_nothing_of_the_device() -> None:
+    """A loop holds as many tiny states as fit: each takes 512 bytes there, and nothing else."""
+    weight = nn.Parameter(torch.eye(8, device=CUDA) * 0.9)
+    run = ts.Loop(lambda s: torch.tanh(s @ weight), budget=65_536, planner="revolve", chunk=1)
+    run(torch.randn(1, 8, device=CUDA), steps=300).sum().backward()
+    assert run.plan is not None
+    assert run.plan.profile.stages[0].output_nbytes == 512
+    assert run.plan.peak_nbytes >= 0.9 * 65_536
+
+
 def test_a_tensor_counts_as_the_device_takes_it() -> None:
     before = torch.cuda.memory_allocated()
     kept = [torch.empty(n, dtype=torch.uint8, device=CUDA) for n in (1, 511, 512, 513, 70_000)]

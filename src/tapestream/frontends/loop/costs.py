@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import timed
 from tapestream.costs import StageCost
@@ -23,6 +24,7 @@ from tapestream.runner.stage import Stage
 from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryWatch, watch_memory
 
+# These count where a budget is one of RAM.
 _TENSOR_NBYTES = 700
 """What a tensor takes beside its numbers: the Python object, the C++ object and malloc's share."""
 _NODE_NBYTES = 450
@@ -43,7 +45,7 @@ def cost_of(
 
     No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible.
 
-    Bytes count what Python and autograd keep beside the numbers, which is most of it for tiny states. Generators,
+    Bytes on the CPU count what Python and autograd keep beside the numbers, most of it for tiny states. Generators,
     buffers and gradients are afterwards as before. ``make`` makes the executor's part, whose stages are of
     ``body.chunk`` steps: the cost is their share.
     """
@@ -70,7 +72,8 @@ def cost_of(
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
     written = (held(slot) for slot in traits.buffers)
     buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
-    beside = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch] + buffers
+    objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
+    beside = buffers + (0 if is_accelerator(device) else objects)
     return replace(
         cost,
         forward_seconds=seconds,
@@ -86,7 +89,7 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     before = next_sequence_number()
     with watch.measured() as recording:
         seconds, (out, tape) = timed(watch.device, lambda: runner.record(state, number))
-    nodes = next_sequence_number() - before
+    nodes = 0 if is_accelerator(watch.device) else next_sequence_number() - before
     inputs, outputs = _storages(runner, state), _storages(runner, out)
     output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
     cotangents = _cotangents(runner, out, tape)
