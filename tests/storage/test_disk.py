@@ -350,7 +350,7 @@ def test_small_extents_share_files_and_never_bytes(folder):
 
 def test_pages_of_64_kib_where_a_grown_file_has_no_room(folder, monkeypatch):
     """Such a machine maps from multiples of them alone."""
-    monkeypatch.setattr(slabs, "_UNIT", 2**16)
+    monkeypatch.setattr(slabs, "UNIT", 2**16)
     reserve = DiskFolder._reserve
 
     def tight(folder, nbytes, asked):

@@ -71,7 +71,7 @@ def workspaces_nbytes(device: torch.device) -> int:
     before = allocated_nbytes(device)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         ones = torch.ones(16, 16, device=device, requires_grad=True)
-        (ones @ ones).backward(torch.ones(16, 16, device=device))
+        torch.autograd.backward(ones @ ones, torch.ones(16, 16, device=device))
         del ones
     return max(0, allocated_nbytes(device) - before)
 

@@ -51,10 +51,7 @@ def _put(put: Callable[..., Any], answer: Any) -> None:
 
 def _precisions(backend: str) -> list[Choice]:
     """Of products, convolutions and recurrent layers in float32."""
-    ask, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
-    if ask is None or put is None:  # before PyTorch 2.9
-        convolutions = _choices(("cudnn_allow_tf32",)) if backend == "cuda" else []
-        return [(torch.get_float32_matmul_precision, refused), *convolutions]
+    ask, put = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
     others = [(partial(ask, backend, kind), partial(put, backend, kind)) for kind in ("conv", "rnn")]
     return [(partial(ask, backend, "matmul"), refused), *others]
 

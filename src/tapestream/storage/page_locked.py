@@ -7,17 +7,17 @@ small for what is asked now are given up before another one is made.
 
 import warnings
 import weakref
-from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from tapestream.accelerator.device import Backend, backend_of
+from tapestream.accelerator.device import backend_of
 from tapestream.accelerator.memory import page_lock, page_unlock
 from tapestream.accelerator.streams import synchronize
 from tapestream.errors import StorageError
 from tapestream.storage.regions import Use, settle_uses
+from tapestream.storage.slabs import UNIT, Room
 from tapestream.storage.transfer import ALIGNMENT, aligned_empty, round_up, with_storage_of_its_own
 from tapestream.units import format_nbytes
 
@@ -26,23 +26,29 @@ _LEAST_NBYTES = 2 * 2**20
 _MOST_NBYTES = 256 * 2**20  # of what is locked beyond what was asked for
 
 
-@dataclass(slots=True, order=True)
-class _Gap:
-    """Free bytes of a slab; ``uses``: copies of what lay there that may not have happened."""
+@dataclass(slots=True)
+class _Late:
+    """Bytes of a slab that copies of what lay there may still read or write."""
 
     start: int
     stop: int
-    uses: dict[object, Use] = field(compare=False)
+    uses: dict[object, Use]
 
 
 @dataclass(slots=True, eq=False)
 class _Slab:
     memory: torch.Tensor
-    gaps: list[_Gap]
+    room: Room
+    late: list[_Late] = field(default_factory=list)
 
-    @property
-    def is_free(self) -> bool:
-        return len(self.gaps) == 1 and self.gaps[0].stop - self.gaps[0].start == self.memory.numel()
+    def take_over(self, start: int, stop: int) -> dict[object, Use]:
+        """The last copy of each stream that touches these bytes; whoever takes them looks after it from now on."""
+        found: dict[object, Use] = {}
+        for late in self.late:
+            if late.start < stop and start < late.stop:
+                found |= {k: use for k, use in late.uses.items() if k not in found or use.number > found[k].number}
+        self.late = [late for late in self.late if not start <= late.start < late.stop <= stop]
+        return found
 
 
 class PageLockedMemory:
@@ -50,10 +56,11 @@ class PageLockedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._backend = backend_of(device) or Backend("cpu", registers=True)
+        backend = backend_of(device)
+        assert backend is not None  # RAM that no device copies from needs no locked pages
+        self._registers = backend.registers
         self._slabs: list[_Slab] = []
         self._taken: dict[int, _Slab] = {}  # by the address of a piece
-        self._used_nbytes = 0
         self._locked: set[int] = set()
         self.refused = False
         # Memory that goes back to malloc while still locked could never be locked again.
@@ -68,7 +75,7 @@ class PageLockedMemory:
     @property
     def idle_nbytes(self) -> int:
         """Bytes of slabs that no piece takes."""
-        return self.total_nbytes - self._used_nbytes
+        return sum(slab.room.free_nbytes for slab in self._slabs)
 
     def has(self, piece: torch.Tensor) -> bool:
         """Whether it is a piece in use."""
@@ -80,40 +87,33 @@ class PageLockedMemory:
         ``room``: bytes that slabs may take in all (None: any number). Where pieces in use leave no gap that is large
         enough, one more slab goes beyond it, and a warning says so. None where the system has refused to lock pages.
         """
-        size = round_up(max(1, nbytes))
+        size = round_up(max(1, nbytes), UNIT)
         found = self._fitting(size)
         if found is None:
             self.trim(smaller_than=size)
             slab = self._grown(size, room)
-            if slab is None:
+            start = None if slab is None else slab.room.take(size)
+            if slab is None or start is None:
                 return None
-            found = slab, slab.gaps[0]
-        slab, gap = found
+            found = slab, start
+        slab, start = found
         # In a storage of its own: users of its neighbours do not count, and `Tensor.is_pinned` asks where it begins.
-        piece, uses = with_storage_of_its_own(slab.memory[gap.start : gap.start + nbytes]), dict(gap.uses)
-        gap.start += size
-        if gap.start == gap.stop:
-            slab.gaps.remove(gap)
+        piece = with_storage_of_its_own(slab.memory[start : start + nbytes])
         self._taken[piece.data_ptr()] = slab
-        self._used_nbytes += size
-        return piece, uses
+        return piece, slab.take_over(start, start + size)
 
     def give_back(self, piece: torch.Tensor, uses: Mapping[object, Use]) -> None:
         """Take a piece back; ``uses``: copies from or to it that may not have happened."""
         slab = self._taken.pop(piece.data_ptr())
-        start, size = piece.data_ptr() - slab.memory.data_ptr(), round_up(max(1, piece.numel()))
-        self._used_nbytes -= size
-        new = _Gap(start, start + size, dict(uses))
-        for gap in [gap for gap in slab.gaps if start in (gap.stop, gap.start - size)]:
-            slab.gaps.remove(gap)
-            joined = {k: use for k, use in gap.uses.items() if not use.happened()}
-            joined.update((k, use) for k, use in new.uses.items() if k not in joined or use.number > joined[k].number)
-            new = _Gap(min(gap.start, new.start), max(gap.stop, new.stop), joined)
-        insort(slab.gaps, new)
+        start, size = piece.data_ptr() - slab.memory.data_ptr(), round_up(max(1, piece.numel()), UNIT)
+        slab.room.give_back(start, size)
+        slab.late = [late for late in slab.late if not all(use.happened() for use in late.uses.values())]
+        if uses:
+            slab.late.append(_Late(start, start + size, dict(uses)))
 
     def trim(self, *, smaller_than: int | None = None) -> None:
         """Give up slabs that are wholly free (and smaller than that), once copies from and to them have happened."""
-        for slab in [slab for slab in self._slabs if slab.is_free]:
+        for slab in [slab for slab in self._slabs if slab.room.unused]:
             if smaller_than is None or slab.memory.numel() < smaller_than:
                 self._slabs.remove(slab)
                 self._drop(slab)
@@ -125,12 +125,14 @@ class PageLockedMemory:
             self._drop(slab)
         self._slabs.clear()
         self._taken.clear()
-        self._used_nbytes = 0
 
-    def _fitting(self, size: int) -> tuple[_Slab, _Gap] | None:
-        """The smallest gap that is large enough."""
-        fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.stop - gap.start >= size]
-        return min(fitting, key=lambda found: found[1].stop - found[1].start, default=None)
+    def _fitting(self, size: int) -> tuple[_Slab, int] | None:
+        """Where the first slab has room."""
+        for slab in self._slabs:
+            start = slab.room.take(size)
+            if start is not None:
+                return slab, start
+        return None
 
     def _grown(self, size: int, room: int | None) -> _Slab | None:
         """One more slab, for several pieces like this one where there is room."""
@@ -141,7 +143,7 @@ class PageLockedMemory:
             total = self.total_nbytes
             wanted = max(1, min(wanted, room - total) // size) * size
         slab = self._made(wanted)
-        if slab is not None and room is not None and total + wanted > room + len(self._taken) * ALIGNMENT + ALIGNMENT:
+        if slab is not None and room is not None and total + wanted > room + (len(self._taken) + 1) * UNIT:
             warnings.warn(
                 f"page-locked memory takes {format_nbytes(total + wanted)} where {format_nbytes(room)} of RAM are "
                 f"allowed: {format_nbytes(self.idle_nbytes - size)} between pieces in use are too small for what is "
@@ -152,13 +154,13 @@ class PageLockedMemory:
     def _made(self, nbytes: int) -> _Slab | None:
         try:
             # PyTorch's own pinned allocator rounds up to powers of two: nearly twice the memory for an unlucky size.
-            memory = aligned_empty(nbytes) if self._backend.registers else _pinned_empty(nbytes)
+            memory = aligned_empty(nbytes) if self._registers else _pinned_empty(nbytes)
         except RuntimeError as error:  # torch has no narrower type for this on the CPU
             raise StorageError(
                 f"asked for {format_nbytes(nbytes)} of page-locked RAM beside {format_nbytes(self.total_nbytes)}, and "
                 f"was refused; a smaller host budget avoids this ({error})"
             ) from error
-        if self._backend.registers:
+        if self._registers:
             code = page_lock(memory, self._device)
             if code:
                 self.refused = True
@@ -168,13 +170,13 @@ class PageLockedMemory:
                 )
                 return None
             self._locked.add(memory.data_ptr())
-        slab = _Slab(memory, [_Gap(0, nbytes, {})])
+        slab = _Slab(memory, Room(nbytes))
         self._slabs.append(slab)
         return slab
 
     def _drop(self, slab: _Slab) -> None:
-        for gap in slab.gaps:
-            settle_uses(gap.uses)
+        for late in slab.late:
+            settle_uses(late.uses)
         address = slab.memory.data_ptr()
         if address in self._locked:
             self._locked.remove(address)

@@ -12,7 +12,8 @@ from tapestream.storage.transfer import ALIGNMENT, round_up
 SMALL_NBYTES = 4 * 2**20
 """Extents of more than this have files of their own."""
 _LEAST_NBYTES, _DOUBLING_NBYTES = 2**20, 64 * 2**20
-_UNIT = max(ALIGNMENT, mmap.PAGESIZE)  # what mappings begin at, and direct transfers
+UNIT = max(ALIGNMENT, mmap.PAGESIZE)
+"""What mappings begin at, and direct transfers."""
 
 
 class Room:
@@ -26,7 +27,7 @@ class Room:
 
     def take(self, nbytes: int) -> int | None:
         """Where ``nbytes`` bytes are from now on the caller's; None where no hole is large enough."""
-        wanted = round_up(nbytes, _UNIT)
+        wanted = round_up(nbytes, UNIT)
         for number, (start, stop) in enumerate(self._holes):
             if stop - start >= wanted:
                 self._holes[number : number + 1] = [(start + wanted, stop)] if stop - start > wanted else []
@@ -35,7 +36,7 @@ class Room:
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Take back what `take` gave."""
-        stop = start + round_up(nbytes, _UNIT)
+        stop = start + round_up(nbytes, UNIT)
         at = bisect(self._holes, (start, stop))
         if at < len(self._holes) and self._holes[at][0] == stop:
             stop = self._holes.pop(at)[1]
@@ -73,4 +74,4 @@ def slab_nbytes(nbytes: int, held: int, free: int) -> int:
     """Bytes of a new slab for an extent of ``nbytes``, beside ``held`` in slabs and ``free`` on the disk: as much as
     there is already, and a quarter of it from 256 MiB on: files are few, as each keeps a descriptor."""
     grown = max(_LEAST_NBYTES, min(held, _DOUBLING_NBYTES), held // 4)
-    return round_up(max(nbytes, min(grown, free // 4)), _UNIT)
+    return round_up(max(nbytes, min(grown, free // 4)), UNIT)
