@@ -126,6 +126,19 @@ def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(work
     ts.Loop(lambda s: s @ weight, budget="100 KiB")(x, steps=3).sum().backward()
 
 
+def test_a_stage_too_deep_for_the_thread_of_backward_is_refused_by_its_forward() -> None:
+    """PyTorch frees graphs that Python has seen by recursion: in the thread that runs backward, whose stack is small."""
+    weight = torch.ones(4, device=CUDA, requires_grad=True)
+
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20_100):
+            x = x * weight
+        return x
+
+    with pytest.raises(ts.GradientError, match="more than 20000 operations.*in a thread whose stack does not grow"):
+        ts.Chain([stage, stage], budget="200 MiB")(torch.ones(4, device=CUDA))
+
+
 def test_python_objects_beside_states_take_nothing_of_the_device() -> None:
     """A loop holds as many tiny states as fit: each takes 512 bytes there, and nothing else."""
     weight = nn.Parameter(torch.eye(8, device=CUDA) * 0.9)

@@ -25,6 +25,7 @@ from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
+from tapestream.runner.depth import check_depth
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried
@@ -231,6 +232,7 @@ def _discover(
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
     looks = (node_names(live), tuple(observed.shapes))
+    check_depth(len(looks[0]), device)
     watched = [weakref.ref(leaf) for leaf in reached]
     observed.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out

@@ -10,6 +10,9 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
+import torch
+
+from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError
 
 SHALLOW = 20_000
@@ -25,10 +28,22 @@ def deeper(nodes: int) -> int:
     """
     if nodes < _DEEP and threading.current_thread() is threading.main_thread() and _allowed():
         return _DEEP
-    raise GradientError(
+    hint = "" if nodes >= _DEEP else " (in Linux's main thread ten times as many are possible)"
+    raise _too_deep(nodes, hint)
+
+
+def check_depth(nodes: int, device: torch.device) -> None:
+    """Raise GradientError where a graph of ``nodes`` may be looked at here, but not where its recompute will be: on an
+    accelerator, autograd has a thread of its own."""
+    if nodes > SHALLOW and is_accelerator(device):
+        raise _too_deep(SHALLOW, f" (on {device}, backward runs in a thread whose stack does not grow)")
+
+
+def _too_deep(nodes: int, hint: str) -> GradientError:
+    return GradientError(
         f"one stage, step, block or opaque module builds a graph of more than {nodes} operations, which PyTorch cannot "
         "free once it has been looked at; cut it into several, or call it within a ts.Program, whose graphs may be of "
-        "any size" + ("" if nodes >= _DEEP else " (in Linux's main thread ten times as many are possible)")
+        f"any size{hint}"
     )
 
 
