@@ -124,7 +124,7 @@ def batch(device: str, scale: float = 1.0, rows: int = 32) -> Tensor:
 
 
 def streamed(
-    device: str, budget: str | ts.Budget = GRADIENTS, model: nn.Module | None = None, **options: Any
+    device: str, budget: str | int | ts.Budget = GRADIENTS, model: nn.Module | None = None, **options: Any
 ) -> nn.Module:
     """The same network, its blocks at home in host memory unless ``options`` say otherwise. The budget is for what is
     its own: workspaces of products, which a GPU has and the network is small beside, come on top."""

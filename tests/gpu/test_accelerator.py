@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from scenarios import MACHINE, batch, network, our_training, streamed
+from scenarios import MACHINE, WIDTH, batch, network, our_training, streamed
 from torch import nn
 
 import tapestream as ts
@@ -127,7 +127,7 @@ def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(work
 
 
 def test_a_stage_too_deep_for_the_thread_of_backward_is_refused_by_its_forward() -> None:
-    """PyTorch frees graphs that Python has seen by recursion: in the thread that runs backward, whose stack is small."""
+    """PyTorch frees graphs that Python has seen by recursion, there in a thread whose stack is small."""
     weight = torch.ones(4, device=CUDA, requires_grad=True)
 
     def stage(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +135,22 @@ def test_a_stage_too_deep_for_the_thread_of_backward_is_refused_by_its_forward()
             x = x * weight
         return x
 
-    with pytest.raises(ts.GradientError, match="more than 20000 operations.*in a thread whose stack does not grow"):
+    with pytest.raises(ts.GradientError, match=r"more than 20000 operations.*in a thread whose stack does not grow"):
         ts.Chain([stage, stage], budget="200 MiB")(torch.ones(4, device=CUDA))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("of", ["block", "head"])
+def test_a_penalty_on_weights_that_travel_is_refused_in_one_backward_with_the_model(of: str, update: str) -> None:
+    """Moved between devices, a parameter has another node in each call's graph: the right one is watched."""
+    model = network()
+    model.last = nn.Linear(WIDTH, 20_000)
+    streamed("cuda", 9 * model.last.weight.nbytes, model)
+    if update == "backward":
+        ts.optimizer(model, torch.optim.SGD, lr=0.1, update=update)
+    weight = model.last.weight if of == "head" else next(model.blocks.parameters())
+    with pytest.raises(ts.GradientError, match="was used otherwise than by calling that module"):
+        (model(batch("cuda")).sum() + weight.square().sum().to(CUDA)).backward()
 
 
 def test_python_objects_beside_states_take_nothing_of_the_device() -> None:

@@ -1,5 +1,6 @@
 """The pool: exact accounting, reuse, limits."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -304,6 +305,27 @@ def test_whoever_gets_the_bytes_next_knows_of_copies_under_way(locked):
     assert other.memory.data_ptr() == both.memory.data_ptr()
     pool.close()
     assert set(log) == {2, 3}
+
+
+def test_a_forked_child_unlocks_no_pages_and_waits_for_no_copies(locked):
+    log = []
+    pool = Pool(GPU, folder=None, limits={}, pin=True)
+    other = Pool(GPU, folder=None, limits={}, pin=True)
+    region = pool.allocate(Tier.HOST, 8192)
+    region.uses["up"] = LateCopy(1, log)
+    other.allocate(Tier.HOST, 8192)
+    child = os.fork()
+    if not child:  # a DataLoader's worker, say, in which the model is dropped
+        failed = 1
+        with contextlib.suppress(BaseException):
+            pool.close()
+            del other
+            gc.collect()
+            failed = int(len(locked) != 2 or log != [])
+        os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+    assert (len(locked), log) == (1, [1])
 
 
 def test_pieces_in_use_that_leave_no_room_are_said(locked):

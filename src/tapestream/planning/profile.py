@@ -24,8 +24,8 @@ from tapestream.runner.belongings import Belongings, Change, unchanged, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
-from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.depth import check_depth
+from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
 from tapestream.runner.guards import refusing_backward, refusing_transforms
 from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried

@@ -5,6 +5,7 @@ that is given back is joined with its neighbours and serves requests of any size
 small for what is asked now are given up before another one is made.
 """
 
+import os
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -64,7 +65,8 @@ class PageLockedMemory:
         self._locked: set[int] = set()
         self.refused = False
         # Memory that goes back to malloc while still locked could never be locked again.
-        self._unlock = weakref.finalize(self, _unlock, self._locked, device)
+        self._process = os.getpid()
+        self._unlock = weakref.finalize(self, _unlock, self._locked, device, self._process)
         self._unlock.atexit = False
 
     @property
@@ -120,7 +122,8 @@ class PageLockedMemory:
 
     def close(self, uses: Mapping[object, Use]) -> None:
         """Give up all slabs; views of them stay readable. ``uses``: copies of pieces in use."""
-        settle_uses(uses)
+        if os.getpid() == self._process:
+            settle_uses(uses)
         for slab in self._slabs:
             self._drop(slab)
         self._slabs.clear()
@@ -175,6 +178,8 @@ class PageLockedMemory:
         return slab
 
     def _drop(self, slab: _Slab) -> None:
+        if os.getpid() != self._process:  # a forked child has copies of the pages, which nobody has locked
+            return
         for late in slab.late:
             settle_uses(late.uses)
         address = slab.memory.data_ptr()
@@ -188,7 +193,9 @@ def _pinned_empty(nbytes: int) -> torch.Tensor:
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
 
 
-def _unlock(addresses: set[int], device: torch.device) -> None:
+def _unlock(addresses: set[int], device: torch.device, process: int) -> None:
+    if os.getpid() != process:
+        return
     if addresses:
         synchronize(device)  # nobody has closed this: copies may be under way
     for address in addresses:
