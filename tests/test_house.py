@@ -141,3 +141,23 @@ def test_accelerators_are_named_in_one_place() -> None:
     found = [str(p) for p, text in code.items() if named.search(text) and "accelerator" not in p.parts]
     # Their annotations: what is passed through.
     assert found == ["tapestream/executor/doubts.py", "tapestream/executor/engines/streams.py"]
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
+
+
+def test_tensors_of_our_own_name_their_device() -> None:
+    """Else they would lie where the user's ``torch.set_default_device`` says. Models and batches are the user's."""
+    theirs = {"cli", "models"}
+    calls = [
+        (path, node)
+        for path, _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and theirs.isdisjoint(path.parts)
+    ]
+    assert [
+        f"{path}:{node.lineno}"
+        for path, node in calls
+        if ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ] == []

@@ -49,7 +49,7 @@ class Doubts:
         """Send the questions of a call; look at the answers to earlier ones that are there."""
         if self._open:
             flags = torch.stack(list(self._open.values()))
-            answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True, device="cpu")
             answers.copy_(flags, non_blocking=True)
             self._asked.append(_Asked([*self._open], answers, event_after(current_stream(self.device))))
             self._open.clear()

@@ -129,7 +129,7 @@ class _Outlining:
         self.before_nbytes = self.inside_flops = self.forward_flops = 0
         self._alike: dict[object, StageCost] = {}
         self._link = Link()
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = torch.empty(0, requires_grad=True, device="cpu")
         self._outside = contextlib.ExitStack()
         self._section = MemoryMeter()
         self._held: tuple[torch.Tensor, ...] = ()

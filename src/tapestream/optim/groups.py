@@ -37,7 +37,8 @@ def template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping
             "tensors independently, such as AdamW, SGD or Adagrad"
         )
     stand_ins = [
-        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=p.dtype)) for p in group["params"]]} for group in listed
+        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=p.dtype, device="cpu")) for p in group["params"]]}
+        for group in listed
     ]
     try:
         return cls(stand_ins, **options)

@@ -38,7 +38,7 @@ class StateInParts(torch.Tensor):
             for where, view in places():
                 view.copy_(flat[where])
 
-        made = _made(shape, dtype, lambda: whole_in(torch.empty(shape.numel(), dtype=dtype)), write)
+        made = _made(shape, dtype, lambda: whole_in(torch.empty(shape.numel(), dtype=dtype, device="cpu")), write)
         made.whole_in = whole_in
         in_rows = tuple(stride) == made.stride()
         made.pieces = (lambda: [view for _, view in places()]) if in_rows else None

@@ -1,5 +1,6 @@
 """What state an optimizer keeps for a tensor, found by asking the optimizer itself."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ def probe(
         try:
             optimizer, parameter = _stepped(cls, options, required, torch.empty(shape, dtype=dtype, device="meta"))
         except (RuntimeError, NotImplementedError):  # some ask for numbers
-            optimizer, parameter = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype))
+            optimizer, parameter = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype, device="cpu"))
     except Exception as error:
         raise InputError(
             f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream "
@@ -89,7 +90,7 @@ def is_elementwise(
         shown = torch.full_like(options["lr"], 1e-2) if isinstance(options["lr"], torch.Tensor) else 1e-2
         options = {**options, "lr": shown}
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(_TRIED, generator=generator).to(device, dtype) for _ in range(3))
+    start, *gradients = (torch.randn(_TRIED, generator=generator, device="cpu").to(device, dtype) for _ in range(3))
     with torch.random.fork_rng(devices=[device] if is_accelerator(device) else [], device_type=device.type):
         try:
             whole = _after(cls, options, required, start, gradients)
@@ -126,6 +127,8 @@ def _after(
 def _same(whole: Any, pieces: Sequence[Any], shape: torch.Size) -> bool:
     """Whether the pieces of a state, put together, are the state of the whole."""
     if not isinstance(whole, torch.Tensor) or whole.dim() == 0:
-        return all(bool(torch.equal(torch.as_tensor(whole), torch.as_tensor(piece))) if whole is not None
-                   else piece is None for piece in pieces)  # fmt: skip
+        if whole is None:
+            return all(piece is None for piece in pieces)
+        on_cpu = functools.partial(torch.as_tensor, device="cpu")
+        return all(torch.equal(on_cpu(whole), on_cpu(piece)) for piece in pieces)
     return whole.shape == shape and torch.equal(whole.flatten(), torch.cat([piece.flatten() for piece in pieces]))

@@ -222,7 +222,7 @@ def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:
 def _with_busy(read: Link, write: Link, folder: Path, effort: _Effort) -> tuple[Link, Link]:
     """The links with the processor time that one state costs the computing thread, on its way out and back, where
     something else has been computed since the last one: the caches have forgotten how."""
-    other = torch.ones(_CACHES_NBYTES, dtype=torch.uint8)
+    other = torch.ones(_CACHES_NBYTES, dtype=torch.uint8, device="cpu")
     out: list[float] = []
     back: list[float] = []
     value = Value(Kind.STATE, 0)
@@ -231,7 +231,7 @@ def _with_busy(read: Link, write: Link, folder: Path, effort: _Effort) -> tuple[
         engine = stack.enter_context(closing(make_engine("threads", torch.device("cpu"))))
         parcels, end = Parcels(pool, engine), time.monotonic() + effort.seconds
         while len(out) < _TRIPS and (len(out) <= _LEAST_SAMPLES or time.monotonic() < end):
-            state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8)
+            state = torch.zeros(_STATE_NBYTES, dtype=torch.uint8, device="cpu")
             other.add_(1)
             begin = time.thread_time()
             parcels.pack(value, (state,))
@@ -275,7 +275,7 @@ def _accelerator_links(device: torch.device, effort: _Effort, within_nbytes: int
     for go to and fro one after the other where ``within_nbytes`` of the device have no room for two of that size."""
     whole = effort.copy_nbytes
     piece = whole if within_nbytes is None else max(_PAGE_NBYTES, min(whole, within_nbytes // 2))
-    hosts = [torch.empty(whole, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    hosts = [torch.empty(whole, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
     devices = [torch.empty(piece, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [new_stream(device) for _ in range(2)]
     pairs = [(devices[0], hosts[0], streams[0]), (hosts[1], devices[1], streams[1])]

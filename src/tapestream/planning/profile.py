@@ -123,6 +123,7 @@ def profile_stage(
     snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
     try:
         traits, escapes, looks, out, steady, ending = _discover(stage, state, device, snapshot, profiled.changes)
+        check_depth(len(looks[0]), device)
         uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
         runner = Runner([stage], [traits], device)
         if out is None:
@@ -232,7 +233,6 @@ def _discover(
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
     looks = (node_names(live), tuple(observed.shapes))
-    check_depth(len(looks[0]), device)
     watched = [weakref.ref(leaf) for leaf in reached]
     observed.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out

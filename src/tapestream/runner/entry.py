@@ -37,14 +37,14 @@ class Entry:
         if all(cotangent is None for cotangent in entering):
             return []
         self._held[:] = entering
-        return [(self._edges[0], torch.empty(0))]
+        return [(self._edges[0], torch.empty(0, device="cpu"))]
 
 
 class _Giving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: list[torch.Tensor | None], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.held = held
-        return torch.empty(0)  # no bytes
+        return torch.empty(0, device="cpu")  # no bytes
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

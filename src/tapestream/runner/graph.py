@@ -17,7 +17,12 @@ def let_go_of_failed_backward() -> None:
     saved: have one, of nothing."""
     if torch._C._current_graph_task_id() == -1:
         with torch.enable_grad():
-            torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            torch.zeros((), requires_grad=True, device="cpu").backward()  # type: ignore[no-untyped-call]
+
+
+def root_of_graph() -> torch.Tensor:
+    """An empty tensor on the CPU, whatever the default device is, for a graph to start from."""
+    return torch.empty(0, requires_grad=True, device="cpu")
 
 
 def next_sequence_number() -> int:

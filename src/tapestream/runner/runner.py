@@ -16,16 +16,8 @@ from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
-from tapestream.runner.graph import reached_leaves, user_of
-from tapestream.runner.guards import (
-    Guard,
-    Watch,
-    check_versions,
-    escaped,
-    hooks_off,
-    mark,
-    written_since_saved,
-)
+from tapestream.runner.graph import reached_leaves, root_of_graph, user_of
+from tapestream.runner.guards import Guard, Watch, check_versions, escaped, hooks_off, mark, written_since_saved
 from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings, as_a_stage
@@ -79,13 +71,15 @@ class Runner:
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
-        self._far = is_accelerator(device)  # data of parameters may go to another kind of device, and come back
+        self._on_accelerator = is_accelerator(
+            device
+        )  # data of parameters may go to another kind of device, and come back
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}
         self.inside: dict[int, deque[Any]] = {}  # what runs have kept for their recomputes
         self.runs, self._running = 0, [""]  # the name of the part at work
-        self._root = torch.empty(0, requires_grad=True)  # what guards start from: a state would be held by its own leaf
+        self._root = root_of_graph()  # what guards start from: a state would be held by its own leaf
         self._casts = SharedCasts.find(stages, traits) if self.autocast.enabled else SharedCasts({}, {})
 
     def forward(self, k: int, states: list[State], *, keep_inside: bool = False) -> State:
@@ -154,7 +148,7 @@ class Runner:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
-        places = list(map(get_gradient_edge, reached)) if self._far else reached
+        places = list(map(get_gradient_edge, reached)) if self._on_accelerator else reached
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
         # Plans count a stage's cotangents as long as it is differentiated; of several parts, as long as the last is.
         entry = Entry(live, giving=len(self.stages[k].parts) > 1)
@@ -268,7 +262,11 @@ class Runner:
     def _surroundings(self, k: int) -> Iterator[None]:
         traits, seen = self.traits[k], self.seen.get(k)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(as_a_stage(self.device))
+            if seen is not None and k not in self._once:
+                self._check_unchanged(k, seen)
+                stack.enter_context(as_recompute())
+                stack.enter_context(self._surrounded.again())
+            stack.enter_context(as_a_stage(self.device))  # innermost: to leave inference mode undoes a part of it
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:
@@ -279,15 +277,16 @@ class Runner:
                     yield
                 self.seen[k] = found[0]
             else:
-                if (now := self._versions(k)) != seen.versions:
-                    check_versions(self._user_of(k, seen.versions, now), seen.versions, now, "a parameter of")
-                if seen.look is not None:
-                    stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
-                    stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, traits), *own))
-                stack.enter_context(as_recompute())
-                stack.enter_context(self._surrounded.again())
                 seen.restore(stack, self.device)
                 yield
+
+    def _check_unchanged(self, k: int, seen: Seen) -> None:
+        """Raise GradientError where a recompute would find another parameter, or another object, than the first run."""
+        if (now := self._versions(k)) != seen.versions:
+            check_versions(self._user_of(k, seen.versions, now), seen.versions, now, "a parameter of")
+        if seen.look is not None:
+            stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
+            stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, self.traits[k]), *own))
 
     def _versions(self, k: int) -> Versions:
         return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)

@@ -174,7 +174,7 @@ class Extent:
     def map(self) -> torch.Tensor:
         """The extent's bytes as a uint8 tensor that shares them: what is written to either is seen by both."""
         if self.nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         mapping = self._mapped_now()
         if mapping is None:
             with self._opened("map", os.O_RDWR) as file:

@@ -118,7 +118,7 @@ def _hush() -> None:
     That is no news here: provoke it unseen.
     """
     sys.stderr.flush()
-    before = torch.empty(1)
+    before = torch.empty(1, device="cpu")
     with contextlib.ExitStack() as stack:
         shown, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
         stack.callback(os.close, shown)

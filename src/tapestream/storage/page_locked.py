@@ -189,7 +189,7 @@ class PageLockedMemory:
 
 
 def _pinned_empty(nbytes: int) -> torch.Tensor:
-    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True, device="cpu")
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
 
 

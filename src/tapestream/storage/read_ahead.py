@@ -52,7 +52,7 @@ def pieces_of(
     ``parts``: tensors whose elements, one after the other, are those of the one given. A tensor that lies in another
     order is copied first. Raises StorageError when a disk fails.
     """
-    buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+    buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _BUFFERS
     ready: deque[tuple[_Span, torch.Tensor, Future[None] | None]] = deque()
     with ThreadPoolExecutor(_BUFFERS - 1, "tapestream-read") as threads:
         for number, span in enumerate(_spans(tensors, parts)):
@@ -107,4 +107,6 @@ def _spans(tensors: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> Iterato
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0).byte()
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -135,7 +135,7 @@ def _view(mapping: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Ten
         raise ValueError(f"a tensor of shape {entry['shape']}")
     dtype = _DTYPES[entry["dtype"]]
     # Of its own, since a deep copy of a view is one of all that it is a view of.
-    piece = torch.empty(0, dtype=torch.uint8)
+    piece = torch.empty(0, dtype=torch.uint8, device="cpu")
     if last > first:
         piece = torch.frombuffer(mapping, dtype=torch.uint8, count=last - first, offset=first)
     # What is small is often kept as it is given (Adam's step); another writer's file may have a header of odd length.

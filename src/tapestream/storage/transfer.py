@@ -28,7 +28,7 @@ def round_up(nbytes: int, to: int = ALIGNMENT) -> int:
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """``nbytes`` uint8 in RAM from a multiple of 4096; torch itself aligns to 64 bytes only."""
-    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
     _ask_for_large_pages(whole)
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, nbytes)
 
@@ -36,7 +36,7 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 def lean_empty(nbytes: int) -> torch.Tensor:
     """``nbytes`` uint8 in RAM, aligned for direct transfers unless they go through the buffer in one piece: the page
     that it takes to align them is in no plan, and would count beside so little."""
-    return aligned_empty(nbytes) if nbytes > _STAGE else torch.empty(nbytes, dtype=torch.uint8)
+    return aligned_empty(nbytes) if nbytes > _STAGE else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def landing_empty(nbytes: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def landing_empty(nbytes: int) -> torch.Tensor:
     if nbytes > _STAGE or nbytes % SECTOR:
         found = lean_empty(nbytes)
     else:
-        whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8)
+        whole = torch.empty(nbytes + SECTOR - _TORCH_ALIGNMENT, dtype=torch.uint8, device="cpu")
         found = whole.narrow(0, -whole.data_ptr() % SECTOR, nbytes)
     return with_storage_of_its_own(found)
 
@@ -54,7 +54,7 @@ def with_storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
     """The same uint8 in RAM in a storage that begins and ends with them."""
     start = memory.storage_offset()
     storage: torch.UntypedStorage = memory.untyped_storage()[start : start + memory.numel()]
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class AdversarialEngine:
 def poison(region: Region, nbytes: int) -> None:
     """Set every bit of the first ``nbytes`` bytes."""
     if region.extent is not None:
-        region.extent.write_from(torch.full((nbytes,), POISON, dtype=torch.uint8))
+        region.extent.write_from(torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu"))
     else:
         region.memory[:nbytes].fill_(POISON)
 
@@ -90,6 +90,6 @@ def checksum(region: Region, nbytes: int) -> int:
     if region.extent is None:
         memory = region.memory[:nbytes].cpu()
     else:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         region.extent.read_into(memory)
     return zlib.crc32(memory.numpy().data)

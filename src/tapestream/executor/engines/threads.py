@@ -181,13 +181,13 @@ class ThreadsEngine:
 def transfer(source: Region, target: Region, nbytes: int) -> None:
     """Copy bytes between two regions of any tiers now, on this thread. Raises StorageError when a file fails."""
     if source.extent is not None:
-        into = target.memory[:nbytes] if target.tensor is not None else torch.empty(nbytes, dtype=torch.uint8)
-        landing = into if into.is_cpu else torch.empty(nbytes, dtype=torch.uint8)
+        here = target.tensor is not None and target.tensor.is_cpu
+        landing = target.memory[:nbytes] if here else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         source.extent.read_into(landing)
         if target.extent is not None:
             target.extent.write_from(landing)
-        elif landing is not into:
-            into.copy_(landing)
+        elif not here:
+            target.memory[:nbytes].copy_(landing)
     elif target.extent is not None:
         target.extent.write_from(source.memory[:nbytes].cpu())
     elif source.memory.is_cpu and target.memory.is_cpu:

@@ -85,7 +85,7 @@ def _without(kept: Kept, form: Form, drawn: bool) -> Kept:
         leaves[i] = number[id(leaves[i])]
     generators, buffers = kept.torch_generators, kept.buffers
     if drawn and generators is not None:
-        generators = replace(generators, cpu=torch.empty(0))
+        generators = replace(generators, cpu=torch.empty(0, device="cpu"))
     if buffers is not None:
         buffers = replace(buffers, copies=())
     return Kept(form.build(leaves), [], generators, kept.host_generators, buffers)

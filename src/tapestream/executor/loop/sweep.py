@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import InputError
 from tapestream.executor.loop.traits import Body, Sweep
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard, escaped
 
 NAME = "a step of the loop"
@@ -22,7 +23,7 @@ class Sweeps:
         self.first_run = True
         self.reached, self.over = 0, False
         self.tick = tick
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = root_of_graph()
 
     def sweep(self, state: Any, start: int, stop: int, ended: Callable[[Any], bool] | None = None) -> Any:
         """Steps start .. stop-1, keeping nothing, or fewer: up to the first whose state ``ended`` accepts.

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.stand_ins import Seen
 from tapestream.frontends.loop.reach import ends_of
-from tapestream.runner.graph import cast_leaves, next_sequence_number
+from tapestream.runner.graph import cast_leaves, next_sequence_number, root_of_graph
 from tapestream.runner.guards import Guard
 from tapestream.runner.modes import as_a_stage
 from tapestream.runner.state import replica
@@ -48,7 +48,7 @@ def watch(
     observer = Observer()
     since = next_sequence_number()
     seen = Seen(since)
-    root = torch.empty(0, requires_grad=True)
+    root = root_of_graph()
     device = next((leaf.device for leaf in form.leaves(state) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
     with as_a_stage(device), seen:
         inside, fresh = _copied(form, state, requires, root)

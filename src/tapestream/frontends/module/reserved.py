@@ -47,7 +47,7 @@ class ReservedWatch:
         warnings.warn(
             f"PyTorch's allocator has reserved {format_nbytes(more)} of {handle.device} for a budget of "
             f"{format_nbytes(allowed)}: pieces of memory that fit nothing, or that something else has left. Set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts; torch.cuda.empty_cache() gives "
-            "back what is unused",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts; "
+            f"torch.{handle.device.type}.empty_cache() gives back what is unused",
             stacklevel=2,
         )

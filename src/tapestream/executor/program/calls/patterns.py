@@ -236,7 +236,7 @@ def tensors_of(result: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _into(pattern: Pattern, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """By place: a later call may give one tensor twice, or two instead."""
-    apart = [torch.empty(0) for _ in tensors]
+    apart = [torch.empty(0, device="cpu") for _ in tensors]
     args, kwargs = pattern.arguments(iter(apart))
     into = written(pattern.function, args, kwargs)
     return tuple(place for place, tensor in enumerate(apart) if any(tensor is one for one in into))

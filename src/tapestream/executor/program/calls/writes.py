@@ -32,7 +32,7 @@ QUESTIONS = frozenset(
 )  # fmt: skip
 """Calls that make no tensor, write into none and draw nothing: they need not be noted."""
 _DROPOUT = functional.dropout
-_NOTHING = torch.empty(1)
+_NOTHING = torch.empty(1, device="cpu")
 _GIVES_BACK = _DROPOUT(_NOTHING, 0.0, True) is _NOTHING and _DROPOUT(_NOTHING, 0.5, False) is _NOTHING
 
 

@@ -17,7 +17,7 @@ from tapestream.ir import Action, Free, Kind, Offload, Prefetch, Tier, Value, Wa
 
 Reads: TypeAlias = tuple[bool, bool]
 """Whether backward of a stretch reads the state before it, and the one after it, as states of the plan."""
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Moves:

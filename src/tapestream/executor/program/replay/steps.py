@@ -23,6 +23,7 @@ from tapestream.executor.program.record.record import Record, look
 from tapestream.executor.program.record.tape import Saved, inside
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.runner.ambient import TorchGenerators
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard
 
 NAME = "the program"
@@ -57,7 +58,7 @@ class ProgramSteps:
         self._tells_leaves = self.users_code or casts or switches
         self._live: Kept | None = None
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = root_of_graph()
         self._first: TorchGenerators | None = None
 
     @functools.cached_property

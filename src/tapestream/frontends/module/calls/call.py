@@ -26,6 +26,7 @@ from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Tier
 from tapestream.runner.ambient import mark_of_autocast
 from tapestream.runner.checkpointing import checkpointing_off
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Watch
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
@@ -33,8 +34,7 @@ from tapestream.runner.state import State, take_apart, tensors_in
 
 
 class UnplannedBlock(Exception):
-    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: what has run of the call
-    wrote buffers."""
+    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: buffers were, by then."""
 
     def __init__(self, position: int, written: bool, why: str) -> None:
         super().__init__(position)
@@ -73,7 +73,7 @@ class StreamCall:
         self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward" and live.alone
         casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
         self.casts = mark_of_autocast(device) if casting else None
-        self.anchor = torch.empty(0) if self.plain else self._anchored()
+        self.anchor = torch.empty(0, device="cpu") if self.plain else self._anchored()
         self.closed = False
         self._views: dict[int, SegmentView] = {}
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
@@ -87,7 +87,7 @@ class StreamCall:
         live.calls.add(self)
 
     def _anchored(self) -> torch.Tensor:
-        root = torch.empty(0, requires_grad=True).view(0)
+        root = root_of_graph().view(0)
         blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
         parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not hooked(p)]
         anchor: torch.Tensor = Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]

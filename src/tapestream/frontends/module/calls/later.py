@@ -9,6 +9,7 @@ from torch import nn
 
 from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.calls.node import apply_block
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard
 
 if TYPE_CHECKING:
@@ -49,6 +50,6 @@ def _call(
             return found
         with torch.no_grad():
             made = handle.call_block(position, function, args, {})
-        root, name = torch.empty(0, requires_grad=True), f"block {position}, called after the model's own call,"
+        root, name = root_of_graph(), f"block {position}, called after the model's own call,"
         found = Guard.apply(root, made, name)  # type: ignore[no-untyped-call]
         return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import containers_behind, refill
 from tapestream.runner.state import State, take_apart
@@ -118,7 +119,7 @@ def capturing(modules: Sequence[nn.Module]) -> Iterator[Captured]:
 def _guarded(tree: Any, outer: dict[int, torch.Tensor], name: str) -> Any:
     """Inputs of a module inside the block: a gradient asked for through its own tensors would be lost, so it
     raises."""
-    root = torch.empty(0, requires_grad=True)
+    root = root_of_graph()
 
     def guard(leaf: Any) -> Any:
         if id(leaf) in outer:

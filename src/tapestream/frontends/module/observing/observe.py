@@ -32,7 +32,7 @@ from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.buffers import BufferSnapshot, buffer_slots
-from tapestream.runner.graph import leaves_behind
+from tapestream.runner.graph import leaves_behind, root_of_graph
 from tapestream.runner.guards import Guard, hooks_off
 from tapestream.runner.private import tensors_in
 from tapestream.runner.stage import Stage, Traits, is_compiled
@@ -111,7 +111,7 @@ class Observation:
         self.segments: list[Segment] = []
         self._link, self._reused = Link(), Reused()
         self._left_out = LeftOut(model, blocks[:wide])
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = root_of_graph()
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
         self._meter: MemoryMeter | None = None
         self._before_nbytes = self._left_nbytes = 0
