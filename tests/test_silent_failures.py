@@ -91,7 +91,7 @@ def test_generators_are_the_users_between_call_and_backward(
     assert_as_plain(kind, frontend, tmp_path, gradients)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_a_second_call_is_not_served_from_the_first(frontend: str, turned: bool, tmp_path: Path) -> None:
     """Two calls at other inputs, then both backwards, with the least budget that both find room in."""

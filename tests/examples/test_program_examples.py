@@ -26,6 +26,7 @@ def test_particles(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_particles_that_are_recomputed_have_the_gradient_of_a_plain_loop() -> None:
     positions = (torch.rand(100, 2, generator=torch.Generator().manual_seed(0)) - 0.5) / 3
     velocities = torch.zeros_like(positions).requires_grad_()

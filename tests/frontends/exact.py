@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import torch
 from models import Case, Stages
+from place import DEVICE
 from torch import nn
 
 from tapestream.errors import BudgetError
@@ -41,7 +42,8 @@ def seed(number: int) -> None:
 
 
 def copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+    """On the CPU, wherever it lies."""
+    return None if tensor is None else tensor.detach().cpu().clone()
 
 
 Trace = dict[str, torch.Tensor | None]
@@ -59,7 +61,7 @@ def train(call: Callable[[Any], Any], stages: Stages, case: Case, steps: int = 3
             x = case.batch()
             if case.input_requires and x.is_floating_point():
                 x.requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():
+            with torch.autocast(DEVICE, torch.bfloat16) if case.autocast else contextlib.nullcontext():
                 loss = case.loss(call(case.state(x)))
             loss.backward()
             trace[f"{step}.{micro} loss"] = copy_of(loss)
@@ -91,7 +93,7 @@ def called_once(case: Case, stages: Stages, **options: Any) -> Chain:
     x = case.batch()
     if case.input_requires and x.is_floating_point():
         x.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():
+    with torch.autocast(DEVICE, torch.bfloat16) if case.autocast else contextlib.nullcontext():
         net(case.state(x))
     return net
 

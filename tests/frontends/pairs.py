@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from exact import assert_same, seed
+from place import DEVICE
 from streamable import WIDTH, Chained, Model, dense, numbers
 from streaming import everything, gradients_of
 from torch import nn
@@ -36,4 +37,4 @@ def both(pair: Pair, run: Callable[[nn.Module, Any], None], steps: int = 3) -> N
 
 
 def batch() -> torch.Tensor:
-    return torch.randn(3, WIDTH)
+    return torch.randn(3, WIDTH, device=DEVICE)

@@ -51,7 +51,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize(
     "lengths",
-    [pytest.param((64, 64), marks=pytest.mark.full), pytest.param((64, 64, 64), marks=pytest.mark.full), LENGTHS],
+    [(64, 64), pytest.param((64, 64, 64), marks=pytest.mark.full), pytest.param(LENGTHS, marks=pytest.mark.full)],
 )
 def test_the_least_budget_for_several_calls_holds_them(lengths: tuple[int, ...], options: dict[str, Any]) -> None:  # noqa: F811
     """It is named by the first of them, before anything was run in vain, and is less than what they need if each takes

@@ -335,6 +335,7 @@ def test_weights_changed_before_backward_raise(make: Any) -> None:
         out.sum().backward()
 
 
+@pytest.mark.on_cpu("its modules are made before there is a device")
 @pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Linear(6, 6)])
 def test_the_output_changed_before_backward_raises_or_is_right(make: Any, last: nn.Module) -> None:
     x = leaf(3, 6)
@@ -439,6 +440,7 @@ def test_profiling_leaves_nothing_behind(name: str) -> None:
     assert live_tensors() <= before
 
 
+@pytest.mark.on_cpu("bytes of the CPU are measured")
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_nothing_is_left_after_a_step_or_a_dropped_call(planner: str) -> None:
     x = leaf(3, 6)
@@ -522,6 +524,7 @@ class Keeping(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+@pytest.mark.on_cpu("what is recomputed is planned by bytes on the CPU")
 @pytest.mark.parametrize("of_input", [True, False])
 def test_what_a_stage_keeps_has_its_graph(of_input: bool) -> None:
     """Short stages run without one where nothing outlives them; the gradient through such a tensor was lost."""

@@ -235,6 +235,7 @@ def saved_away(lengths: list[int], tier: Tier) -> Schedule:
     return Schedule.of(actions, starts[-1] + lengths[-1], planner="hand")
 
 
+@pytest.mark.on_cpu("engines that copy between places of one RAM")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["towers", "triplet"])
 def test_a_given_plan_moves_what_it_says(name: str, engine: str, tmp_path: Path) -> None:
@@ -260,6 +261,7 @@ class Wide(nn.Module):
         return F.layer_norm(torch.cat([y] * self.grow, 0), (8,))
 
 
+@pytest.mark.on_cpu("its bytes are measured")
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
 def test_bytes_at_the_peak(share: float) -> None:
     branches: list[Stages] = [[Wide(1 + (k == 2)) for k in range(7)], [Wide() for _ in range(4)]]

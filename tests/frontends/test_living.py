@@ -31,6 +31,7 @@ def saved(thing: Any) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.on_cpu("a GPU needs ts.GradScaler")
 def test_loss_scaling_with_clipping_and_a_step_left_out(pair: Pair) -> None:
     scales = []
     for model, optimizer in (pair[0::2], pair[1::2]):
@@ -49,6 +50,7 @@ def test_loss_scaling_with_clipping_and_a_step_left_out(pair: Pair) -> None:
     assert_same(everything(pair[0]), everything(pair[1]))
 
 
+@pytest.mark.on_cpu("gradients of one model lie on one device")
 def test_clipping_by_norm_and_by_value(pair: Pair) -> None:
     norms: list[torch.Tensor] = []
 
@@ -61,6 +63,7 @@ def test_clipping_by_norm_and_by_value(pair: Pair) -> None:
     assert all(torch.equal(a, b) for a, b in zip(norms[:3], norms[3:], strict=True))
 
 
+@pytest.mark.on_cpu("parameters of one model lie on one device")
 def test_averages_made_before_and_by_hand(pair: Pair) -> None:
     found = []
     for model, optimizer in (pair[0::2], pair[1::2]):
@@ -78,6 +81,7 @@ def test_averages_made_before_and_by_hand(pair: Pair) -> None:
     assert_same(*found)
 
 
+@pytest.mark.on_cpu("c10d knows no simulated GPU")
 def test_one_process_of_many_that_could_be(pair: Pair, one_process: None) -> None:
     theirs, ours, plain, optimizer = pair
     for model, steps in ((theirs, plain), (ours, optimizer)):
@@ -88,6 +92,7 @@ def test_one_process_of_many_that_could_be(pair: Pair, one_process: None) -> Non
     assert_same(everything(theirs), everything(ours))
 
 
+@pytest.mark.on_cpu("the simulated GPU compiles nothing")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # hidden by PyTorch itself
 @pytest.mark.parametrize("when", ["before", "wrapped", "after"])
 @pytest.mark.parametrize("engine", ["auto", "adversarial"])
@@ -158,6 +163,7 @@ def test_going_on_from_saved_files(pair: Pair, setting: dict[str, Any]) -> None:
         assert_same(state_of(plain), state_of(resumed))
 
 
+@pytest.mark.on_cpu("weights are drawn where they lie")
 def test_fresh_weights_by_apply(pair: Pair) -> None:
     for model in pair[:2]:
         seed(5)

@@ -132,6 +132,7 @@ def test_clipping_by_global_norm(options: dict[str, Any]) -> None:
     assert_same(*traces)
 
 
+@pytest.mark.on_cpu("a GPU needs ts.GradScaler")
 def test_a_gradient_scaler(options: dict[str, Any]) -> None:
     theirs, traces = CASE.model(), []
     with streamed(CASE, **options) as ours:
@@ -255,6 +256,7 @@ def test_used_gradients_cannot_be_read(eager: tuple[nn.Module, Any]) -> None:
     loss_at(model, CASE).backward()  # what is left of the blocks' first is ignored
 
 
+@pytest.mark.on_cpu("a GPU needs ts.GradScaler")
 def test_a_gradient_scaler_is_refused(eager: tuple[nn.Module, Any]) -> None:
     model, optimizer = eager
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

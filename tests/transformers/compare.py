@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from exact import Trace, assert_same, copy_of, seed
-from streaming import DIRECT, everything, state_of
+from place import DEVICE
+from streaming import DIRECT, TWO_HOPS, everything, state_of
 from zoo import Batch, Family, loss_of
 
 import tapestream as ts
@@ -44,9 +45,10 @@ class Setting:
         return "-".join(words)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if self.bfloat16 else contextlib.nullcontext()
+        return torch.autocast(DEVICE, torch.bfloat16) if self.bfloat16 else contextlib.nullcontext()
 
 
+MACHINE = DIRECT if DEVICE == "cpu" else TWO_HOPS
 TIGHT = Setting(training=True, bfloat16=False, sdpa=True, tight=True, disk=True)
 AMPLE = Setting(training=True, bfloat16=False, sdpa=True, tight=False, disk=False)
 
@@ -78,7 +80,7 @@ def streamed(
 ) -> Iterator[tuple[Any, Any]]:
     """``model`` streamed with this setting's home and budget, and its optimizer; undone at the end."""
     home: dict[str, Any] = {"home": "disk", "folder": folder} if setting.disk else {"home": "device"}
-    ts.stream(model, device="cpu", machine=DIRECT, budget=1 if setting.tight else "1 TiB", blocks=blocks, **home)
+    ts.stream(model, device=DEVICE, machine=MACHINE, budget=1 if setting.tight else "1 TiB", blocks=blocks, **home)
     try:
         optimizer = adamw(model)
         if setting.tight:
@@ -113,10 +115,11 @@ def assert_worked(done: Report, setting: Setting) -> None:
     """Some block ran more than once, and every block's parameters came from the disk, if that is home, in all of three
     steps. Every chain of two blocks has one to recompute; whether that is worth it depends on the other chains."""
     plans = [plan.simulation for plan in done.plans]
-    assert sum(plan.forwards for plan in plans) > sum(plan.recorded for plan in plans)
+    if DEVICE == "cpu":  # elsewhere small tensors take as much as larger ones, and dropping them saves nothing
+        assert sum(plan.forwards for plan in plans) > sum(plan.recorded for plan in plans)
     if setting.disk:
         there = sum(block.parameters_nbytes for plan in done.plans for block in plan.profile.blocks)
-        assert done.bytes_moved[ts.Tier.DISK, ts.Tier.DEVICE] >= 3 * there > 0
+        assert sum(n for (source, _), n in done.bytes_moved.items() if source is ts.Tier.DISK) >= 3 * there > 0
 
 
 def assert_exact(

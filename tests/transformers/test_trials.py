@@ -235,6 +235,10 @@ TRIALS = {
 }
 
 
+_ON_CPU = {
+    "Mixtral captured routers": "the simulated GPU counts no whole numbers (histc)",
+    "Whisper layer drop": "its least budget is that of the layers which the CPU's generator drops",
+}
 CAST = replace(TIGHT, bfloat16=True)
 WORDS_FOR = {TIGHT: "tight", CAST: "tight-bfloat16", AMPLE: "ample"}
 
@@ -246,6 +250,8 @@ def cases() -> list[Any]:
         if setting is CAST and not trial.cast:
             continue
         marks = [pytest.mark.filterwarnings(trial.warns)] if trial.warns else []
+        if name in _ON_CPU:
+            marks.append(pytest.mark.on_cpu(_ON_CPU[name]))
         found.append(pytest.param(trial, setting, marks=marks, id=f"{name}-{WORDS_FOR[setting]}"))
     return found
 

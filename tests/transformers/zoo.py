@@ -34,7 +34,7 @@ class Family:
 
     def batch(self, number: int = 0) -> Batch:
         """Batch ``number``: the same at every call."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(100 + number)
             return self.inputs()
 

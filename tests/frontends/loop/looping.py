@@ -58,7 +58,7 @@ def numpy_noise() -> Made:
     weight = torch.randn(4, 4).requires_grad_()
 
     def step(h: Tensor) -> Tensor:
-        return torch.tanh(h @ weight + torch.from_numpy(numpy.random.randn(4)).float())
+        return torch.tanh(h @ weight + torch.from_numpy(numpy.random.randn(4)).to(h))
 
     return step, torch.randn(2, 4), [weight]
 
@@ -66,7 +66,7 @@ def numpy_noise() -> Made:
 def own_generators() -> Made:
     """Draws from generators that are objects of its own, one of them in every third step alone."""
     weight = torch.randn(4, 4).requires_grad_()
-    torch_made, numpy_made = torch.Generator().manual_seed(3), numpy.random.default_rng(4)
+    torch_made, numpy_made = torch.Generator(weight.device).manual_seed(3), numpy.random.default_rng(4)
     python_made, legacy = random.Random(5), numpy.random.RandomState(6)
 
     def step(state: tuple[Tensor, int]) -> tuple[Tensor, int]:

@@ -130,7 +130,10 @@ def test_ten_times_longer_takes_one_more_restart_checkpoint_per_doubling() -> No
     assert kept[1] - kept[0] <= ceil(log2(10))
 
 
-@pytest.mark.parametrize(("planner", "states"), [("bisection", 22), pytest.param("auto", 18, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("planner", "states"),
+    [pytest.param("bisection", 22, marks=pytest.mark.full), pytest.param("auto", 18, marks=pytest.mark.full)],
+)
 def test_a_long_program_in_the_memory_of_a_few_states(planner: str, states: int) -> None:
     """Of a tape of 10,000: in more stretches than are tried where more memory is given."""
     operations, side = 20_000, 48

@@ -112,7 +112,7 @@ def test_training_with_fake_quantization(fused: bool, tight: bool) -> None:
     compare(run, [weight], made, budget, calls=3, modules=[quantize], reruns=tight)
 
 
-@pytest.mark.parametrize("size", [16, 48])
+@pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.full), 48])
 def test_deep_copies_of_what_a_program_makes(size: int) -> None:
     """A replay is not given the memo of the first run, whose numbers may be those of other tensors by then."""
     weight = nn.Parameter(torch.eye(size) / 2 + 0.1)

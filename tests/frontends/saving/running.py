@@ -45,6 +45,7 @@ class Run:
         torch.manual_seed(0)
         random.seed(0)
         bfloat16 = options.pop("bfloat16", False)
+        self.device = "cuda" if "simulated_gpu.plugin" in sys.modules else "cpu"
         with torch.device(options.pop("made_on", "cpu")):
             self.model: nn.Module = GPT(GPTConfig(layers, width, 2, vocabulary=64, context=length, dropout=0.1))
         if bfloat16:
@@ -52,9 +53,10 @@ class Run:
         if folder is not None:
             home = options.pop("home", "disk")
             options |= {"folder": folder} if home == "disk" else {}
-            self.model = ts.stream(self.model, device="cpu", home=home, **options)
+            self.model = ts.stream(self.model, device=self.device, home=home, **options)
             self.optimizer: Any = ts.optimizer(self.model, torch.optim.AdamW, lr=1e-2, update="backward")
         else:
+            self.model.to(self.device)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         self.data, self.step = Data(length), 0
@@ -66,7 +68,8 @@ class Run:
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            loss = self.model(*self.data.batch()) * random.random()
+            tokens, wanted = self.data.batch()
+            loss = self.model(tokens.to(self.device), wanted.to(self.device)) * random.random()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

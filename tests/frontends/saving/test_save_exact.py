@@ -51,6 +51,7 @@ class Halves(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
+@pytest.mark.on_cpu("tensors are loaded to the CPU")
 def test_what_is_loaded_may_be_written_to(tmp_path: Path) -> None:
     """By modules that keep what they are given, by hooks, and by those who take plain values; files do not change."""
     model = nn.ModuleDict({"remembers": Remembers(), "assigns": nn.Linear(64, 64), "halves": nn.Linear(64, 64)})
@@ -75,6 +76,7 @@ def test_what_is_loaded_may_be_written_to(tmp_path: Path) -> None:
     optimizer.step()
 
 
+@pytest.mark.on_cpu("tensors are loaded to the CPU")
 def test_files_are_mapped_to_write_only_for_those_who_might() -> None:
     """Some limits count what is mapped so."""
     assert only_copies(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2)))
@@ -98,6 +100,7 @@ class Second(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
+@pytest.mark.on_cpu("tensors are loaded to the CPU")
 def test_the_versions_of_modules_are_kept(tmp_path: Path) -> None:
     model = nn.Sequential(Second(), nn.BatchNorm1d(2))
     ts.save(tmp_path, model=model, values=model.state_dict())
@@ -112,6 +115,7 @@ def test_the_versions_of_modules_are_kept(tmp_path: Path) -> None:
     assert unpack(tree, lambda name: torch.ones(()))._metadata["bn1"] == {"version": 2}
 
 
+@pytest.mark.on_cpu("tensors are loaded to the CPU")
 def test_the_name_that_the_format_keeps_for_itself_is_free(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("__metadata__", torch.arange(3.0))
@@ -125,6 +129,7 @@ def test_the_name_that_the_format_keeps_for_itself_is_free(tmp_path: Path) -> No
     assert torch.equal(other.get_buffer("__metadata___"), torch.arange(4.0))
 
 
+@pytest.mark.on_cpu("tensors are loaded to the CPU")
 def test_views_with_another_sign_are_other_values(tmp_path: Path) -> None:
     number = torch.randn(LARGE, dtype=torch.complex64)
     plain = torch.ones(5)
