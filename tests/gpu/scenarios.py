@@ -138,10 +138,15 @@ def streamed(
 # How it is trained, and what is read
 
 
+LONG = 60_000_000
+"""Cycles of a device, about 40 ms."""
+
+
 def busy(device: str) -> None:
-    """Keep the device busy for about 40 ms: whoever waits for nothing overtakes it."""
-    with torch.cuda.device(device):
-        torch.cuda._sleep(60_000_000)
+    """Keep the device busy: whoever waits for nothing overtakes it."""
+    module = torch.get_device_module(device)
+    with module.device(device):
+        module._sleep(LONG)
 
 
 def differentiate(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -466,7 +471,7 @@ def inputs_from_page_locked_memory(device: str) -> Pairs:
             buffer.copy_(batch("cpu", 1.0 + number))
             busy(device)
             x = buffer.to(device, non_blocking=True)
-            copied = torch.cuda.current_stream(device).record_event()
+            copied = torch.accelerator.current_stream(device).record_event()
             differentiate(model, x)
             optimizer.step()
             optimizer.zero_grad()
@@ -582,10 +587,11 @@ def grad_scaler_with_gradients_on_the_host(device: str) -> Pairs:
     """float16 by autocast with a scaler, whose scale is a power of two: unscaling rounds nothing anywhere."""
 
     def run(model: nn.Module, optimizer: Any) -> Seen:
-        scaler, x = ts.GradScaler("cuda", init_scale=256.0), batch(device)
+        kind = torch.device(device).type
+        scaler, x = ts.GradScaler(kind, init_scale=256.0), batch(device)
         for _ in range(3):
             busy(device)
-            with torch.autocast("cuda", torch.float16):
+            with torch.autocast(kind, torch.float16):
                 loss = model(x).square().mean()
             busy(device)
             scaler.scale(loss).backward()
@@ -660,8 +666,7 @@ def side_stream(device: str) -> Pairs:
     plain, optimizer = plain_training(device)
     train(plain, optimizer, device)
     expected = weights(plain)
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
+    with torch.Stream(device):
         model, optimizer = our_training(device)
         train(model, optimizer, device)
         found = weights(model)
@@ -672,16 +677,16 @@ def forward_in_side_stream_backward_in_default(device: str) -> Pairs:
     """The forward in a stream of the user's, the backward behind it in the default one."""
 
     def run(model: nn.Module) -> Seen:
-        x, side = batch(device), torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(60_000_000)
+        x, side = batch(device), torch.Stream(device)
+        torch.accelerator.synchronize(device)
+        with side:
+            busy(device)
             loss = model(x).square().mean()
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.accelerator.current_stream(device).wait_stream(side)
         loss.backward()
         return gradients(model)
 
-    with torch.cuda.device(device):
+    with torch.get_device_module(device).device(device):
         return compared(run(model) for model in models(device))
 
 
@@ -691,7 +696,7 @@ def autocast_bf16(device: str) -> Pairs:
     def run(model: nn.Module) -> Seen:
         x = batch(device)
         busy(device)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
             loss = model(x).square().mean()
         busy(device)
         loss.backward()

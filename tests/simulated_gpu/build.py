@@ -22,7 +22,7 @@ UNITS = {
     "host": ("knobs", "clock", "queues", "streams", "generator", "interface"),
     "memory": ("device_memory", "host_memory", "workspaces"),
     "dispatch": ("shadow", "traits", "shapes", "costs", "operators"),
-    "kernels": ("kernels", "copies", "recurrent", "attention", "hooks"),
+    "kernels": ("kernels", "copies", "recurrent", "attention", "autocast", "hooks"),
 }
 KINDS = {"cuda": (), "privateuse1": ("-DSIMULATED_PRIVATE",)}
 
