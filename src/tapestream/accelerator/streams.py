@@ -47,19 +47,29 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that ``run`` takes on ``device``, and what it gave.
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """Starts now; what it returns gives the seconds on ``device`` from then until it is called.
 
     On an accelerator: between two events on the current stream, so that work issued earlier does not count.
     """
     if not is_accelerator(device):
         start = perf_counter()
-        found = run()
-        return perf_counter() - start, found
+        return lambda: perf_counter() - start
     with active(device):
-        stream = current_stream(device)
-        begin = event_after(stream, timed=True)
+        begin = event_after(current_stream(device), timed=True)
+
+    def seconds() -> float:
+        with active(device):
+            end = event_after(current_stream(device), timed=True)
+            end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return seconds
+
+
+def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that ``run`` takes on ``device``, as `stopwatch` has them, and what it gave."""
+    with active(device) if is_accelerator(device) else contextlib.nullcontext():
+        seconds = stopwatch(device)
         found = run()
-        end = event_after(stream, timed=True)
-        end.synchronize()
-    return begin.elapsed_time(end) / 1e3, found
+        return seconds(), found

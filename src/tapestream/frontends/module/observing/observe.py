@@ -1,7 +1,6 @@
 """`Observation`: the model's first call with new shapes, block by block, each profiled where it stands."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.accelerator.streams import stopwatch
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
@@ -163,6 +163,7 @@ class Observation:
     def _turn(self, returned: list[Any]) -> Turn:
         """Differentiate what the model ``returned`` down to the last block's output, as the user's backward will. The
         list is emptied on the way: only it may hold that."""
+        seconds = self._since_block()
         found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = [t for t in found if t.dim() == 0]  # a loss that the model computes itself is what is used
         roots = roots or [t.materialised() if isinstance(t, LazyLogits) else t for t in found]
@@ -184,14 +185,14 @@ class Observation:
             returned.clear()
         states += still_held(results)  # by the graph: the first plan is for those who hold all
         self._measure_outside()
-        start = time.perf_counter()
+        since = stopwatch(self.device)
         made: tuple[torch.Tensor | None, ...] = ()
         if roots and leaves:
             with hooks_off(weights):
                 wanted: list[Any] = [*leaves, *weights]
                 seeds = [torch.ones_like(t) for t in roots]
                 made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        seconds = time.perf_counter() - start
+        seconds += since()
         backward = self._stop_measuring()
         assert backward is not None
         given = [t for t in made[: len(leaves)] if t is not None]
@@ -210,6 +211,7 @@ class Observation:
             self._outside.enter_context(self._direct)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
+        self._since_block = stopwatch(self.device)
 
     def _stop_measuring(self) -> MemoryMeter | None:
         meter, outside = self._meter, self._outside

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes, workspaces_nbytes
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
@@ -29,8 +30,9 @@ from tapestream.units import format_nbytes
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
 
-# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves.
-_UPDATE_BYTES_PER_SECOND = 5e9
+# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves. On an
+# accelerator that is the order of what its memory gives: copies must not seem hidden behind updates that are short.
+_UPDATE_BYTES_PER_SECOND, _ON_ACCELERATORS = 5e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ def _update_speed(handle: "Streamed") -> float:
     than they take."""
     moves = handle.store.home is not Tier.DEVICE
     found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
-    return found or _UPDATE_BYTES_PER_SECOND
+    return found or (_ON_ACCELERATORS if is_accelerator(handle.device) else _UPDATE_BYTES_PER_SECOND)
 
 
 def _block_cost(handle: "Streamed", block: ParameterBlock, speed: float) -> BlockCost:

@@ -1,0 +1,155 @@
+"""A training step takes what its plan says: on the virtual clock of a card, with the links of that card."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if "simulated_gpu.plugin" not in sys.modules:
+    pytest.skip("it is the simulated GPU that has a virtual clock", allow_module_level=True)
+
+from scenarios import WIDTH, batch
+from simulated_gpu import Simulator
+from simulated_gpu.clock import CARDS, Card, Clock
+
+import tapestream as ts
+from tapestream.accelerator.memory import workspaces_nbytes
+from tapestream.frontends.module.stream import handle_of
+from tapestream.planning.plan import Plan
+
+ROWS, WIDE, BLOCKS = 1024, 1024, 4
+SECONDS = 0.03
+"""How far a step is from its plan, at most, of what it takes. What a plan does not know: its stages were measured some
+of the time behind an idle host, its updates are as fast as those of any card, and small kernels come with a step."""
+HIDDEN = 0.05
+"""How far the hidden part of the copies is from that of the plan, at most, of all copies."""
+
+Spans = list[tuple[float, float]]
+
+
+class Block(nn.Module):
+    """A product and two passes over its result; the weights come over the card's link in about twice that time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width) to the same."""
+        return x + nn.functional.gelu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks, and the loss: so that no kernel of a step is unknown to the plan."""
+
+    def __init__(self, width: int, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width) to a number."""
+        for block in self.blocks:
+            x = block(x)
+        return (x @ x.T).square().mean()
+
+
+@dataclass
+class Timeline:
+    """What a step takes, the part of its copies during which something was computed, and the bytes of all copies."""
+
+    seconds: float
+    hidden: float
+    nbytes: int
+
+
+@pytest.fixture
+def clock(simulator: Simulator) -> Iterator[Clock]:
+    torch.cuda.synchronize()
+    yield simulator.clock
+    simulator.clock.off()
+
+
+def machine_of(card: Card) -> ts.Machine:
+    host, device = ts.Tier.HOST, ts.Tier.DEVICE
+    links = {(host, device): ts.Link(card.into, card.copy), (device, host): ts.Link(card.out, card.copy)}
+    return ts.Machine(links=links)
+
+
+def streamed(card: Card, share: float) -> nn.Module:
+    """A model with ``share`` of what its weights, their gradients and the state of AdamW take on the device, and room
+    for what is computed."""
+    model = Net(WIDE)
+    budget = int(share * 4 * sum(p.nbytes for p in model.parameters())) + 6 * ROWS * WIDE * 4
+    budget += workspaces_nbytes(torch.device("cuda"))
+    return ts.stream(model, device="cuda", home="host", budget=budget, machine=machine_of(card))
+
+
+def plan_of(model: nn.Module) -> Plan:
+    last = handle_of(model).last
+    assert last is not None
+    (plan,) = last.plans
+    return plan
+
+
+def hidden(copies: Spans, computed: Iterable[tuple[float, float]]) -> float:
+    """The part of the copies' seconds that lies within what is computed, which does not overlap itself."""
+    within = sum(max(0.0, min(a, b) - max(start, begin)) for begin, b in computed for start, a in copies)
+    return within / sum(end - start for start, end in copies)
+
+
+def planned(plan: Plan) -> Timeline:
+    found = plan.simulation
+    spans = [(one.lane, (one.start_seconds, one.start_seconds + one.duration_seconds)) for one in found.timeline.spans]
+    copies = [span for lane, span in spans if " to " in lane]
+    computed = [span for lane, span in spans if lane == "compute"]
+    return Timeline(plan.seconds, hidden(copies, computed), sum(found.bytes_moved.values()))
+
+
+def run(clock: Clock, card: Card, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Timeline:
+    """The second step: the first one began with all blocks at home."""
+    for last in (False, True):
+        torch.cuda.synchronize()
+        if last:
+            clock.set(card)
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    copied = [one for one in clock.record() if one.name.startswith("copy")]
+    kernels = [(one.start, one.end) for one in clock.record() if not one.name.startswith("copy")]
+    part = hidden([(one.start, one.end) for one in copied], kernels)
+    return Timeline(clock.host(), part, sum(one.nbytes for one in copied))
+
+
+@pytest.mark.parametrize(("update", "slower"), [("step", 1), ("backward", 1), ("backward", 16)])
+@pytest.mark.parametrize("name", CARDS)
+def test_a_step_takes_what_its_plan_says(clock: Clock, name: str, update: str, slower: int) -> None:
+    """A step of the card itself waits for most copies; with slow products, most are hidden."""
+    card = replace(CARDS[name], single=CARDS[name].single / slower)
+    clock.set(card)
+    model = streamed(card, 0.3)
+    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
+    took = run(clock, card, model, optimizer, torch.ones(ROWS, WIDE, device="cuda"))
+    said = planned(plan_of(model))
+    assert took.nbytes == said.nbytes > 0
+    assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
+    assert took.hidden == pytest.approx(said.hidden, abs=HIDDEN)
+    assert took.hidden < 0.5 if slower == 1 else took.hidden > 0.5
+
+
+def test_what_runs_after_the_blocks_is_timed_on_the_device(clock: Clock) -> None:
+    """Forward and backward, and not how long the host takes to issue them: on a card so slow that this is nothing."""
+    card = replace(CARDS["h100"], single=1e7, memory=1e9)
+    clock.set(card)
+    model = ts.stream(Net(WIDTH, blocks=2), device="cuda", home="host", budget="80 MiB", machine=machine_of(card))
+    x = batch("cuda").requires_grad_()
+    model(x).backward()
+    torch.cuda.synchronize()
+    clock.set(card)
+    torch.autograd.backward((x @ x.T).square().mean())
+    torch.cuda.synchronize()
+    assert plan_of(model).profile.turn_seconds == pytest.approx(clock.host(), rel=0.1)
