@@ -1,7 +1,7 @@
 """A training step takes what its plan says: on the virtual clock of a card, with the links of that card."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,9 +21,10 @@ from tapestream.frontends.module.stream import handle_of
 from tapestream.planning.plan import Plan
 
 ROWS, WIDE, BLOCKS = 1024, 1024, 4
-SECONDS = 0.03
-"""How far a step is from its plan, at most, of what it takes. What a plan does not know: its stages were measured some
-of the time behind an idle host, its updates are as fast as those of any card, and small kernels come with a step."""
+SECONDS = 0.05
+"""How far a step is from its plan, at most, of what it takes. What makes plans inexact: stages are timed on a device
+that waits for the host's first kernel, 5 us each, updates are taken to be as fast on every card, and small kernels come
+with a step."""
 HIDDEN = 0.05
 """How far the hidden part of the copies is from that of the plan, at most, of all copies."""
 
@@ -109,15 +110,12 @@ def planned(plan: Plan) -> Timeline:
     return Timeline(plan.seconds, hidden(copies, computed), sum(found.bytes_moved.values()))
 
 
-def run(clock: Clock, card: Card, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Timeline:
-    """The second step: the first one began with all blocks at home."""
-    for last in (False, True):
-        torch.cuda.synchronize()
-        if last:
-            clock.set(card)
-        model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def run(clock: Clock, card: Card, step: Callable[[], None]) -> Timeline:
+    """The second step: the first one makes the plan, and begins with all blocks at home."""
+    step()
+    torch.cuda.synchronize()
+    clock.set(card)
+    step()
     torch.cuda.synchronize()
     copied = [one for one in clock.record() if one.name.startswith("copy")]
     kernels = [(one.start, one.end) for one in clock.record() if not one.name.startswith("copy")]
@@ -133,12 +131,41 @@ def test_a_step_takes_what_its_plan_says(clock: Clock, name: str, update: str, s
     clock.set(card)
     model = streamed(card, 0.3)
     optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
-    took = run(clock, card, model, optimizer, torch.ones(ROWS, WIDE, device="cuda"))
+    x = torch.ones(ROWS, WIDE, device="cuda")
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took = run(clock, card, step)
     said = planned(plan_of(model))
     assert took.nbytes == said.nbytes > 0
     assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
     assert took.hidden == pytest.approx(said.hidden, abs=HIDDEN)
     assert took.hidden < 0.5 if slower == 1 else took.hidden > 0.5
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_chain_takes_what_its_plan_says(clock: Clock, name: str) -> None:
+    """States go to host memory and come back, most of the time behind compute."""
+    card = CARDS[name]
+    clock.set(card)
+    blocks, x = Net(WIDE, 6).blocks.cuda(), torch.ones(ROWS, WIDE, device="cuda")
+    tape = 3 * len(blocks) * ROWS * WIDE * 4
+    chain = ts.Chain(list(blocks), budget=tape // 2, machine=machine_of(card), home="host", planner="offload")
+
+    def step() -> None:
+        torch.autograd.backward(chain(x), x)
+        blocks.zero_grad()
+
+    took = run(clock, card, step)
+    assert chain.plan is not None
+    said = planned(chain.plan)
+    assert took.nbytes == said.nbytes > 0
+    assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
+    assert took.hidden == pytest.approx(said.hidden, abs=HIDDEN)
+    assert took.hidden > 0.5
 
 
 def test_what_runs_after_the_blocks_is_timed_on_the_device(clock: Clock) -> None:
