@@ -76,6 +76,14 @@ def workspaces_nbytes(device: torch.device) -> int:
     return max(0, allocated_nbytes(device) - before)
 
 
+def let_go_of_backward(device: torch.device) -> None:
+    """Autograd's thread for ``device`` holds what it ran last, for a moment after the backward has returned or until
+    it is given something else: give it nothing to do."""
+    with torch.inference_mode(False), torch.enable_grad():
+        root, cotangent = torch.empty(0, device=device, requires_grad=True), torch.empty(0, device=device)
+        torch.autograd.backward(root, cotangent)
+
+
 def rounded_nbytes(nbytes: int, device: torch.device) -> int:
     """Bytes that a tensor of ``nbytes`` takes on ``device``."""
     if device.type == "cpu":  # asked for everywhere

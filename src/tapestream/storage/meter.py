@@ -41,9 +41,11 @@ class MemoryWatch:
         """Measure the tensor memory of one section; sections cannot be nested."""
         meter = MemoryMeter()
         if is_accelerator(self.device):
+            memory.let_go_of_backward(self.device)
             before = memory.allocated_nbytes(self.device)
             memory.reset_peaks(self.device)
             yield meter
+            memory.let_go_of_backward(self.device)
             meter.peak_nbytes = meter.rise_nbytes = memory.peak_allocated_nbytes(self.device) - before
             meter.end_nbytes = memory.allocated_nbytes(self.device) - before
             return
