@@ -69,10 +69,18 @@ def workspaces_nbytes(device: torch.device) -> int:
     if clear is not None:  # what was taken before we asked would not be seen
         clear()
     before = allocated_nbytes(device)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        ones = torch.ones(16, 16, device=device, requires_grad=True)
-        torch.autograd.backward(ones @ ones, torch.ones(16, 16, device=device))
-        del ones
+    deterministic, only_warns = (
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    )  # fmt: skip
+    torch.use_deterministic_algorithms(False)  # else products ask for a setting, and nobody needs the bits of this one
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            ones = torch.ones(16, 16, device=device, requires_grad=True)
+            torch.autograd.backward(ones @ ones, torch.ones(16, 16, device=device))
+            del ones
+        let_go_of_backward(device)
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
     return max(0, allocated_nbytes(device) - before)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError
@@ -23,6 +23,12 @@ def let_go_of_failed_backward() -> None:
 def root_of_graph() -> torch.Tensor:
     """An empty tensor on the CPU, whatever the default device is, for a graph to start from."""
     return torch.empty(0, requires_grad=True, device="cpu")
+
+
+def gradient_edges(leaves: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where the gradients of ``leaves`` arrive, also inside inference mode, which may be entered around backward."""
+    with torch.inference_mode(False):
+        return list(map(get_gradient_edge, leaves))
 
 
 def next_sequence_number() -> int:

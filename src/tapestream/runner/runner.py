@@ -16,7 +16,7 @@ from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
-from tapestream.runner.graph import reached_leaves, root_of_graph, user_of
+from tapestream.runner.graph import gradient_edges, reached_leaves, root_of_graph, user_of
 from tapestream.runner.guards import Guard, Watch, check_versions, escaped, hooks_off, mark, written_since_saved
 from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.kernels import algorithms_not_tried
@@ -148,7 +148,7 @@ class Runner:
             known = {id(leaf) for leaf in self.traits[k].leaves}
             reached = [leaf for leaf in reached if id(leaf) in known or id(leaf) in stood_for]
         owners = [stood_for.get(id(leaf), leaf) for leaf in reached]
-        places = _edges(reached) if self._on_accelerator else reached
+        places = gradient_edges(reached) if self._on_accelerator else reached
         self._check_known(owners, k, lambda stranger: borders.name_of(user_of(live, stranger)))
         # Plans count a stage's cotangents as long as it is differentiated; of several parts, as long as the last is.
         entry = Entry(live, giving=len(self.stages[k].parts) > 1)
@@ -347,8 +347,3 @@ def _with_versions(name: str) -> tuple[Pack, Unpack]:
 def _both(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tuple[Any, torch.Tensor]]:
     pairs = zip(edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-
-
-def _edges(leaves: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    with torch.inference_mode(False):  # which the user may have entered around backward
-        return list(map(get_gradient_edge, leaves))

@@ -93,7 +93,7 @@ class TensorCall:
         leaves = list(form.leaves(final))
         at = {id(leaves[i]): i for i in reversed(form.tensors)}
         order = sorted(at.values())
-        out = [leaves[i].detach() for i in order]
+        out = [torch.as_tensor(leaves[i], device=self.task.body.device).detach() for i in order]
         requires = [self.task.body.traits.requires[i] for i in order]
         place = {i: order.index(at[id(leaves[i])]) for i in form.tensors}
         for i in form.tensors:
