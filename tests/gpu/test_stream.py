@@ -165,9 +165,9 @@ def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) 
             torch.cuda.reset_peak_memory_stats()
         assert float(loss.detach()) == expected
         assert peaks["backward"] <= 1.05 * budget
-        assert (
-            peaks["step"] <= 1.12 * budget
-        )  # too much, by up to three parts of the optimizer's state: see docs/gpu.md
+        assert peaks["step"] <= 1.12 * budget
         ts.unstream(model)
+        if peaks["step"] > 1.05 * budget:
+            pytest.xfail(f"optimizer.step() takes {peaks['step']} bytes of a budget of {budget}: see docs/gpu.md")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
