@@ -71,9 +71,7 @@ class Runner:
     ) -> None:
         self.stages, self.traits, self.device, self.hooks = stages, traits, device, hooks
         self._once, self._resident, self.autocast = once, resident, Autocast.capture(device)
-        self._on_accelerator = is_accelerator(
-            device
-        )  # data of parameters may go to another kind of device, and come back
+        self._on_accelerator = is_accelerator(device)  # the data of parameters may go elsewhere, and come back
         self._surrounded = Surroundings(on_cpu=device.type == "cpu")
         self.watch = watch or Watch()  # open while a stage is recorded or differentiated
         self.seen: dict[int, Seen] = {}

@@ -93,11 +93,10 @@ class PageLockedMemory:
         found = self._fitting(size)
         if found is None:
             self.trim(smaller_than=size)
-            slab = self._grown(size, room)
-            start = None if slab is None else slab.room.take(size)
-            if slab is None or start is None:
+            if self._grown(size, room) is None:
                 return None
-            found = slab, start
+            found = self._fitting(size)
+            assert found is not None
         slab, start = found
         # In a storage of its own: users of its neighbours do not count, and `Tensor.is_pinned` asks where it begins.
         piece = with_storage_of_its_own(slab.memory[start : start + nbytes])

@@ -678,7 +678,7 @@ some = st.lists(st.integers(0, len(STEPS) - 1), min_size=4, max_size=16)
 changes = st.lists(st.tuples(st.integers(0, 15), st.integers(0, len(STEPS) - 1)), min_size=2, max_size=4)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(some, changes, st.integers(0, 1000))
 def test_random_programs_that_change_now_and_then(steps: list[int], changed: list[tuple[int, int]], seed: int) -> None:
     x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
