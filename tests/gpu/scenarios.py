@@ -718,7 +718,7 @@ def bf16_masters(device: str) -> Pairs:
         for p, master in zip(plain.parameters(), masters, strict=True):
             p.data.copy_(master)
     expected = weights(plain)
-    model = streamed(device, "900 KiB", network().bfloat16())
+    model = streamed(device, "1020 KiB", network().bfloat16())
     optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-2, update="backward", fused=True)
     for _ in range(3):
         busy(device)

@@ -114,6 +114,45 @@ def test_much_more_reserved_than_the_budget_is_warned_of_once() -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def in_pieces() -> Iterator[None]:
+    """What is free on the device are pieces of 2 MiB, and nothing else."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    pieces = [torch.empty(2 << 20, dtype=torch.uint8, device=CUDA) for _ in range(400)]
+    del pieces[::2]
+    yield
+    del pieces
+    torch.cuda.empty_cache()
+
+
+def steps_of_large_layers() -> None:
+    layers = [nn.Linear(520, 520, device=CUDA) for _ in range(8)]  # a little more than 1 MiB
+    model = ts.stream(nn.Sequential(*layers), device=CUDA, budget="16 MiB", home="host", machine=MACHINE)
+    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        model(torch.ones(2, 520, device=CUDA)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ts.unstream(model)
+
+
+def test_pieces_larger_than_what_was_asked_for_are_warned_of_once(in_pieces: None) -> None:
+    with pytest.warns(UserWarning, match=r"of cuda:0 for a budget of 16.* had asked for .*expandable_segments") as said:
+        steps_of_large_layers()
+    assert len(said) == 1
+
+
+def test_what_the_warning_advises_helps(in_pieces: None, request: pytest.FixtureRequest) -> None:
+    if torch.cuda.get_device_name() != "Simulated GPU":
+        pytest.skip("a device's allocator is told before it begins")
+    with request.getfixturevalue("simulator").knobs(expandable=1):
+        before = torch.cuda.memory_allocated()
+        steps_of_large_layers()
+        assert torch.cuda.max_memory_allocated() - before <= 1.02 * (16 << 20)
+
+
 def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(workspace: int) -> None:
     weight, x = torch.randn(16, 16, device=CUDA, requires_grad=True), torch.randn(16, 16, device=CUDA)
     for run in (

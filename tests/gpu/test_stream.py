@@ -1,6 +1,7 @@
 """Streamed training on a real device gives the bits of plain PyTorch there, within the memory that it was given."""
 
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +154,19 @@ def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) 
         folder = {"folder": tmp_path} if home == "disk" else {}
         model = ts.stream(hollow, device="cuda", budget=budget, home=home, **folder)
         optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3)
-        peaks = {"backward": 0, "step": 0}
-        for _ in range(2):
-            loss = model(tokens, tokens)
-            loss.backward()
-            peaks["backward"] = max(peaks["backward"], torch.cuda.max_memory_allocated() - before)
-            torch.cuda.reset_peak_memory_stats()
-            optimizer.step()
-            peaks["step"] = max(peaks["step"], torch.cuda.max_memory_allocated() - before)
-            optimizer.zero_grad()
-            torch.cuda.reset_peak_memory_stats()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = model(tokens, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
         assert float(loss.detach()) == expected
-        assert peaks["backward"] <= 1.05 * budget
-        assert peaks["step"] <= 1.12 * budget
+        more = torch.cuda.max_memory_allocated() - before
+        unasked = torch.cuda.max_memory_allocated() - torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        # What the allocator adds to pieces of memory is no plan's; the user is told of it.
+        assert more - unasked <= 1.02 * budget
+        assert more <= 1.02 * budget or any("had asked for" in str(one.message) for one in said)
         ts.unstream(model)
-        if peaks["step"] > 1.05 * budget:
-            pytest.xfail(f"optimizer.step() takes {peaks['step']} bytes of a budget of {budget}: see docs/gpu.md")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

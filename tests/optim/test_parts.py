@@ -15,8 +15,10 @@ from streaming import options_of as all_options
 from torch import nn
 
 import tapestream as ts
+from tapestream.executor.updates import Updates
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
+from tapestream.ir.actions import Kind, Value
 from tapestream.optim import parts
 from tapestream.optim.parts import GRAIN, Member, part_limits, state_parts
 from tapestream.optim.state import StateShape, is_elementwise
@@ -293,6 +295,40 @@ def test_a_block_too_large_for_its_whole_state(update: str, tmp_path: Path, monk
         plan = ts.report(model).plan
     assert 0.95 * plan.peak_nbytes <= held + meter.peak_nbytes <= 1.05 * plan.peak_nbytes
     assert moved == plan.simulation.bytes_moved
+
+
+@pytest.mark.parametrize(("limit", "master"), [(24 * 1024, "auto"), (2**20, None)])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_no_update_takes_more_than_planned_the_first_included(
+    name: str, limit: int, master: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first makes the state, beside its temporaries."""
+    monkeypatch.setattr(parts, "LEAST_PART_NBYTES", limit)
+    make, options = ELEMENTWISE[name]
+    run, found = Updates.run, list[tuple[int, int]]()
+
+    def measured(self: Updates, which: Any) -> None:
+        ((block, number),) = which = list(which)
+        part = self._copies.blocks[block].state_parts[number]
+        there = self._copies.has(Value(Kind.OPTIMIZER_STATE, block, number), ts.Tier.DEVICE)
+        with ts.track_memory() as meter:
+            run(self, which)
+        found.append((meter.peak_nbytes, part.extra_nbytes + (0 if there else part.nbytes)))
+
+    torch.set_num_threads(1)
+    case = Model(lambda: CASE.model().to(torch.bfloat16 if master else torch.float32), numbers(3, ODD))
+    with streamed(case, "8 MiB", **options_of("auto", tmp_path)) as model:
+        optimizer = ts.optimizer(model, make, master=master, **options)
+        x = torch.randn(3, ODD, dtype=next(model.parameters()).dtype)
+        for _ in range(2):
+            model(x).float().sum().backward()
+            with monkeypatch.context() as patched:
+                patched.setattr(Updates, "run", measured)
+                optimizer.step()
+            optimizer.zero_grad()
+    few = 1024  # scalars of the state
+    assert len(found) >= 6
+    assert all(peak <= planned + few for peak, planned in found), found
 
 
 @pytest.mark.parametrize("budgets", [(1.0, 1.3), (1.6, 1.0)])

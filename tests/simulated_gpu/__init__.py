@@ -36,7 +36,7 @@ class Simulator:
 
     @contextmanager
     def knobs(self, **values: int) -> Iterator[None]:
-        """Set knobs for a while: lag, seed, poison, copy_in, copy_out, workspace."""
+        """Set knobs for a while: lag, seed, poison, copy_in, copy_out, workspace, expandable."""
         with changed(self._library, **values):
             yield
 

@@ -269,6 +269,9 @@ class Functions:
     def memory_stats(self, device: Device = None) -> dict[str, Any]:
         return torch.accelerator.memory_stats(self._index(device))
 
+    def memory_stats_as_nested_dict(self, device: Device = None) -> dict[str, Any]:
+        return torch._C._accelerator_getDeviceStats(self._index(device))
+
     def reset_peak_memory_stats(self, device: Device = None) -> None:
         torch.accelerator.reset_peak_memory_stats(self._index(device))
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .library import Knob, Library
 
@@ -22,12 +23,16 @@ class Knobs:
     copy_in: int = 0  # microseconds that each MiB copied to the device takes, in real time
     copy_out: int = 0  # the same from the device
     workspace: int = 0  # bytes that the first matrix product of each (thread, stream) takes, as cuBLAS does
+    expandable: int = 0  # 1: blocks of memory are split to the byte, as with expandable_segments
     clock: str = ""  # name of a card: the virtual clock is on
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Knobs":
         """Read them. Raises ValueError for a number that is none."""
-        found = {}
+        found: dict[str, Any] = {}
+        settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        if "expandable_segments:True" in settings:  # PyTorch's own variables, which users are told to set
+            found["expandable"] = 1
         for field in fields(cls):
             text = environment.get(PREFIX + field.name.upper())
             if text is not None:
@@ -40,7 +45,7 @@ class Knobs:
 
 
 SET_ONCE = ("devices", "memory")
-NUMBERS = ("lag", "seed", "poison", "copy_in", "copy_out", "workspace")
+NUMBERS = ("lag", "seed", "poison", "copy_in", "copy_out", "workspace", "expandable")
 
 
 def apply(library: Library, knobs: Knobs, names: tuple[str, ...]) -> None:

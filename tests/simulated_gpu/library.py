@@ -22,7 +22,8 @@ class Knob(IntEnum):
     COPY_IN = 5
     COPY_OUT = 6
     WORKSPACE = 7
-    EXPLAIN = 8
+    EXPANDABLE = 8
+    EXPLAIN = 9
 
 
 class Counter(IntEnum):

@@ -7,6 +7,7 @@ pieces included. What the runtime itself takes (its context) is in neither.
 import functools
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,25 @@ def peak_allocated_nbytes(device: torch.device) -> int:
 def reserved_nbytes(device: torch.device) -> int:
     """Bytes that the caching allocator holds now."""
     return int(module_of(device).memory_reserved(device))
+
+
+class AllocatorBytes(NamedTuple):
+    """What the caching allocator of a device counts, in bytes. ``peak`` and ``peak_requested``: the most that tensors
+    took, and had asked for, since `reset_peaks`; pieces of memory may be larger than what was asked for."""
+
+    allocated: int
+    peak: int
+    peak_requested: int
+    reserved: int
+
+
+def allocator_bytes(device: torch.device) -> AllocatorBytes:
+    """All of it as it is now."""
+    found = module_of(device).memory_stats_as_nested_dict(device)  # flat names for all of it would take longer
+    allocated, requested = found["allocated_bytes"]["all"], found["requested_bytes"]["all"]
+    return AllocatorBytes(
+        allocated["current"], allocated["peak"], requested["peak"], found["reserved_bytes"]["all"]["current"]
+    )
 
 
 def reset_peaks(device: torch.device) -> None:

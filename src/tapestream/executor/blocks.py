@@ -59,10 +59,10 @@ class BlockStore:
             if value.index not in self.gradients.fresh:
                 return  # this backward has left none
             self.gradients.lay_out(value.index)
-        # State that no update has written yet has no bytes at home; other sources vanish when another live call
-        # settles.
+        # State that no update has written yet is nowhere; other sources vanish when another live call settles.
         there = target is Tier.DEVICE and value in self.copies.resident  # another live call has brought it
-        if not there and (source is self.copies.home_of(value) or self.copies.has(value, source)):
+        at_home = source is self.copies.home_of(value) and value.kind is not Kind.OPTIMIZER_STATE
+        if not there and (at_home or self.copies.has(value, source)):
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,17 +12,20 @@ from tapestream.executor.loans import Loans
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.blocks import ParameterBlock, StatePart
 from tapestream.storage.pool import Pool
+from tapestream.storage.regions import Region
 
 
 @dataclass(frozen=True, slots=True)
 class PartUpdate:
-    """What one update works on: the block, the part and what it covers, gradients by parameter number, and the state
-    in the order of the part's slots."""
+    """What one update works on: the block, the part and what it covers, gradients by parameter number.
+
+    ``views()``: the state in the order of the part's slots. State that no update has written takes no memory before.
+    """
 
     block: ParameterBlock
     part: StatePart | None
     gradients: Found
-    views: Sequence[torch.Tensor]
+    views: Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +68,14 @@ class Updates:
         for block, part, gradients in found:
             this = self._copies.blocks[block]
             what = this.state_parts[part] if this.state_parts else None
-            work.append(PartUpdate(this, what, gradients, self._state(block, part)))
+            work.append(PartUpdate(this, what, gradients, partial(self._state, block, part)))
         if not work:
             return
-        used = [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]
         self._pool.trim()  # released regions must not linger beside the rule's temporaries
         try:
-            self._copies.engine.compute_begins(used)
+            self._copies.engine.compute_begins(self._used(found))
             self.updater.run(work)
-            self._copies.engine.compute_ended(used)
+            self._copies.engine.compute_ended(self._used(found))
         except BaseException:
             for one in work:  # their gradients are gone
                 self._under_way.pop(one.block.index, None)
@@ -130,14 +133,21 @@ class Updates:
             self.done.add(block)
         return found
 
+    def _used(self, found: Iterable[tuple[int, int, Found]]) -> list[Region]:
+        return [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]
+
     def _state(self, block: int, part: int) -> list[torch.Tensor]:
-        state = Value(Kind.OPTIMIZER_STATE, block, part)
-        if not self._copies.blocks[block].nbytes_of(state.kind, part):
+        copies, state = self._copies, Value(Kind.OPTIMIZER_STATE, block, part)
+        if not copies.blocks[block].nbytes_of(state.kind, part):
             return []
-        return self.state_views(block, part, self._copies.region(state, Tier.DEVICE).memory)
+        made = copies.has(state, Tier.DEVICE)
+        region = copies.region(state, Tier.DEVICE)
+        if not made:
+            copies.engine.compute_begins([region])
+        return self.state_views(block, part, region.memory)
 
     def _bring(self, state: Value) -> bool:
-        """Fetch a part of the state, if it is not there; returns whether it was fetched."""
+        """Let a part of the state come, if it is not there and there is one; returns whether it is to go home again."""
         copies = self._copies
         for tier in (Tier.HOST, Tier.DEVICE):
             copies.wait(state, tier)
@@ -145,7 +155,8 @@ class Updates:
             return False
         if not copies.blocks[state.index].nbytes_of(state.kind, state.part):
             return False
-        copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+        if copies.has(state, copies.home_of(state)):
+            copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
         return True
 
     def _send_home(self, state: Value) -> None:

@@ -91,7 +91,7 @@ def _part(pieces: Sequence[tuple[Member, Piece]], together: bool) -> StatePart:
     for number, (member, piece) in enumerate(pieces):
         for name, shape, dtype in member.state.tensors:
             slots.append((number, name))
-            tensors.append((shape if piece.whole else (piece.stop - piece.start,), dtype))
+            tensors.append((shape if piece.whole else (piece.elements,), dtype))
     return StatePart(
         tuple(piece for _, piece in pieces),
         tuple(slots),
@@ -102,14 +102,17 @@ def _part(pieces: Sequence[tuple[Member, Piece]], together: bool) -> StatePart:
 
 def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool) -> int:
     """Transient bytes of an update: casts of all gradients, and two temporaries of the rule, of all pieces or of one;
-    such a loop holds the last temporary of a piece until the next one's replaces it."""
-    casts = sum(_share(member, piece, member.cast_nbytes) for member, piece in pieces)
+    such a loop holds the last temporary of a piece until the next one's replaces it. Or those of the first update,
+    whose pieces come one by one, the largest first: the rule makes the state of each, the very first not beside the
+    part's own."""
+    casts = [_share(member, piece, member.cast_nbytes) for member, piece in pieces]
     own = [_share(member, piece, member.rule_nbytes) for member, piece in pieces]
-    if together:
-        return casts + 2 * sum(own)
-    return casts + max(before + 2 * nbytes for before, nbytes in zip((0, *own), own, strict=False))
+    ever = 2 * sum(own) if together else max(b + 2 * n for b, n in zip((0, *own), own, strict=False))
+    largest, *others = sorted(pieces, key=lambda pair: -pair[1].elements)
+    made = [_share(member, piece, member.state.nbytes + member.extra_nbytes) for member, piece in others]
+    return max(sum(casts) + ever, _share(*largest, largest[0].state.nbytes), *made)
 
 
 def _share(member: Member, piece: Piece, nbytes: int) -> int:
     """As much of ``nbytes`` as the piece has of the member's elements."""
-    return nbytes if piece.whole else -(-nbytes * (piece.stop - piece.start) // member.elements)
+    return nbytes if piece.whole else -(-nbytes * piece.elements // member.elements)

@@ -18,20 +18,44 @@ MASTER = "master"
 
 @dataclass(slots=True)
 class _Entry:
-    """A parameter, or a ``piece`` of one, to be updated: ``bytes`` are its own, ``target`` is what the optimizer sees,
-    ``states`` has the places of its state."""
+    """A parameter, or the ``piece`` of one that is number ``number`` of its part, to be updated: ``bytes`` are its own,
+    ``target`` is what the optimizer sees."""
 
     parameter: torch.Tensor
+    number: int
     piece: Piece
     bytes: torch.Tensor
     gradient: torch.Tensor
-    states: dict[str, torch.Tensor]
+    places: "_Places"
     target: torch.Tensor | None = None
+
+    @property
+    def states(self) -> dict[str, torch.Tensor]:
+        """The places of its state, by name."""
+        return self.places.of(self.number)
 
     @property
     def key(self) -> tuple[int, int]:
         """What it is known by."""
         return id(self.parameter), self.piece.start
+
+
+class _Places:
+    """The places of a part's state, which are asked for when something is to be there: a first update makes state of
+    its own, and needs them beside that only when its temporaries are gone."""
+
+    def __init__(self, update: PartUpdate) -> None:
+        self._update = update
+        self._found: dict[int, dict[str, torch.Tensor]] | None = None
+
+    def of(self, number: int) -> dict[str, torch.Tensor]:
+        """By name, for a piece of the part."""
+        if self._found is None:
+            self._found = defaultdict(dict)
+            slots = () if self._update.part is None else self._update.part.slots
+            for (piece, name), view in zip(slots, self._update.views(), strict=True):
+                self._found[piece][name] = view
+        return self._found[number]
 
 
 class Rule:
@@ -63,8 +87,9 @@ class Rule:
         for together in [work] if at_once else [[part] for part in work]:
             entries = [entry for part in together for entry in self._entries(part)]
             self._step([entry for entry in entries if entry.key in self._created])
-            for entry in entries:
-                # The first step makes the state itself; one tensor at a time, so that only one is held twice.
+            # The first step makes the state itself: one tensor at a time, so that only one is held twice, and the
+            # largest while there is no room for all of it yet.
+            for entry in sorted(entries, key=lambda entry: -entry.piece.elements):
                 if entry.key not in self._created:
                     self._step([entry])
 
@@ -87,7 +112,7 @@ class Rule:
 
     @torch.no_grad()
     def _entries(self, update: PartUpdate) -> list[_Entry]:
-        block, part, found = update.block, update.part, dict[int, _Entry]()
+        block, part, found, places = update.block, update.part, list[_Entry](), _Places(update)
         for number, piece in enumerate(() if part is None else part.pieces):
             parameter, gradient = block.parameters[piece.number], update.gradients.get(piece.number)
             if gradient is not None and id(parameter) in self._group_of:
@@ -95,11 +120,8 @@ class Rule:
                 # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is
                 # left alone.
                 own, given = piece.of(parameter.detach(), stride), piece.of(gradient, stride)
-                found[number] = _Entry(parameter, piece, own, given, {})
-        for (number, name), view in zip(() if part is None else part.slots, update.views, strict=True):
-            if number in found:
-                found[number].states[name] = view
-        return list(found.values())
+                found.append(_Entry(parameter, number, piece, own, given, places))
+        return found
 
     @torch.no_grad()
     def _step(self, entries: Sequence[_Entry]) -> None:
@@ -118,15 +140,18 @@ class Rule:
             if id(entry.parameter) in self._masters:
                 assert entry.target is not None
                 entry.bytes.copy_(entry.target)
+                if entry.key not in self._created:
+                    entry.states[MASTER].copy_(entry.target)
             self._created.add(entry.key)
 
     def _aim(self, entry: _Entry) -> None:
         """What the optimizer is to see: the parameter's bytes, or its master, with the gradient."""
         target, gradient = entry.bytes, entry.gradient
         if id(entry.parameter) in self._masters:
-            target = entry.states[MASTER]
-            if entry.key not in self._created:
-                target.copy_(entry.bytes)
+            if entry.key in self._created:
+                target = entry.states[MASTER]
+            else:
+                target = torch.empty(target.shape, dtype=torch.float32, device=target.device).copy_(target)
             gradient = gradient.to(target.dtype)
         target.grad = gradient
         entry.target = target
@@ -157,6 +182,7 @@ class Rule:
             inner.param_groups, inner.state = [], defaultdict(dict)
         for entry in entries:
             assert entry.target is not None
+            entry.target.grad = None  # a cast of it would take room beside the state
             self._put_away(entry, state.get(entry.target, {}))
 
     def _scalars_for(self, entry: _Entry) -> dict[str, Any]:

@@ -21,6 +21,11 @@ class Piece:
     stop: int
     whole: bool = True
 
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
     def of(self, tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
         """These elements of a tensor of the parameter's shape; ``stride`` is the parameter's. The whole tensor, or one
         dimension: a view where the tensor lies in memory like the parameter, a copy elsewhere."""

@@ -170,7 +170,7 @@ DeviceAllocator::Block* DeviceAllocator::take(Device& on, bool small, int64_t st
 
 DeviceAllocator::Block* DeviceAllocator::split(Device& on, Block* block, size_t size) {
   size_t left = block->size - size;
-  if (block->small ? left < kSmallest : left <= kMostSmall) return block;
+  if (block->small || knob(kExpandable) ? left < kSmallest : left <= kMostSmall) return block;
   auto rest = std::make_unique<Block>();
   rest->start = block->start + size;
   rest->size = left;

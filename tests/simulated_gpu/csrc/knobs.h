@@ -14,6 +14,7 @@ enum Knob : int {
   kCopyIn,          // microseconds for each MiB copied to the device: the stream's thread sleeps
   kCopyOut,         // the same from the device
   kWorkspace,       // bytes that the first matrix product of each (thread, stream) takes
+  kExpandable,      // 1: what a tensor leaves of a block is always split off, as in expandable segments
   kExplain,         // 1: each synchronisation of the host is told to Python as it happens
   kKnobs
 };

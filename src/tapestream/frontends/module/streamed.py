@@ -17,6 +17,7 @@ from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.around import check_no_hooks, check_no_program
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.calls.beside import beside_live
 from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
@@ -33,7 +34,6 @@ from tapestream.frontends.module.observing.left_out import check_called_by_chanc
 from tapestream.frontends.module.observing.observe import Observation, Observed, StaysPut
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
-from tapestream.frontends.module.reserved import ReservedWatch
 from tapestream.frontends.module.swap import class_of
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
@@ -100,11 +100,11 @@ class Streamed:
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
         self.call: StreamCall | None = None  # the one whose forward is under way
-        self._live = Live(alone=self.budget.calls == 1)
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self._bypass = False
-        self._reserved = ReservedWatch(self)
+        self._allocator = AllocatorWatch(self)
+        self._live = Live(self._allocator, alone=self.budget.calls == 1)
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Streamed:
         if found is None:
             return original(*args, **kwargs)
         if self.last is not None:
-            self._reserved.look(self)
+            self._allocator.look(self)
         prepared = beside_live(self, self._live.calls, found, gathering(self, found, self._beside), self._beside)
         self.store.settle()
         self.store.place(prepared.resident)
@@ -153,6 +153,7 @@ class Streamed:
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
         self.last = prepared
         try:
+            self._allocator.begins()
             with checkpointing_off(), call.followed():
                 return call.watched(original(*args, **kwargs))
         except BaseException:
@@ -310,6 +311,7 @@ class Streamed:
             self._forward_only.end()
             self.store.settle()
             self.store.updates.done.clear()
+            self._allocator.begins()
             prepared = self.last
             try:
                 # Where blocks are at home on the device, no plan has anything to move: all of them are left.
@@ -323,6 +325,8 @@ class Streamed:
                 self.store.update_left(self.pinned.blocks if self.update == "backward" else None)
             finally:
                 self.store.settle()
+            self._allocator.ended()
+        self._allocator.look(self)
 
     def outside_parameters(self) -> list[nn.Parameter]:
         """Parameters that belong to no block: they stay on the device."""

@@ -101,6 +101,7 @@ class StreamCall:
 
     def watched(self, result: Any) -> Any:
         """``result`` of the model. Whether the user still holds it is looked at when backward begins."""
+        self.live.allocator.ended()
         self._returned = self.asked.returned.watch(result)
         if self.following is not None:
             self.following.check()
@@ -184,16 +185,14 @@ class StreamCall:
         unread = {k for k, cost in enumerate(planned.costs) if not cost.reads_parameters}
         view = SegmentView(self.store, uses, borrowed, unread)
         self._views[segment] = view
-        store = self.store  # not self: a call that holds itself would outlive its result
-        once, watch = self.prepared.once[segment], Watch()
+        store, once, watch = self.store, self.prepared.once[segment], Watch()  # a call that holds itself lives on
         runner = Runner(stages, planned.traits, self.device, once=once, resident=False, watch=watch)
         left_out = Traits(draws_host=False, casts_twice=False)
         runner.traits = self._traits[segment] = [left_out] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
         parcels, moving = None, self.prepared.moving[segment]
         if moving is not None:
-            parcels = self._below.parcels(())
-            self._parcels.append(parcels)
+            self._parcels.append(parcels := self._below.parcels(()))
         interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels, moving=moving or ())
         travel = interpreter.travel
         runner.hooks = lambda k: lending_hooks(store, uses[k], stages[k].name, watch, travel.hooks(stages[k], k))
@@ -323,6 +322,7 @@ class StreamCall:
 
     def _close(self, *, publish: bool = True) -> None:
         self.closed = True
+        self.live.allocator.ended()
         self.interpreters = [None] * len(self.interpreters)
         self.link = Link()
         if self.live.differentiated is self and publish:

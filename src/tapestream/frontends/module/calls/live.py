@@ -11,6 +11,7 @@ import torch
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.gradients import Sums
+from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.runner.graph import let_go_of_failed_backward
 
@@ -24,10 +25,11 @@ class Live:
 
     ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
     that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
-    ``alone``: the budget is for one call at a time. ``left``: the model is not streamed any more, and its parameters
-    lie elsewhere.
+    ``allocator``: is told when they begin and end. ``alone``: the budget is for one call at a time. ``left``: the model
+    is not streamed any more, and its parameters lie elsewhere.
     """
 
+    allocator: AllocatorWatch
     alone: bool = True
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     differentiated: "StreamCall | None" = None
@@ -77,6 +79,7 @@ class Live:
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task, self.several, self.begun = task, len(self.calls) > 1, {}
+            self.allocator.begins()
             parameters = (p for block in call.store.blocks for p in block.parameters)
             self.before = self.several and any(p.grad is not None for p in parameters)
         if not self.several:

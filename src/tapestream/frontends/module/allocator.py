@@ -1,0 +1,112 @@
+"""What PyTorch's allocator takes on a device, beside what streamed models there were allowed."""
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tapestream.accelerator.device import is_accelerator
+from tapestream.accelerator.memory import AllocatorBytes, allocator_bytes, tensor_nbytes, workspaces_nbytes
+from tapestream.frontends.module.plans.prepare import outside_nbytes
+from tapestream.ir.actions import Tier
+from tapestream.units import format_nbytes
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.streamed import Streamed
+
+_ALLOCATED_SHARE = 1.02
+_RESERVED_SHARE, _RESERVED_SLACK_NBYTES = 1.05, 64 << 20
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts"
+
+_streamed: "weakref.WeakSet[Streamed]" = weakref.WeakSet()
+
+
+class AllocatorWatch:
+    """Warns, once each, where the allocator has come to take more than the streamed models of a device may.
+
+    *Allocated*: tensors of more than 1 MiB get pieces that are up to 1 MiB larger, which no plan can know; 1.02 times
+    the budgets are let pass. *Reserved*: pieces that fit nothing are missing all the same; 1.05 times the budgets and
+    64 MiB are.
+    """
+
+    def __init__(self, handle: "Streamed") -> None:
+        self._allocated = self._reserved = is_accelerator(handle.device)  # whether they are still watched
+        self._device = handle.device
+        self._begun: AllocatorBytes | None = None
+        self._most: AllocatorBytes | None = None  # since somebody looked
+        if self._reserved:
+            _streamed.add(handle)
+            ours = workspaces_nbytes(handle.device) + sum(map(_present_nbytes, self._streamed_there()))
+            before = allocator_bytes(handle.device)
+            self._reserved_before, self._others_before = before.reserved, before.allocated - ours
+
+    def begins(self) -> None:
+        """A forward, a backward or a step does: what others take between them is no concern of the budget."""
+        if self._allocated:
+            self._begun = allocator_bytes(self._device)
+
+    def ended(self) -> None:
+        """It has ended. Peaks that it did not reach are not known, and were there before."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            now = allocator_bytes(self._device)
+            if now.peak > max(begun.peak, 0 if self._most is None else self._most.peak):
+                self._most = now
+
+    def look(self, handle: "Streamed") -> None:
+        """Between two calls of the model."""
+        if not (self._allocated or self._reserved):
+            return
+        there = self._streamed_there()
+        allowed = sum(other.budget.device_nbytes or 0 for other in there)
+        now, most, self._most = allocator_bytes(handle.device), self._most, None
+        allocated, unasked = 0 if most is None else most.peak, 0 if most is None else most.peak - most.peak_requested
+        allocated, reserved = allocated - self._others_before, now.reserved - self._reserved_before
+        if self._above(allocated, reserved, allowed):
+            more = max(0, now.allocated - sum(map(_held_nbytes, there)) - self._others_before)  # that others have
+            self._warn(allocated - more, unasked, reserved - more, allowed)
+
+    def _streamed_there(self) -> list["Streamed"]:
+        return [handle for handle in _streamed if handle.device == self._device]
+
+    def _above(self, allocated: int, reserved: int, allowed: int) -> bool:
+        return (self._allocated and allocated > _ALLOCATED_SHARE * allowed) or (
+            self._reserved and reserved > _RESERVED_SHARE * allowed + _RESERVED_SLACK_NBYTES
+        )
+
+    def _warn(self, allocated: int, unasked: int, reserved: int, allowed: int) -> None:
+        if self._above(allocated, 0, allowed) and not self._above(allocated - unasked, 0, allowed):
+            self._allocated = False
+            warnings.warn(
+                f"tensors have taken {format_nbytes(allocated)} ({allocated} bytes) of {self._device} for a budget of "
+                f"{format_nbytes(allowed)}, and had asked for {format_nbytes(unasked)} less: PyTorch's allocator "
+                f"leaves them what remains of a piece of memory, up to 1 MiB each. Set {_EXPANDABLE}, which splits it "
+                f"off, or allow {format_nbytes(allocated - allowed)} less",
+                stacklevel=4,
+            )
+        if self._above(0, reserved, allowed):
+            self._reserved = False
+            warnings.warn(
+                f"PyTorch's allocator has reserved {format_nbytes(reserved)} of {self._device} for a budget of "
+                f"{format_nbytes(allowed)}: pieces of memory that fit nothing, or that something else has left. Set "
+                f"{_EXPANDABLE}; torch.{self._device.type}.empty_cache() gives back what is unused",
+                stacklevel=4,
+            )
+
+
+def _present_nbytes(handle: "Streamed") -> int:
+    """Bytes of the device that a model which is about to be streamed takes."""
+    outside = [*handle.outside_parameters(), *handle.model.buffers()]
+    return _nbytes_there(handle, outside) + handle.pool.held_nbytes(Tier.DEVICE)
+
+
+def _held_nbytes(handle: "Streamed") -> int:
+    """Bytes of the device that a streamed model keeps between two calls."""
+    gradients = [p.grad for block in handle.store.blocks for p in block.parameters if p.grad is not None]
+    return outside_nbytes(handle) + handle.pool.held_nbytes(Tier.DEVICE) + _nbytes_there(handle, gradients)
+
+
+def _nbytes_there(handle: "Streamed", tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor_nbytes(t) for t in tensors if t.device == handle.device)
