@@ -10,11 +10,12 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-quick test test-gpu test-full lint style clean
+.PHONY: help venv demo demo-quick quick test test-gpu test-full lint style clean
 
 help:
 	@echo "make demo         train under a memory budget and compare with plain PyTorch"
 	@echo "make demo-quick   the same, smaller"
+	@echo "make quick        style, and one test of each kind; under a minute"
 	@echo "make test         style, types, layers and tests, as CI runs them; those of a GPU on a simulated one"
 	@echo "make test-gpu     the tests of a GPU alone, on a simulated one (needs g++)"
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
@@ -47,6 +48,10 @@ lint: style
 style: venv
 	@echo "ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo "lint-imports"; $(BIN)/lint-imports > .lint-imports.tmp 2>&1 || { cat .lint-imports.tmp; exit 1; }
+
+# What to run while one works: one test of each kind.
+quick: style
+	@echo "pytest, quick"; $(BIN)/python -m pytest -p no:xdist tests/test_quick.py
 
 # Types are looked at while tests are collected, which takes one core.
 test: style

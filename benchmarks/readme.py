@@ -1,7 +1,7 @@
-"""Writes docs/results.md, its summary in README.md, and the table of docs/my-model-does-not-fit.md, from
+"""Writes docs/results.md, the first lines of it in README.md, and the table of docs/my-model-does-not-fit.md, from
 benchmarks/results/*.json.
 
-``python benchmarks/readme.py [--check]``. Each file is a result:
+``python -m benchmarks.readme [--check]``. Each file is a result:
 {"name", "title", "date", "commit", "machine", "versions", "rows": [{column: value}, ..]}. In the rows a column
 ``claim`` (or ``... claim``) says what is claimed, and ``met`` (``... met``) whether that row meets it.
 ``--check`` writes nothing and exits 1 where a page is not what the files say.
@@ -10,9 +10,12 @@ benchmarks/results/*.json.
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.headlines import FIRST, HEADLINES
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- results: written by benchmarks/readme.py -->"
@@ -20,22 +23,46 @@ END = "<!-- results: end -->"
 _FIELDS = {"name", "title", "date", "commit", "machine", "versions", "rows"}
 _HEAD = """# Results
 
-Every row as it was measured; `make bench` measures anew and `python benchmarks/readme.py` writes this page.
-A ratio is the median over rounds in which both sides ran one right after the other, with its quartiles.
+One line for each benchmark, then what was missed, then every row as it was measured. A *ratio* below 1 means less
+time, memory or work than what it is measured against. It is the median over rounds in which both sides ran one right
+after the other. A line of the first table gives the median over its rows, with the least and the most of them (of one
+row: its quartiles). *Met* counts rows. `make bench` measures anew, `python -m benchmarks.readme` writes this page. No
+number here is of a GPU.
 """
+_COLUMNS = ("measured", "against", "ratio", "claim", "met", "when and where")
+_RATIOS = {
+    "ratio",
+    "of plain's peak",
+    "ratio to the shorter",
+    "over the least",
+    "over the better of Revolve and offload",
+}
 _NONE = "No results have been recorded yet."
 
 
 def page(results: Iterable[dict[str, Any]]) -> str:
-    """The text of docs/results.md: one table a result, ordered by name. Raises ValueError where a field is missing."""
-    return "\n\n".join([_HEAD.rstrip(), *map(_table, _ordered(results))]) + "\n"
+    """The text of docs/results.md: a line each, what was missed, and one table a result. Raises ValueError where a
+    field is missing, or a result has no headline."""
+    found = _ordered(results)
+    missed = [line for result in found for line in _missed(result)]
+    parts = [
+        _HEAD.rstrip(),
+        "## Each benchmark in a line",
+        headlines(found),
+        "## Claims that were missed",
+        "\n".join([*_head("measured", "row", "figure", "claim"), *missed]) if missed else "None.",
+        "Rows that have no claim are not listed; their figures are in the tables below.",
+        *map(_table, found),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def summary(results: Iterable[dict[str, Any]]) -> str:
-    """The section of README.md: a line for each claim of each result."""
-    lines = [line for result in _ordered(results) for line in _summed(result)]
-    head = [_row(["measured", "claim", "met", "ratios", "when and where"]), _row(["---"] * 5)]
-    return "\n".join([*head, *lines]) if lines else _NONE
+def headlines(results: Iterable[dict[str, Any]], only: Sequence[str] = (), page: str = "") -> str:
+    """A line for each result, or for ``only`` those; links lead to the tables of ``page``."""
+    found = {result["name"]: result for result in _ordered(results)}
+    chosen = [found[name] for name in only or found if name in found]
+    lines = [_headline(result, page) for result in chosen]
+    return "\n".join([*_head(*_COLUMNS), *lines]) if lines else _NONE
 
 
 def expectations(results: Iterable[dict[str, Any]]) -> str:
@@ -76,32 +103,65 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 def _ordered(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = sorted(results, key=lambda result: str(result.get("name")))
+    found = list(results)
     for result in found:
         missing = _FIELDS - result.keys()
         if missing:
             raise ValueError(f"result {result.get('name')!r} lacks {', '.join(sorted(missing))}")
-    return found
+        if result["name"] not in HEADLINES:
+            raise ValueError(f"result {result['name']!r} has no line in benchmarks/headlines.py")
+    order = list(HEADLINES)
+    return sorted(found, key=lambda result: order.index(result["name"]))
 
 
-def _summed(result: dict[str, Any]) -> list[str]:
-    """A line for each kind of claim in the rows; one without counts for a result that claims nothing."""
-    rows, link = result["rows"], f"[{result['title']}](docs/results.md#{_anchor(result['title'])})"
-    ratios = [row["ratio"] for row in rows if isinstance(row.get("ratio"), (int, float))]
-    spread = f"{_cell(min(ratios))} to {_cell(max(ratios))}" if ratios else ""
-    where = f"{result['date']}, {result['machine']}"
-    kinds = [c.removesuffix("met") for c in _columns(rows) if c == "met" or c.endswith(" met")]
+def _headline(result: dict[str, Any], page: str) -> str:
+    line, rows = HEADLINES[result["name"]], result["rows"]
+    claims = [line.claim, *line.others.values()] if line.claim else ["none"]
+    met = [f"{sum(row[f'{kind}met'] == 'yes' for row in judged)} of {len(judged)}" for kind, judged in _judged(rows)]
+    return _row([
+        f"[{line.what}]({page}#{anchor(result['title'])})", line.against,
+        _spread(rows, line.figures.get("", "")) if line.figures.get("") in _RATIOS else "", "; ".join(claims),
+        "; ".join(met), f"{result['date']}, {result['machine']}",
+    ])  # fmt: skip
+
+
+def _judged(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Rows by the kind of their claim: what stands before ``claim`` and ``met``."""
+    kinds = [column.removesuffix("met") for column in _columns(rows) if column == "met" or column.endswith(" met")]
+    return [(kind, [row for row in rows if row.get(f"{kind}met", "") != ""]) for kind in sorted(kinds)]
+
+
+def _spread(rows: Sequence[dict[str, Any]], column: str) -> str:
+    """The median over the rows that a claim is about, or all where there is none, with the least and the most."""
+    found = [row for row in rows if isinstance(row.get(column), (int, float))]
+    found = [row for row in found if row.get("met", "") != ""] or found
+    if not found:
+        return ""
+    ratios = [float(row[column]) for row in found]
+    if len(ratios) == 1:
+        around = found[0].get("quartiles", "")
+        return f"{_cell(ratios[0])} ({around})" if around and column == "ratio" else _cell(ratios[0])
+    return f"{_cell(median(ratios))} ({_cell(min(ratios))} to {_cell(max(ratios))})"
+
+
+def _missed(result: dict[str, Any]) -> list[str]:
+    line = HEADLINES[result["name"]]
     lines = []
-    for kind in kinds:
-        judged = [row for row in rows if row.get(f"{kind}met", "") != ""]
-        claimed = dict.fromkeys(row[f"{kind}claim"] for row in judged if row.get(f"{kind}claim"))
-        claims = kind + " or ".join(map(_cell, claimed))
-        met = sum(row[f"{kind}met"] == "yes" for row in judged)
-        lines.append(_row([link, claims, f"{met} of {len(judged)}", "" if kind else spread, where]))
-    return lines or [_row([link, "", "", spread, where])]
+    for kind, judged in _judged(result["rows"]):
+        for row in [row for row in judged if row[f"{kind}met"] != "yes"]:
+            which = ", ".join(_cell(row[column]) for column in line.rows if row.get(column, "") != "")
+            column = line.figures.get(kind, "")
+            figure = f"{column} {_cell(row[column])}" if column in row else str(row.get("plan", ""))
+            claim = f"{kind}{row.get(f'{kind}claim') or line.others.get(kind, line.claim)}"
+            lines.append(_row([f"[{line.what}](#{anchor(result['title'])})", which, figure, claim]))
+    return lines
 
 
-def _anchor(title: str) -> str:
+def _head(*columns: str) -> list[str]:
+    return [_row(columns), _row(["---"] * len(columns))]
+
+
+def anchor(title: str) -> str:
     """What a heading is linked by: small letters, spaces as hyphens, nothing else but letters, digits and hyphens."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
@@ -140,13 +200,16 @@ def _cell(value: object) -> str:
 def main(arguments: list[str]) -> int:
     """Write all pages, or with ``--check`` only compare."""
     results = load(ROOT / "benchmarks" / "results")
-    sections = {ROOT / "README.md": summary(results), ROOT / "docs" / "my-model-does-not-fit.md": expectations(results)}
+    sections = {
+        ROOT / "README.md": headlines(results, FIRST, "docs/results.md"),
+        ROOT / "docs" / "my-model-does-not-fit.md": expectations(results),
+    }
     wanted = {path: rewritten(path.read_text(encoding="utf-8"), section) for path, section in sections.items()}
     wanted[ROOT / "docs" / "results.md"] = page(results)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:
-            print(f"{path.name} does not show benchmarks/results; run: python benchmarks/readme.py", file=sys.stderr)
+            print(f"{path.name} does not show benchmarks/results; run: python -m benchmarks.readme", file=sys.stderr)
         return int(bool(stale))
     for path in stale:
         path.write_text(wanted[path], encoding="utf-8")

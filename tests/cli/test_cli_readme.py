@@ -1,5 +1,6 @@
-"""README.md and docs/results.md: their results are those of the files, its Python runs, its options exist."""
+"""README.md and docs: results are those of the files, Python in them runs, options exist, links lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,12 +13,21 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import readme
+from benchmarks.headlines import FIRST, HEADLINES, Headline
+from benchmarks.memory_over_a_step import PICTURE, mark
 from tapestream.cli.app import make_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *ROOT.glob("benchmarks/**/*.md"),
+    *ROOT.glob("tests/**/*.md"),
+]
 RESULT = {
-    "name": "b", "title": "Two", "date": "2025-01-01", "commit": "0123456789abcdef", "machine": "two cores",
+    "name": "save_speed", "title": "Two", "date": "2025-01-01", "commit": "0123456789abcdef", "machine": "two cores",
     "versions": {"torch": "9.9"}, "rows": [{"what": "a|b", "seconds": 0.12345}, {"what": "c", "times": 12345.6}],
 }  # fmt: skip
 
@@ -34,24 +44,59 @@ def test_a_result_becomes_a_table() -> None:
     assert "| c |  | 12346 |" in made
 
 
-def test_the_summary_counts_what_is_met_and_another_change_is_noticed() -> None:
-    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-    met = [
-        {"ratio": 0.5, "claim": "at most 1", "met": "yes", "moved claim": "at most 2", "moved met": "no"},
-        {"ratio": 1.25, "claim": "at most 1", "met": "no"},
-        {"ratio": 0.75, "claim": "at most 1", "met": "yes"},
+def test_a_headline_counts_what_is_met_and_what_was_missed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "network": "A",
+            "ratio": 0.5,
+            "claim": "at most 1",
+            "met": "yes",
+            "moved claim": "at most 2",
+            "moved met": "no",
+        },
+        {"network": "B", "ratio": 1.25, "claim": "at most 1", "met": "no"},
+        {"network": "C", "ratio": 0.75, "claim": "at most 1", "met": "yes"},
+        {"network": "D", "ratio": 9.0},
     ]
-    results = [{**RESULT, "name": "a", "title": "One, (so) to say", "rows": met}, RESULT]
-    made = readme.rewritten(text, readme.summary(results))
+    lines = {
+        "a": Headline("One", "two", "at most 1 times", {"": "ratio"}, others={"moved ": "moves little"}),
+        "b": Headline("Two", "nothing", "", {}),
+    }
+    monkeypatch.setattr(readme, "HEADLINES", lines)
+    results = [{**RESULT, "name": "b"}, {**RESULT, "name": "a", "title": "One, (so) to say", "rows": rows}]
+    made = readme.headlines(results, page="results.md").splitlines()
+    linked, where = "[One](results.md#one-so-to-say)", "2025-01-01, two cores"
+    assert (
+        made[2] == f"| {linked} | two | 0.75 (0.5 to 1.25) | at most 1 times; moves little | 2 of 3; 0 of 1 | {where} |"
+    )
+    assert made[3] == f"| [Two](results.md#two) | nothing |  | none |  | {where} |"
+    assert len(readme.headlines(results, ["a"]).splitlines()) == 3
+    page = readme.page(results)
+    assert "| [One](#one-so-to-say) | B | ratio 1.25 | at most 1 |" in page
+    assert "| [One](#one-so-to-say) | A |  | moved at most 2 |" in page
+    assert page.index("## Claims that were missed") < page.index("## One, (so) to say") < page.index("## Two")
+
+
+def test_a_section_is_replaced_between_its_marks() -> None:
+    made = readme.rewritten(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n", "new")
     assert "old" not in made
     assert made.startswith("before\n")
     assert made.endswith("\nafter\n")
-    linked = "[One, (so) to say](docs/results.md#one-so-to-say)"
-    assert f"| {linked} | at most 1 | 2 of 3 | 0.5 to 1.25 | 2025-01-01, two cores |" in made
-    assert f"| {linked} | moved at most 2 | 0 of 1 |  | 2025-01-01, two cores |" in made
-    assert "| [Two](docs/results.md#two) |  |  |  | 2025-01-01, two cores |" in made
-    assert readme.rewritten(made, readme.summary(results)) == made
-    assert readme.rewritten(made, readme.summary([])) != made
+    assert readme.rewritten(made, "new") == made
+
+
+def test_every_result_has_a_headline_and_at_most_six_columns() -> None:
+    names = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert names == set(HEADLINES)
+    assert set(FIRST) <= names
+    assert len(readme.headlines(readme.load(ROOT / "benchmarks" / "results")).splitlines()[0].split(" | ")) <= 6
+
+
+def test_the_picture_is_that_of_the_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "memory_over_a_step.json").read_text(encoding="utf-8"))
+    assert f"<dc:description>{mark(result)}</dc:description>" in " ".join(PICTURE.read_text(encoding="utf-8").split())
+    peaks = [f"{row['peak MiB']:.0f} MiB in" for row in result["rows"]]
+    assert all(peak in README for peak in peaks)
 
 
 def test_the_guide_shows_a_line_a_model_and_a_column_a_gpu() -> None:
@@ -77,10 +122,30 @@ def test_marks_must_be_there() -> None:
         readme.rewritten("no marks", "")
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Within the project: files that exist, headings that are there."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {readme.anchor(heading) for heading in headings}, target
+
+
 def test_every_option_and_command_in_the_readme_exists() -> None:
     commands = get_command(make_app()).commands  # type: ignore[attr-defined]
     known = {name: {o for p in command.params for o in p.opts} for name, command in commands.items()}
-    shown = re.findall(r"^\$ tapestream (\w+)((?:.*\\\n)*.*)$", README, re.MULTILINE)
+    shown = re.findall(r"^\$ tapestream (\w+)((?:.*\\\n)*.*)$", COMMANDS, re.MULTILINE)
     assert {name for name, _ in shown} == set(known)
     for name, arguments in shown:
         assert set(re.findall(r"--[a-z-]+", arguments)) <= known[name], name
@@ -88,12 +153,12 @@ def test_every_option_and_command_in_the_readme_exists() -> None:
 
 def test_options_that_are_said_to_be_shared_are_shared_and_extras_exist() -> None:
     commands = get_command(make_app()).commands.values()  # type: ignore[attr-defined]
-    said = re.search(r"Options that several commands take.*?`(.*?)`", README, re.DOTALL)
+    said = re.search(r"Options that several commands take.*?`(.*?)`", COMMANDS, re.DOTALL)
     assert said is not None
     for option in said[1].split():
         assert sum(option in {o for p in command.params for o in p.opts} for command in commands) > 1, option
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.search(r"clone\[([\w,]+)\]", README)
+    named = re.search(r"tapestream\[([\w,]+)\]", README)
     assert named is not None
     assert set(named[1].split(",")) <= set(extras)
 
@@ -104,7 +169,7 @@ def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
 
 
-PLANS = re.findall(r"```\n\$ (tapestream plan gpt(?:[^\n\\]|\\\n)*)\n(.*?)```", README, re.DOTALL)
+PLANS = re.findall(r"```\n\$ (tapestream plan gpt(?:[^\n\\]|\\\n)*)\n(.*?)```", COMMANDS, re.DOTALL)
 
 
 @pytest.mark.parametrize(
