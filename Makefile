@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-quick quick test test-gpu test-full lint style clean
+.PHONY: help venv demo demo-quick quick dist test test-gpu test-full lint style clean
 
 help:
 	@echo "make demo         train under a memory budget and compare with plain PyTorch"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-full    the full product of models, planners, budgets and engines too"
 	@echo "make test-torch   a choice of the tests with another PyTorch: make test-torch TORCH=2.11.0"
 	@echo "make bench        every claim measured that needs no GPU and no other Python, into benchmarks/results; hours"
+	@echo "make dist         wheel and source archive, into dist"
 	@echo "make clean        remove .venv and all caches"
 
 venv: $(STAMP)
@@ -48,6 +49,11 @@ lint: style
 style: venv
 	@echo "ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo "lint-imports"; $(BIN)/lint-imports > .lint-imports.tmp 2>&1 || { cat .lint-imports.tmp; exit 1; }
+
+dist: venv
+	@rm -rf dist build
+	@$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')" > /dev/null
+	@ls dist
 
 # What to run while one works: one test of each kind.
 quick: style
