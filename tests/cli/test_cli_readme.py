@@ -169,6 +169,24 @@ def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
 
 
+WORLD = """
+import torch, tapestream as ts
+x = torch.randn(8, 16)
+stages = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(4)]
+model = torch.nn.Sequential(torch.nn.Sequential(*stages))
+weight = torch.nn.Parameter(torch.eye(16))
+state = torch.zeros(2, 16)
+step = lambda state: torch.tanh(state @ weight)
+function = lambda x: torch.tanh(x @ weight).mean()
+"""
+
+
+@pytest.mark.parametrize("cell", re.findall(r"\| (`[^|]*<br>[^|]*`) \|", README))
+def test_each_problem_of_the_readme_runs(cell: str) -> None:
+    code = cell.replace("<br>", "\n").replace("`", "")
+    exec(compile(WORLD + code.replace("1_000_000", "100"), "README.md", "exec"), {})
+
+
 PLANS = re.findall(r"```\n\$ (tapestream plan gpt(?:[^\n\\]|\\\n)*)\n(.*?)```", COMMANDS, re.DOTALL)
 
 
