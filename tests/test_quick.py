@@ -153,7 +153,7 @@ def test_a_planner_against_every_schedule() -> None:
 
 
 def test_a_command() -> None:
-    words = "plan --layers 8 --width 512 --heads 8 --budget 1GiB --gpu 1GiB --ram 8GiB --json"
+    words = "plan --layers 8 --width 512 --heads 8 --seq 512 --budget 2GiB --gpu 2GiB --ram 8GiB --json"
     found = CliRunner().invoke(make_app(), words.split())
     assert found.exit_code == 0
     assert json.loads(found.stdout)["fits"] is True
