@@ -36,6 +36,7 @@ def busy(seconds=0.1):
 
 
 def test_host_regions_are_pinned_and_their_bytes_reused(pool):
+    torch.cuda.cudart()  # which may take some for itself, once
     before = torch.cuda.host_memory_stats().get("reserved_bytes.current", 0)
     region = pool.allocate(Tier.HOST, NBYTES + 4096)
     address = region.memory.data_ptr()

@@ -226,9 +226,8 @@ class Functions:
         self._library.sleep(int(cycles / 1.5e3))  # of a card with 1.5 GHz
 
     def cudart(self) -> Runtime:
-        torch.empty(
-            1, pin_memory=True, device="cpu"
-        )  # starts the device up, as CUDA's own does: `is_pinned` says no before
+        # Starts the device up, as CUDA's own does: `is_pinned` says no before.
+        torch.empty(1, pin_memory=True, device="cpu")
         return self._runtime
 
     # ---- streams
