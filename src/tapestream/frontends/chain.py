@@ -40,28 +40,29 @@ from tapestream.runner.state import State, take_apart
 class Chain(nn.Module):
     """``stages`` applied one after the other, differentiated within ``budget`` bytes.
 
-    ``stages``: modules or functions from state to state; a state is a tensor or any pytree of tensors. ``budget``:
-    bytes that may be held beyond arguments, parameters with their gradients, and the result (``"512MiB"``, int, Budget;
-    None: what is free now less 5%). ``gradients_within=True``: the gradients that the backward makes count too, of
-    parameters (as if they had none before) and argument: until they are made, plans use their room for the tape.
-    ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` go to it. ``plan``: a Plan to use as it is.
-    ``device``: where inputs must lie (None: where the first one lies). ``verify=True`` runs each stage twice the
-    first time and raises GradientError if the two differ.
+    ``stages``: modules or functions from a state to the next one. A state is a tensor or any pytree of tensors.
+    ``budget``: bytes that a call may hold beyond arguments, parameters with their gradients, and the result
+    (``"512MiB"``, int, Budget; None: what is free now, less 5%). ``gradients_within=True``: the gradients that backward
+    makes, of parameters (as if they had none before) and argument, count too; until they are made, plans use their room
+    for the tape. ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` are its options. ``plan``: a
+    Plan to use as it is. ``device``: where inputs must lie (None: where the first one lies). ``verify=True``: the first
+    call runs each stage twice, and raises GradientError if the two differ.
 
-    ``folder``: a folder on a disk where plans may put restart states and saved tensors while computation goes on; on a
-    GPU they may go to host memory too, with or without one. This run's files lie in a folder of its own in there, which
-    goes when the chain does. ``home`` is the slowest tier that may be used: ``"disk"``, ``"host"`` (GPU only),
-    ``"device"`` (nothing moves) or ``"auto"``, the slowest there is. ``Budget(device=, host=, disk=)`` limits each.
-    ``machine`` gives the speeds of the links (None: measured, in two seconds, when a plan depends on them). ``engine``
-    names a copy engine (``"adversarial"`` for tests). Parameters, arguments and what others hold never move.
+    ``folder``: a folder on disk. Plans may move restart checkpoints and saved tensors there while computation goes on.
+    On a GPU they may move to host memory too, with or without a folder. This run's files lie in a subfolder of their
+    own, which is deleted with the chain. ``home``: the slowest tier that may be used: ``"disk"``, ``"host"`` (GPU
+    only), ``"device"`` (nothing moves) or ``"auto"``, the slowest there is. ``Budget(device=, host=, disk=)`` limits
+    each. ``machine``: the speeds of the links (None: measured, in two seconds, when a plan depends on them).
+    ``engine``: the name of a copy engine (``"adversarial"`` for tests). Parameters, arguments and what others hold
+    never move.
 
-    A plan is made at the first call with new shapes or modes and reused. A stage that writes into a view is run as one
-    with those back to the one that made what it shows, where others use that too. Gradients equal plain PyTorch's bit
-    for bit, except that a parameter used twice inside the chain *and* outside it may have its parts added in another
-    order.
+    The first call with new shapes or modes makes a plan; later calls reuse it. If a stage writes into a view, and
+    others use the tensor that the view shows, the stages from the one that made it run as one. Gradients equal plain
+    PyTorch's bit for bit, with one exception: the parts of a parameter used twice inside the chain *and* outside it may
+    be added in another order.
 
-    Raises BudgetError when no plan fits, InputError for unusable stages, inputs, homes or knobs, StorageError when the
-    disk is full or fails: the call is lost then, parameters and gradients are as before.
+    Raises BudgetError if no plan fits, InputError for unusable stages, inputs, homes or knobs, StorageError if the disk
+    is full or fails: that call is lost, and parameters and gradients are as before.
     """
 
     _fusing = True  # stages that a plan never parts may be run as one
@@ -109,17 +110,17 @@ class Chain(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last call, None before the first one that needs gradients."""
+        """The plan of the last call. None before the first call that needs gradients."""
         return self._plans.last
 
     @property
     def copies(self) -> EngineStatistics:
-        """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
+        """Since this was made: bytes moved per (source, target), number of copies, seconds of waiting for them."""
         return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
 
     @uncompiled
     def forward(self, state: Any) -> Any:
-        """The last state; differentiable like any other tensor."""
+        """The last state, differentiable like any other tensor."""
         initial, tensors = self._take_apart(state)
         device = self._check_device(initial)
         if not torch.is_grad_enabled():

@@ -24,20 +24,21 @@ from tapestream.runner.state import State, take_apart
 
 
 class Join(Chain):
-    """``branches``, each a list of stages with an input of its own, whose outputs meet in ``head``.
+    """Several chains that meet in one head: ``join(x_a, x_b, ..)`` gives ``head(output_a, output_b, ..)``.
 
-    ``join(x_a, x_b, ..)`` gives ``head(output_a, output_b, ..)``, or the outputs as a tuple without a head: towers of
-    text and images before one contrastive loss, a Siamese network. Stages, states, ``budget``, ``device`` and ``plan``
-    are as in `Chain`; all branches share the budget, and which of them is recomputed from where is the planner's
-    choice ("join"). The head, any callable, runs as plain PyTorch between forward and backward; what it takes is
-    measured with the stages, once for each shape, and the plan leaves it room. ``folder``, ``home``, ``machine`` and
-    ``engine`` (as in `Chain`) are for a ``plan`` that moves states; those made here move nothing.
+    ``branches``: for each branch a list of stages, with an input of its own. ``head``: any callable; without one, the
+    call gives the outputs as a tuple. Uses: towers of text and images before one contrastive loss, a Siamese network.
+    Stages, states, ``budget``, ``device`` and ``plan`` are as in `Chain`. All branches share the budget, and the
+    planner ("join") chooses which of them is recomputed from where. The head runs as plain PyTorch between forward and
+    backward. What it takes is measured with the stages, once for each shape, and the plan leaves it room. ``folder``,
+    ``home``, ``machine`` and ``engine`` (as in `Chain`) are for a ``plan`` that moves states; plans made here move
+    nothing.
 
-    Branches run forward in the order given, so random numbers are drawn, and buffers written, as without a plan.
-    Backward they take turns, except that branches that share parameters are differentiated one after the other,
-    from the last to the first, as plain PyTorch does: gradients are equal to its bit for bit, as far as a Chain's are.
+    Branches run forward in the order given, so random numbers are drawn, and buffers written, as without a plan. In
+    backward they take turns. Branches that share parameters do not: they are differentiated one after the other, from
+    the last to the first, as in plain PyTorch. Gradients equal plain PyTorch's bit for bit, as far as a Chain's do.
 
-    Raises BudgetError when no plan fits, InputError for unusable stages or inputs.
+    Raises BudgetError if no plan fits, InputError for unusable stages or inputs.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Join(Chain):
     _fusing = False  # each branch has an end of its own
 
     def forward(self, *states: Any) -> Any:
-        """The head's result, or the last states of all branches; differentiable like any other tensor."""
+        """The head's result, or the last states of all branches, differentiable like any other tensor."""
         if len(states) != len(self._spans):
             raise InputError(
                 f"Join: there are {len(self._spans)} branches, found {len(states)} inputs; give one for each"

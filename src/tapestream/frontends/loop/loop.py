@@ -56,20 +56,21 @@ _MOST_PLANS = 16
 class Loop(nn.Module):
     """``step`` applied again and again: ``state = run(state, steps=1_000_000)``, differentiable in ``budget`` bytes.
 
-    ``step(state)`` or ``step(state, x)`` returns the next state, a tensor or any pytree of tensors, numbers and flags;
-    its structure, shapes and dtypes stay the same. Gradients reach the initial state, the inputs, parameters of modules
-    and tensors that the step captures, and equal those of a plain Python loop bit for bit. ``budget``: bytes that may
-    be held beyond arguments, parameters and result (``"64MiB"``, int, Budget; None: what is free now less 5%).
-    ``planner``: a name in `tapestream.planners` with its ``knobs``, or "auto". ``chunk``: steps that are recorded at
-    once (None: 1 for a named planner, what is fastest for "auto"). ``compile=True``: chunks of steps go through
-    ``torch.compile`` (a text names its backend), and gradients equal those of the compiled step.
-    ``adjoint(state, cotangent)`` returns the cotangent of the state before the step: then ``step`` is given NumPy
+    ``step(state)`` or ``step(state, x)`` returns the next state: a tensor or any pytree of tensors, numbers and flags.
+    Its structure, shapes and dtypes stay the same. Gradients reach the initial state, the inputs, parameters of modules
+    and tensors that the step captures. They equal those of a plain Python loop bit for bit.
+
+    ``budget``: bytes that may be held beyond arguments, parameters and result (``"64MiB"``, int, Budget; None: what is
+    free now, less 5%). ``planner``: a name in `tapestream.planners` with its ``knobs``, or "auto". ``chunk``: steps
+    that are recorded at once (None: 1 for a named planner, the fastest number for "auto"). ``compile=True``: chunks of
+    steps go through ``torch.compile`` (a string names its backend), and gradients equal those of the compiled step.
+    ``adjoint(state, cotangent)`` returns the cotangent of the state before the step; ``step`` is then given NumPy
     arrays in place of tensors, and autograd is not used inside. ``plan``: a Plan to use as it is, so that several
     processes agree. ``verify=True`` runs the first step twice and compares. ``progress``: True for a line on standard
     error, or a function of (done, of, seconds_left). ``folder`` (on a GPU also host memory), ``home``, ``machine``,
-    ``engine``: where restart checkpoints may go beside the device, as for `Chain`.
+    ``engine``: where restart checkpoints may go beside the device, as in `Chain`.
 
-    Raises BudgetError when no plan fits, InputError for steps and arguments that cannot be used, GradientError where a
+    Raises BudgetError if no plan fits, InputError for steps and arguments that cannot be used, GradientError if a
     gradient would be wrong.
     """
 
@@ -135,11 +136,11 @@ class Loop(nn.Module):
         """The state after ``steps`` steps, or after the first step whose state fulfils ``until``.
 
         ``inputs``: a tensor or (memory-mapped) NumPy array with a row for each step, a function of the step's number,
-        or a range; step t is called with row t. Steps left out, there are as many as rows. ``outputs``: the step
-        returns (state, output), and the call (state, outputs of every ``every``-th step): "stack" makes one tensor of
-        them, "sum" adds them up one after the other, a function is called with each and what it returns is collected
-        (no gradient flows through that); None where there was none to take. ``max_steps``: reaching it without
-        ``until`` being fulfilled raises InputError.
+        or a range; step t is called with row t. Without ``steps``, there are as many steps as rows. ``outputs``: the
+        step returns (state, output), and the call returns (state, outputs of every ``every``-th step). "stack" makes
+        one tensor of the outputs, and "sum" adds them up one after the other. A function is called with each, and what
+        it returns is collected in a list; no gradient flows through that. Outputs are None if none was taken.
+        ``max_steps``: InputError if so many steps do not fulfil ``until``.
         """
         if self._adjoint is not None:
             return self._adjointly(self._adjoint, state, steps, inputs, outputs, until, max_steps)

@@ -22,10 +22,10 @@ _FEW = 60  # lines of full height that leave the curves to be seen
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
     """One storage that backward needs. ``file``, ``line``: where the program's code called the ``operation`` that made
-    it (innermost line outside torch); ``seconds``: of that operation, the median of its kind and shapes.
+    it (the innermost line outside torch). ``seconds``: of that operation, the median of its kind and shapes.
 
-    ``fate``: "kept" from the first sweep on, part of a "restart checkpoint" of it, one or the other and "moved" to a
-    slower tier and back, or "recomputed" by running its operation again ``times`` times.
+    ``fate``: "kept" from the first run on; part of a "restart checkpoint"; "moved", which is one or the other, moved to
+    a slower tier and back; or "recomputed": its operation runs again ``times`` times.
     """
 
     file: str
@@ -64,9 +64,10 @@ class SavedTensor:
 class Explanation:
     """What a program saves, heaviest first, and the plan for it.
 
-    ``cuts``: operations before which stretches begin, and the end; ``restarts``: those before which the first sweep
-    keeps a restart checkpoint. ``peak_nbytes``: of the whole plan, backward too, as simulated. ``live_nbytes``: while
-    each operation of the first sweep runs, by the plan; ``stored_nbytes``: the same with everything stored.
+    ``cuts``: the operations at which segments begin, and the end. ``restarts``: those before which the first run keeps
+    a restart checkpoint. ``peak_nbytes``: most bytes of the whole plan, backward included, as simulated.
+    ``live_nbytes``: bytes while each operation of the first run runs, by the plan; ``stored_nbytes``: the same with
+    everything stored.
     """
 
     rows: tuple[SavedTensor, ...]
@@ -79,11 +80,11 @@ class Explanation:
 
     @property
     def operations(self) -> int:
-        """How many the program makes."""
+        """How many operations the program makes."""
         return self.cuts[-1]
 
     def sums(self) -> dict[Fate, tuple[int, int]]:
-        """By fate: how many tensors, and their bytes."""
+        """For each fate: how many tensors, and their bytes."""
         fates: tuple[Fate, ...] = ("kept", "restart checkpoint", "moved", "recomputed")
         of = {fate: [row.nbytes for row in self.rows if row.fate == fate] for fate in fates}
         return {fate: (len(sizes), sum(sizes)) for fate, sizes in of.items() if sizes or fate != "moved"}
@@ -106,10 +107,10 @@ class Explanation:
         return "\n".join(line.rstrip() for line in (*lines, *more, self.summary()))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw live bytes over the operations of the first sweep, the stretches, the restart checkpoints and the budget
-        as PNG, PDF or SVG by ``path``'s ending.
+        """Draw live bytes over the operations of the first run, the segments, the restart checkpoints and the budget.
+        The ending of ``path`` says whether as PNG, PDF or SVG.
 
-        Raises InputError where matplotlib is missing or does not know the ending.
+        Raises InputError if matplotlib is missing or does not know the ending.
         """
         figure = figure_of(12, 5)
         axis = figure.subplots()

@@ -50,25 +50,25 @@ from tapestream.runner.guards import refuse_hooks
 
 
 class Program:
-    """``function`` differentiated within ``budget`` bytes, exactly: branches, loops, exceptions, closures and
-    containers are Python's own, since only torch calls are recorded and run again.
+    """``function`` differentiated within ``budget`` bytes, exactly. Branches, loops, exceptions, closures and
+    containers are Python's own: only torch calls are traced and run again.
 
     ``budget``: bytes that backward may hold beyond arguments, parameters with gradients, and results (``"512MiB"``,
-    int, Budget; None: what is free now less 5%). ``gradients_within=True``: the gradients that the backward makes count
-    too, of parameters and arguments (as if they had none before): until they are made, plans use their room for the
-    tape. ``planner``: a name in `tapestream.planners` or ``"auto"``.
-    ``device``: where the budget counts (None: that of the first tensor given). ``opaque``: modules, or classes of
-    modules, or one of either, whose call is one operation: it is replayed as a whole, and may be compiled;
-    ``"auto"``: the repeated blocks of the modules that ``function`` calls. Compiled modules are one operation always.
-    ``folder``, ``home``, ``machine``, ``engine``: where restart checkpoints and saved tensors may move, as in `Chain`:
-    to host memory on a GPU, to a folder where one is given. ``copies`` counts them.
+    int, Budget; None: what is free now, less 5%). ``gradients_within=True``: the gradients that backward makes, of
+    parameters and arguments (as if they had none before), count too; until they are made, plans use their room for the
+    tape. ``planner``: a name in `tapestream.planners` or ``"auto"``. ``device``: where the budget counts (None: that of
+    the first tensor given). ``opaque``: modules, or classes of modules, or one of either, whose call is one operation:
+    it is replayed as a whole, and may be compiled. ``"auto"``: the repeated blocks of the modules that ``function``
+    calls. Compiled modules are always one operation. ``folder``, ``home``, ``machine``, ``engine``: where restart
+    checkpoints and saved tensors may move, as in `Chain`: to host memory on a GPU, and to a folder if one is given.
+    ``copies`` counts them.
 
-    The first call keeps all that is saved while it fits, and restart checkpoints as it goes; later calls that make the
-    same operations follow a plan for them. A call that turns out otherwise is never wrong, only less well placed.
-    Gradients flow through the graph of the function's own run: hooks, second backwards and gradients of gradients are
-    plain PyTorch's. Without gradients asked for, and inside another program, the function runs as it is.
+    The first call keeps all that is saved while it fits, and restart checkpoints as it goes. Later calls with the same
+    operations follow a plan for them. A call with other operations is never wrong, only less well placed. Gradients
+    flow through the graph of the function's own run: hooks, second backwards and gradients of gradients are plain
+    PyTorch's. If gradients are off, and inside another program, the function runs as it is.
 
-    Raises BudgetError when no plan fits, InputError and GradientError for what replays could not reproduce, by name.
+    Raises BudgetError if no plan fits; InputError and GradientError, by name, for what replays could not reproduce.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Program:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the last sequence of operations, None before the first call that needs gradients."""
+        """The plan for the last sequence of operations. None before the first call that needs gradients."""
         return None if self._last is None else self._last.plan
 
     @property
     def copies(self) -> EngineStatistics:
-        """Bytes moved per (source, target), number of copies and seconds of waiting for them, since this was made."""
+        """Since this was made: bytes moved per (source, target), number of copies, seconds of waiting for them."""
         return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
 
     @uncompiled
@@ -182,9 +182,9 @@ class Program:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
         with it.
 
-        Runs the function once, within the budget as a call does; generators, buffers, gradients and plans are
-        afterwards as before (what the function's own Python does happens). Raises InputError where nothing needs a
-        gradient or no tensor is returned, BudgetError where no plan fits, and what the function itself raises.
+        Runs the function once, within the budget as a call does. Generators, buffers, gradients and plans are
+        afterwards as before; other effects of the function's own Python remain. Raises InputError if nothing needs a
+        gradient or no tensor is returned, BudgetError if no plan fits, and what the function itself raises.
         """
         if not torch.is_grad_enabled():
             raise InputError("explain: gradients are switched off here, so nothing is saved; leave torch.no_grad()")

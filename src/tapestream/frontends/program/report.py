@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last call: its operations, stretches, those recorded in the first sweep, restart checkpoints kept in it, and
-    the bytes of both; whether a plan for this very sequence was followed; the stretches that backward runs again."""
+    """The last call of a program. ``operations``: how many it made. ``stages``: its segments; ``recorded``: those whose
+    saved tensors the first run kept. ``kept``: restart checkpoints of the first run. ``held_nbytes``: bytes of both.
+    ``planned``: whether it followed a plan for this very sequence. ``reruns``: segments that backward runs again.
+    """
 
     operations: int
     stages: int
