@@ -49,24 +49,24 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy in nats of ``hidden @ weight.T + bias`` against ``labels``, without ever holding all the logits.
 
-    ``hidden``: (..., width); ``weight``: (vocabulary, width); ``bias``: (vocabulary,); ``labels``: int64 (...).
-    ``softcap``: logits become ``softcap * tanh(logits / softcap)``. ``shift``: the row at position t is judged by the
-    label at t + 1 of the last dimension, the last row by none (next-token prediction). The result has the dtype of the
-    logits, but at least float32: a scalar, or for ``reduction="none"`` of the shape of ``labels`` (0 where ignored).
-    ``"mean"`` divides by the number of labels that count: NaN where there are none, as in PyTorch.
+    ``hidden``: (..., width). ``weight``: (vocabulary, width). ``bias``: (vocabulary,). ``labels``: int64 (...).
+    ``softcap``: logits become ``softcap * tanh(logits / softcap)``. ``shift``: next-token prediction; the row at
+    position t is compared with the label at t + 1 of the last dimension, the last row with none. The result has the
+    dtype of the logits, but at least float32. It is a scalar, or for ``reduction="none"`` of the shape of ``labels`` (0
+    where ignored). ``"mean"`` divides by the number of labels that count: NaN if there are none, as in PyTorch.
 
     ``chunks``: the number of chunks of rows. "auto" makes a chunk's logits about as large as the largest of ``hidden``,
-    a quarter of ``weight`` (what each chunk adds to its gradient must be worth the reading of it) and 1 MiB.
+    a quarter of ``weight`` (each chunk reads its gradient to add to it, which must be worth that) and 1 MiB.
 
     Bits: those of ``sum(F.cross_entropy(F.linear(h, weight, bias).float(), y, reduction="sum")) / count`` over the
-    chunks in order, for the loss and for every gradient. That of a ``weight`` of 2 MiB or more is made by slices of
-    at least 1,024 words: its bits are the same where the matrix product of a slice is the slice of the product, as it
-    was found to be on CPUs. Under autocast the weight is cast once per call.
+    chunks in order, for the loss and for every gradient. The gradient of a ``weight`` of 2 MiB or more is made by
+    slices of at least 1,024 words. Its bits are the same if the matrix product of a slice is the slice of the product,
+    as was found on CPUs. Under autocast the weight is cast once per call.
 
-    Memory beside the arguments, with c the bytes of a chunk's logits in the result's dtype and g those of ``weight`` in
-    the product's: forward 2c; backward the gradient of ``hidden``, c, g (where ``weight`` is trained) and the larger of
-    3/16 c and g/16 (and up to 2,046 words more), or up to 6 and 2 MiB where those are less. ``softcap`` adds up to c/8
-    to the backward, autocast a cast of the weight, g, to both. Work: one matrix product in four is a recompute.
+    Memory beside the arguments, with c the bytes of a chunk's logits in the result's dtype, and g those of ``weight``
+    in the product's. Forward: 2c. Backward: the gradient of ``hidden``, c, g (if ``weight`` is trained), and the larger
+    of 3/16 c and g/16 (and up to 2,046 words more), or up to 6 and 2 MiB if those are less. ``softcap`` adds up to c/8
+    to the backward; autocast adds a cast of the weight, g, to both. Work: one matrix product in four is a recompute.
 
     Raises InputError for shapes, dtypes or options that cannot be used, IndexError (from PyTorch, on the CPU) for a
     label outside the vocabulary, GradientError in a backward with ``create_graph=True``.

@@ -34,12 +34,11 @@ def plan(
     **arguments: Any,
 ) -> Plan:
     """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch``: a tensor, a tuple or
-    list of arguments, or a mapping of arguments by name (what tokenizers and loaders give).
+    list of arguments, or a mapping of arguments by name (as tokenizers and loaders give).
 
-    A model that is streamed already is planned as it is. Runs the model once to profile it; weights, gradients,
-    buffers and random generators stay as they are. For a model with several chains of blocks: the plan of the first
-    of repeated blocks.
-    Raises BudgetError when nothing fits.
+    A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
+    generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
+    repeated blocks. Raises BudgetError if nothing fits.
     """
     if is_streamed(model):
         return handle_of(model).prepare_for(*_arguments(batch)).plan
@@ -54,11 +53,11 @@ def plan(
 class Report:
     """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
 
-    ``plan``: of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``: most
-    bytes that parameter blocks held per tier (the tape is in the plans' simulations). ``bytes_moved`` by (source,
-    target) and ``wait_seconds`` are sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's allocator
-    holds of an accelerator for the whole process, free pieces included (None on the CPU): a budget is for what is
-    allocated. ``cudnn_benchmark``: it is switched on, and was off inside of blocks.
+    ``plan``: that of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``:
+    most bytes that parameter blocks held in each tier (the plans' simulations have the tape). ``bytes_moved`` by
+    (source, target) and ``wait_seconds``: sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's
+    allocator holds of an accelerator for the whole process, free pieces included (None on the CPU); a budget counts
+    what is allocated. ``cudnn_benchmark``: True if the setting is on; it was off inside of blocks.
     """
 
     plan: Plan
@@ -115,14 +114,12 @@ def report(model: nn.Module) -> Report:
 
 
 def verify(model: nn.Module, batch: Any) -> None:
-    """One forward and backward of the streamed model against the same with everything stored in plain PyTorch, bit
-    for bit.
+    """Compare one forward and backward of a streamed model, bit for bit, with plain PyTorch that stores everything.
 
-    ``batch``: as in `plan`. What is differentiated is the model's own loss (``loss`` in what it returns) or, where it
-    has none, the sum of all that it returns. Needs memory for the plain step, which runs twice: what is not equal to
-    itself there is not compared, and a warning says so. Weights, gradients, buffers and
-    generators are afterwards as before. Raises GradientError naming the first parameter whose gradient differs, or
-    where nothing could be compared.
+    ``batch``: as in `plan`. Differentiated is the model's own loss (``loss`` in what it returns), or the sum of all
+    that it returns if it has none. Needs memory for the plain step, which runs twice: what differs between its two runs
+    is not compared, and a warning says so. Weights, gradients, buffers and generators are afterwards as before. Raises
+    GradientError naming the first parameter whose gradient differs, or if nothing could be compared.
     """
     handle = handle_of(model)
     arguments = _arguments(batch)

@@ -138,8 +138,8 @@ class Loop(nn.Module):
         ``inputs``: a tensor or (memory-mapped) NumPy array with a row for each step, a function of the step's number,
         or a range; step t is called with row t. Without ``steps``, there are as many steps as rows. ``outputs``: the
         step returns (state, output), and the call returns (state, outputs of every ``every``-th step). "stack" makes
-        one tensor of the outputs, and "sum" adds them up one after the other. A function is called with each, and what
-        it returns is collected in a list; no gradient flows through that. Outputs are None if none was taken.
+        one tensor of the outputs, and "sum" adds them up one after the other; None if none was taken. A function is
+        called with each output, and what it returns is collected in a list; no gradient flows through that.
         ``max_steps``: InputError if so many steps do not fulfil ``until``.
         """
         if self._adjoint is not None:

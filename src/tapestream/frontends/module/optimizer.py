@@ -19,20 +19,19 @@ def optimizer(
     master: str | None = "auto",
     **options: Any,
 ) -> StreamedOptimizer:
-    """``optimizer_class(..., **options)`` for a streamed model; its state lives where the parameters live.
+    """``optimizer_class(..., **options)`` for a streamed model. Its state lives where the parameters live.
 
-    Any optimizer that treats tensors independently (AdamW, SGD, Adagrad ...). ``groups``: torch's list of dicts
-    (None: all parameters that require gradients); what is in none is not updated. A model has one such optimizer:
-    another replaces it, and the one before refuses to be used from then on. ``update="step"``: gradients are sent home
-    and ``step()`` updates block by block; clipping and accumulation work. ``update="backward"``: each block is updated
-    as soon as its gradient has arrived, no full gradient ever exists, ``step()`` updates only what lies outside blocks
-    and must come before the next forward; clipping by global norm, accumulation, a second live call or GradScaler raise
-    GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they are. The updates
-    equal those of the same torch implementation on the plain model, bit for bit.
+    Any optimizer that treats tensors independently will do (AdamW, SGD, Adagrad ...). ``groups``: torch's list of dicts
+    (None: all parameters that require gradients); parameters in none are not updated. A model has one such optimizer. A
+    new one replaces it, and the old one then refuses to be used. ``update="step"``: gradients are sent home, and
+    ``step()`` updates block by block; clipping and accumulation work. ``update="backward"``: each block is updated as
+    soon as its gradient has arrived, so all gradients never exist at once. ``step()`` then updates only what lies
+    outside blocks, and must come before the next forward; clipping by global norm, accumulation, a second live call and
+    GradScaler raise GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they
+    are. The updates equal those of the same torch implementation on the plain model, bit for bit.
 
-    Raises InputError for unknown options, an optimizer that cannot be streamed, or one for other parameters than those
-    of one that was never stepped (use ``groups``), StorageError where the disk cannot
-    hold its state.
+    Raises InputError for unknown options, for an optimizer that cannot be streamed, and for other parameters than those
+    of an optimizer that was never stepped (use ``groups``); StorageError if the disk cannot hold its state.
     """
     handle = handle_of(model)
     chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]

@@ -47,28 +47,30 @@ def stream(
     head: str | None = None,
     **knobs: Any,
 ) -> nn.Module:
-    """Make ``model`` train within ``budget`` bytes on ``device``; the same object is returned, with the same classes
-    of modules underneath, the same ``state_dict()`` keys and the same Parameter objects.
+    """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
+    modules (underneath), its ``state_dict()`` keys and its Parameter objects stay the same.
 
-    ``budget``: bytes of DEVICE for parameters, gradients, optimizer state, tape and what runs outside the blocks
-    (None: what is free now less 5%); ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
-    that do not fit, ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a
-    `Home` with one of these for each kind. ``blocks``: the modules to stream, or their classes or names (None: the
-    repeated children of the largest ModuleLists and Sequentials, and embeddings, heads and other modules without
-    children that hold a quarter of the bytes of a block, and 1 MiB). What was made on the ``meta`` device is made real
-    one block at a time, from ``weights`` (a safetensors file, several, or a folder as ``save_pretrained`` writes it;
-    names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's) or else
-    by its ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``plan`` fixes the plan; ``verify``
-    runs every block twice the first time; ``machine`` replaces measured speeds; ``engine`` names a copy engine.
+    ``budget``: bytes on the device for parameters, gradients, optimizer state, tape and what runs outside the blocks
+    (None: what is free now, less 5%). ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
+    that do not fit: ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a `Home` with
+    one of these for each kind. ``blocks``: the modules to stream, or their classes or names. None takes the repeated
+    children of the largest ModuleLists and Sequentials; and embeddings, heads and other modules without children that
+    hold at least a quarter of the bytes of a block, and 1 MiB. ``plan`` fixes the plan. ``verify`` runs every block
+    twice the first time. ``machine`` replaces measured speeds. ``engine`` names a copy engine.
 
-    ``loss_chunks``: the number of chunks of rows in which the cross entropy that the model computes of its logits is
-    made (None: one, with all logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are.
-    The layer that makes the logits is ``head``, a name as in ``named_modules()`` (None: that of
-    ``model.get_output_embeddings()``). Where gradients are on, the logits that the model returns are then made when
-    something else reads them, by the weights of that call: later than ``optimizer.step()`` raises GradientError.
+    What is on the ``meta`` device is made real one block at a time: from ``weights``, or else by its
+    ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``weights``: one or several safetensors files, or a
+    folder as ``save_pretrained`` writes it. Names are the model's, for Hugging Face models all that ``from_pretrained``
+    reads; dtypes are the model's.
+
+    ``loss_chunks``: the number of chunks of rows in which the model's cross entropy of its logits is computed (None:
+    one, with all logits). `linear_cross_entropy` computes it, and says what "auto" is and whose bits these are.
+    ``head`` names the layer that makes the logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``).
+    If gradients are on, the logits that the model returns are made only when something else reads them, with the
+    weights of that call: after ``optimizer.step()``, reading them raises GradientError.
 
     Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
-    StorageError or BudgetError when the home cannot hold the blocks; BudgetError at the first call when no plan fits.
+    StorageError or BudgetError if the home cannot hold the blocks. The first call raises BudgetError if no plan fits.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
@@ -91,7 +93,7 @@ def stream(
 
 
 def unstream(model: nn.Module) -> nn.Module:
-    """Undo `stream`: classes as before, parameters and gradients in memory of their own; files are removed.
+    """Undo `stream`. Classes are as before, parameters and gradients get memory of their own, and files are removed.
 
     Needs room for the whole model in RAM.
     """

@@ -33,18 +33,17 @@ class _Configuration(Protocol):
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | None = None, **parts: Any) -> Path:
-    """Save ``parts`` in a new numbered folder below ``path``; returns that folder.
+    """Save ``parts`` in a new numbered folder below ``path``; return that folder.
 
-    ``parts``: by a name of your choice, anything with ``state_dict()`` and ``load_state_dict()``, and plain values
-    (numbers, strings, tensors, containers of them), which `load` returns. The states of all random generators go with
-    them. Each part is a folder of safetensors files, those of ``model=`` named and indexed as Hugging Face's are;
-    ``manifest.json`` has the rest and a checksum of every tensor. Nothing is pickled. Tensors go one by one: no memory
-    is needed beyond 36 MiB of buffers (52 MiB for 512 MiB and more), one tensor that does not lie in row-major order,
-    and those that are conjugated or negated views. Killed at any moment, the last complete save is there; all but the
-    last ``keep`` are removed once this one is complete.
+    ``parts``: by names of your choice, objects with ``state_dict()`` and ``load_state_dict()``, and plain values
+    (numbers, strings, tensors, containers of them), which `load` returns. The states of all random generators are saved
+    too. Each part is a folder of safetensors files; those of ``model=`` are named and indexed as Hugging Face's are.
+    ``manifest.json`` has the rest, and a checksum of every tensor. Nothing is pickled. Tensors are written one by one.
+    The memory needed is 36 MiB of buffers (52 MiB for 512 MiB and more), one tensor that does not lie in row-major
+    order, and those that are conjugated or negated views. If the process is killed at any moment, the last complete
+    save is there. Once this save is complete, all but the last ``keep`` are removed.
 
-    Raises InputError for what cannot be saved, StorageError when the disk is full (before anything is written) or
-    fails.
+    Raises InputError for what cannot be saved, StorageError if the disk is full (before anything is written) or fails.
     """
     saves = Saves(path)
     if type(keep) is not int or keep < 1:
@@ -83,13 +82,13 @@ def save_nbytes(**parts: Any) -> int:
 def load(
     path: str | os.PathLike[str], *, verify: bool = True, progress: Progress | None = None, **parts: Any
 ) -> dict[str, Any]:
-    """Load the latest save below ``path``, or the save ``path`` itself, into ``parts``; returns its plain values.
+    """Load the latest save below ``path``, or the save ``path`` itself, into ``parts``; return its plain values.
 
-    ``parts``: objects by the names they were saved under; what is not named is left out. Random generators are set as
-    they were. Everything is checked before anything is changed: classes, names, shapes, dtypes, and unless
-    ``verify=False`` the checksums of all tensors.
+    ``parts``: objects by the names they were saved under; what is not named is left out. Random generators are set to
+    their saved states. Everything is checked before anything is changed: classes, names, shapes, dtypes, and the
+    checksums of all tensors unless ``verify=False``.
 
-    Raises InputError where the save is of something else, StorageError where a file is missing, cut short or damaged.
+    Raises InputError if the save is of something else, StorageError if a file is missing, cut short or damaged.
     """
     folder = Saves(path).latest()
     entries = read_manifest(folder)

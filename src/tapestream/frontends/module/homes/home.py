@@ -20,10 +20,10 @@ _STATE = 8  # bytes of optimizer state per element that "auto" expects: two fp32
 @dataclass(frozen=True, slots=True)
 class Home:
     """The tier of each kind of block value: ``"device"`` (all kinds or none), ``"host"`` (GPU only), ``"disk"`` (needs
-    a folder) or ``"auto"``: the fastest that has room, disk only if a folder is given.
+    a folder) or ``"auto"``: the fastest that has room; disk only if a folder is given.
 
-    What a plan finds room for stays on the device all the same. "auto" on a GPU expects two fp32 moments for each
-    trainable element, and an fp32 master of 16-bit ones; on the CPU it is the folder if there is one, else RAM.
+    Whatever a plan has room for stays on the device all the same. On a GPU "auto" expects two fp32 moments for each
+    trainable element, and an fp32 master of each 16-bit one. On the CPU "auto" is the folder if there is one, else RAM.
     """
 
     parameters: str = "auto"
