@@ -15,8 +15,9 @@ class TapestreamError(Exception):
     """Base class: ``except tapestream.TapestreamError`` catches everything below."""
 
     def to_keep(self) -> Self:
-        """The error, without the frames that it, and errors that it came of, passed through: these would hold
-        whatever their functions hold, tensors of a call that is over for example."""
+        """This error without the frames that it, and the errors that caused it, passed through. Frames hold what their
+        functions hold, such as the tensors of a call that is over.
+        """
         self.__context__ = self.__cause__ = None
         return self.with_traceback(None)
 
@@ -24,8 +25,8 @@ class TapestreamError(Exception):
 class BudgetError(TapestreamError, ValueError):
     """The budget cannot be met.
 
-    ``least_nbytes`` is the least device budget in bytes that can (None if unknown), ``stage`` the index
-    of the stage that binds (None if no single stage does).
+    ``least_nbytes``: the least device budget in bytes that was found to work (None if unknown). ``stage``: the index of
+    the stage that needs it (None if no single stage does).
     """
 
     def __init__(self, message: str, *, least_nbytes: int | None = None, stage: int | None = None) -> None:
@@ -39,9 +40,9 @@ class InputError(TapestreamError, ValueError):
 
 
 class ScheduleError(TapestreamError, ValueError):
-    """A schedule breaks a rule of the instruction set; the message shows the surrounding actions.
+    """A schedule breaks a rule of the instruction set. The message shows the surrounding actions.
 
-    ``position`` is the index of the offending action in the flat schedule, None when unknown.
+    ``position``: the index of the offending action in the flat schedule (None if unknown).
     """
 
     def __init__(self, message: str, *, position: int | None = None) -> None:

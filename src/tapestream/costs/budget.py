@@ -6,12 +6,12 @@ from tapestream.units import format_nbytes, parse_nbytes
 
 
 class Budget:
-    """Bytes allowed in each tier; None means no limit there.
+    """Bytes allowed in each tier. None means no limit there.
 
-    ``Budget("8GiB")`` limits the device; ``Budget(device="8GiB", host="64GiB", disk=None)`` says each. ``calls``: the
-    most calls of one model, chain, loop or program that await their backward at once (two for a loss of two forwards,
-    as of preferences, of pairs or of two dropouts of one batch): each is planned so that all of them fit, where
-    otherwise the first takes what there is.
+    ``Budget("8GiB")`` limits the device; ``Budget(device="8GiB", host="64GiB", disk=None)`` gives each. ``calls``: the
+    largest number of live calls (whose backward has not run yet) of one model, chain, loop or program at once. It is
+    two for a loss of two forwards: of preferences, of pairs, of two dropouts of one batch. Each call is then planned so
+    that all of them fit; otherwise the first takes what there is.
     """
 
     __slots__ = ("calls", "device_nbytes", "disk_nbytes", "host_nbytes")

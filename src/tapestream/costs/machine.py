@@ -12,10 +12,10 @@ from tapestream.ir.actions import Tier
 class Link:
     """One direction between two tiers.
 
-    ``bytes_per_second`` with the other direction idle; ``mixed_bytes_per_second`` while both directions are busy
-    (None: the same). Once per copy ``latency_seconds`` pass on the link, and ``busy_seconds`` in which compute stands
-    still, since it takes the computing thread so long to start a copy and to receive it. (Saved tensors are as many
-    copies as `StageCost.saved_storages` says, any other value is one.)
+    ``bytes_per_second``: while the other direction is idle. ``mixed_bytes_per_second``: while both directions are busy
+    (None: the same). Each copy adds ``latency_seconds`` on the link, and ``busy_seconds`` in which compute stands
+    still: the time that the computing thread takes to start and to receive it. (Moving saved tensors takes as many
+    copies as `StageCost.saved_storages` says, moving any other value takes one.)
     """
 
     bytes_per_second: float
@@ -36,13 +36,13 @@ class Link:
         return self.mixed_bytes_per_second or self.bytes_per_second
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds of one copy that is waited for, with nothing else on the link."""
+        """Seconds of one copy that compute waits for, with nothing else on the link."""
         return self.busy_seconds + self.latency_seconds + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The links by (source, target), the device's FLOP/s (None when unknown) and a name for people."""
+    """The links by (source, target), the device's FLOP/s (None if unknown) and a name for people."""
 
     links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
     flops_per_second: float | None = None
@@ -60,7 +60,7 @@ class Machine:
             speed("Machine", "flops_per_second", self.flops_per_second)
 
     def link(self, source: Tier, target: Tier) -> Link:
-        """The link from ``source`` to ``target``; raises InputError where the machine has none."""
+        """The link from ``source`` to ``target``. Raises InputError if the machine has none."""
         found = self.links.get((source, target))
         if found is None:
             raise InputError(
@@ -70,7 +70,7 @@ class Machine:
         return found
 
     def route(self, home: Tier) -> tuple[Tier, ...]:
-        """Tiers that a value passes from ``home`` up to the device, both included."""
+        """The tiers that a value passes from ``home`` up to the device, both included."""
         if home is Tier.DEVICE:
             return (Tier.DEVICE,)
         if home is Tier.DISK and (Tier.DISK, Tier.DEVICE) not in self.links:

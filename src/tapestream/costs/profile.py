@@ -38,11 +38,11 @@ class UniformStages(Sequence[StageCost]):
 class Profile:
     """A chain as planners see it.
 
-    ``initial_nbytes``: bytes of state 0 (0 where the caller owns it). ``blocks``: parameter blocks;
-    ``stages[k].block`` points into it. ``carried``: storages that several states share. ``outside_nbytes``: device
-    bytes held all the time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes`` /
-    ``turn_seconds``: peak bytes on top and seconds of what runs between the last forward and the first backward
-    (head, loss). ``ends``: of several chains that meet in that turn (see `join`), the last state of each but the last.
+    ``initial_nbytes``: bytes of state 0 (0 if the caller owns it). ``blocks``: parameter blocks; ``stages[k].block`` is
+    an index into it. ``carried``: storages that several states share. ``outside_nbytes``: device bytes held all the
+    time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes``, ``turn_seconds``: additional
+    bytes at the peak, and seconds, of what runs between the last forward and the first backward (head, loss). ``ends``:
+    if several chains meet in that turn (see `join`), the last state of each chain but the last.
     """
 
     stages: Sequence[StageCost]
@@ -82,18 +82,18 @@ class Profile:
         state_nbytes: int = 1,
         saved_nbytes: int = 1,
     ) -> "Profile":
-        """``n`` equal stages without parameters; constant memory whatever ``n`` is."""
+        """``n`` equal stages without parameters. Memory is constant, whatever ``n`` is."""
         cost = StageCost(forward_seconds, backward_seconds, state_nbytes, saved_nbytes)
         return cls(UniformStages(cost, n), state_nbytes)
 
     @classmethod
     def join(cls, branches: Sequence["Profile"], *, turn_nbytes: int = 0, turn_seconds: float = 0.0) -> "Profile":
-        """Several chains, each from an input of its own, whose last states meet in one turn.
+        """Several chains, each with an input of its own, whose last states meet in one turn.
 
-        States are numbered branch after branch, and stage k maps state k to state k+1 as ever: the last state of a
-        branch (``ends``) is followed by the first one of the next, and the number of the stage between is that of none.
-        One branch alone is a chain. Raises InputError for no branch, and for branches with parameter blocks, with a
-        turn of their own, or joined already.
+        States are numbered branch after branch, and stage k maps state k to state k+1 as ever. After the last state of
+        a branch (``ends``) comes the first state of the next; the stage number between the two stands for no stage. One
+        branch alone is a chain. Raises InputError for no branch, and for branches with parameter blocks, with a turn of
+        their own, or joined already.
         """
         if not branches:
             raise InputError("Profile.join: at least one branch is needed")
@@ -123,12 +123,12 @@ class Profile:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The first and last state of each branch; of a chain, all there is."""
+        """The first and last state of each branch. A chain is one branch."""
         return tuple(zip((0, *(end + 1 for end in self.ends)), (*self.ends, len(self)), strict=True))
 
     @property
     def branches(self) -> tuple["Profile", ...]:
-        """The chains that meet, without the turn and without what is held outside of them."""
+        """The chains that meet, without the turn and without ``outside_nbytes``."""
         return tuple(
             Profile(
                 self.stages[start:stop],
@@ -146,12 +146,12 @@ class Profile:
 
     @property
     def runs(self) -> int:
-        """How many stages there are to run: fewer than are numbered where branches meet."""
+        """How many stages there are to run. If branches meet, more are numbered."""
         return len(self.stages) - len(self.ends)
 
     @property
     def is_uniform(self) -> bool:
-        """True when every stage costs the same and shift does not matter (initial state included)."""
+        """True if every stage costs the same and a shift does not matter (initial state included)."""
         return (
             isinstance(self.stages, UniformStages)
             and not self.carried
@@ -160,7 +160,7 @@ class Profile:
 
     @property
     def may_keep_inside(self) -> bool:
-        """Whether a run of some stage may keep what spares a recompute time."""
+        """Whether a run of some stage may keep results that save its recompute time."""
         costs = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         return any(cost.inside_seconds for cost in costs)
 
@@ -169,7 +169,7 @@ class Profile:
         return self.initial_nbytes if k == 0 else self.stages[k - 1].output_nbytes
 
     def full_state_nbytes(self, k: int) -> int:
-        """Bytes of state k, carried storages included: what keeping it alone costs."""
+        """Bytes of state k, carried storages included: what it costs to keep this state alone."""
         shared = sum(c.nbytes for c in self.carried if c.first <= k <= c.last)
         return self.state_nbytes(k) + shared
 
@@ -178,7 +178,7 @@ class Profile:
         return self.initial_nbytes if k == 0 else self.stages[k - 1].cotangent_bytes
 
     def without_blocks(self) -> "Profile":
-        """The same chain with parameters costing nothing: what planners of recomputation alone look at."""
+        """The same chain, with parameters that cost nothing: what planners that only recompute look at."""
         if isinstance(self.stages, UniformStages):
             stages: Sequence[StageCost] = UniformStages(replace(self.stages.cost, block=None), self.stages.count)
         else:
@@ -186,10 +186,10 @@ class Profile:
         return replace(self, stages=stages, blocks=())
 
     def with_gradients_staying(self) -> "Profile":
-        """The same, but each block's gradient stays from the first backward that makes it: for planners where nothing
-        of blocks moves, the less room there is the more of them are there.
+        """The same, but the gradient of each block stays from the first backward that makes it. For planners of chains
+        whose blocks do not move: the more gradients are there, the less room there is.
 
-        Where all stages use one block its gradient is there from the first backward on, and takes what it takes.
+        If all stages use one block, its gradient is there from the first backward on, and counts nothing here.
         """
         if isinstance(self.stages, UniformStages):
             return self.without_blocks()

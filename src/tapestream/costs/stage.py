@@ -10,20 +10,19 @@ from tapestream.errors import InputError
 class StageCost:
     """One stage: seconds and bytes.
 
-    ``output_nbytes``: the state that it makes, storages listed in ``Profile.carried`` excluded.
-    ``saved_nbytes``: what autograd saves inside the stage beyond states and parameters.
-    ``reads_input`` / ``reads_output``: whether backward reads state k / state k+1.
-    ``forward_extra_nbytes`` / ``backward_extra_nbytes``: transient bytes at the peak of a run, beyond input, output,
-    saved tensors, cotangents and the gradient block. That of backward is negative where these are never all there at
-    once: down to minus the bytes of the saved tensors, which it frees, and of the output's cotangent, which it uses up.
-    ``cotangent_nbytes``: bytes of the cotangent of the *output*; None means ``output_nbytes``.
-    ``block``: the parameter block that the stage uses, None for none.
-    ``record_seconds`` / ``record_extra_nbytes``: of a run that keeps its saved tensors; None means those of a forward.
-    ``gradient_nbytes``: parameter gradients that its backward is the first to make, where they are to count and belong
-    to no block; they stay until the end of the step. ``reads_parameters``: whether backward reads those of ``block``
-    (that of an embedding does not). ``saved_storages``: how many copies moving the saved tensors takes.
-    ``inside_nbytes``: of what a forward may keep of its inside, all of it among the saved tensors, for a Record that
-    then takes ``inside_seconds`` less.
+    ``output_nbytes``: the state that it makes, without the storages listed in ``Profile.carried``. ``saved_nbytes``:
+    what autograd saves inside the stage, beyond states and parameters. ``reads_input``, ``reads_output``: whether
+    backward reads state k, state k+1. ``forward_extra_nbytes``, ``backward_extra_nbytes``: transient bytes at the peak
+    of a run, beyond input, output, saved tensors, cotangents and the gradient block. The value for backward is negative
+    if these are never all there at once: it is at least minus the bytes of the saved tensors, which backward frees, and
+    of the output's cotangent, which it uses up. ``cotangent_nbytes``: bytes of the cotangent of the *output* (None:
+    ``output_nbytes``). ``block``: the parameter block that the stage uses (None: none). ``record_seconds``,
+    ``record_extra_nbytes``: of a run that keeps its saved tensors (None: those of a forward). ``gradient_nbytes``:
+    parameter gradients that this backward is the first to make, if they are to count and belong to no block; they stay
+    until the end of the step. ``reads_parameters``: whether backward reads the parameters of ``block`` (an embedding's
+    does not). ``saved_storages``: how many copies it takes to move the saved tensors. ``inside_nbytes``: bytes of
+    results that a forward may keep for a later Record, which then takes ``inside_seconds`` less. All of them are among
+    the saved tensors.
     """
 
     forward_seconds: float
@@ -75,7 +74,7 @@ class StageCost:
 
     @property
     def recorded_seconds(self) -> float:
-        """Seconds of one Record."""
+        """Seconds of one Record (a run that keeps its saved tensors)."""
         return self.forward_seconds if self.record_seconds is None else self.record_seconds
 
     @property
@@ -91,12 +90,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """One parameter block: bytes of each of its values and the seconds of one optimizer update of all of it.
+    """One parameter block: the bytes of each of its values, and the seconds of one optimizer update of all of it.
 
+    ``gradient_nbytes`` is 0 for frozen blocks, and for chains whose gradients go straight to the user.
     ``buffers_nbytes``: what runs read and no update changes: the frozen parameters of a block with trained ones.
-    ``state_parts``: bytes of each part of the optimizer state, each moved by itself and updated by an Update of its
-    own; none means one part. ``update_extra_nbytes``: transient bytes of one such Update. ``gradient_nbytes`` is 0 for
-    frozen blocks and for chains whose gradients go straight to the user.
+    ``state_parts``: bytes of each part of the optimizer state (none: one part). Each part moves by itself and has an
+    Update of its own. ``update_extra_nbytes``: transient bytes of one such Update.
     """
 
     parameters_nbytes: int
@@ -122,11 +121,11 @@ class BlockCost:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Bytes of each part of the optimizer state: as many as there are Updates."""
+        """Bytes of each part of the optimizer state. There is one Update for each."""
         return self.state_parts or (self.optimizer_state_nbytes,)
 
     def part_seconds(self, part: int) -> float:
-        """Seconds of the Update of one part: in proportion to its bytes."""
+        """Seconds of the Update of one part, in proportion to its bytes."""
         total = self.optimizer_state_nbytes
         share = self.parts[part] / total if total else 1 / len(self.parts)
         return self.update_seconds * share

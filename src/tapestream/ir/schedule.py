@@ -50,11 +50,11 @@ def series(*nodes: Node) -> Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What to do, in order, for one training step of a chain of ``stages`` stages.
+    """What to do, in order, in one training step of a chain of ``stages`` stages.
 
-    ``resident`` says where parameters, gradients, buffers and optimizer state lie when a step starts and when it ends
-    (pairs of value and tier); values that it does not name start nowhere. ``planner`` names who made it.
-    Iteration is lazy and repeatable. Two schedules are equal when their trees are.
+    ``resident``: where parameters, gradients, buffers and optimizer state are when a step starts and when it ends
+    (pairs of value and tier); a value that is not named starts nowhere. ``planner``: who made it. Iteration is lazy and
+    repeatable. Two schedules are equal if their trees are.
     """
 
     root: Node

@@ -45,9 +45,9 @@ class Scaled:
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, which also unscales gradients that lie in RAM or on a disk.
 
-    torch's own copies its scale to wherever gradients are without waiting for the copy, and multiplies gradients in RAM
-    by whatever is there by then; optimizers of `ts.optimizer` refuse it. This one waits, once an optimizer step. Use it
-    like torch's: ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``;
+    torch's own does not wait until its scale is copied to where gradients are, so it multiplies gradients in RAM by
+    whatever is there by then; optimizers of `ts.optimizer` refuse it. This one waits, once an optimizer step. Use it
+    like torch's: ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``, and
     ``scaler.unscale_(optimizer)`` before clipping.
     """
 

@@ -1,12 +1,12 @@
 """`measure_machine`: the rates that planning needs, measured where they will be used.
 
 Every rate is the median over copies of 8 MiB (disk) or 64 MiB (page-locked host memory). Disks are read and written
-past the page cache where the filesystem allows, alone and both at once; files that were written before are
-overwritten, as a pool does in every step after the first. A disk with a cache of its own, larger than what two
-seconds can fill, looks faster than it is in the long run. What a copy costs the computing thread is its processor
-time, the median over states of 64 KiB that go to disk and come back as those of a chain do. Where a training step
-waits for the answer, a few copies of 2 MiB (32 MiB of host memory) are enough: plans change with rates that are wrong
-by half, not by a tenth.
+past the page cache if the filesystem allows it, in one direction alone and in both at once. Files that were written
+before are overwritten, as a pool does in every step after the first. A disk with a cache larger than two seconds can
+fill looks faster than it is in the long run. What a copy costs the computing thread is the thread's processor time: the
+median over states of 64 KiB that go to disk and come back as those of a chain do. If a training step waits for the
+answer, a few copies of 2 MiB (32 MiB of host memory) are enough: plans change with rates that are wrong by half, not by
+a tenth.
 """
 
 import errno
@@ -66,12 +66,12 @@ def measure_machine(
 ) -> Machine:
     """Rates and latencies of every link below ``device``, and its float32 matrix-multiply FLOP/s, in about two seconds.
 
-    ``folder``: an existing folder on the disk to measure, None for the system's temporary folder. At most 512 MiB
-    are written there, in files that are gone even if the process is killed (but for 1 MiB that the next run
-    removes). ``quick``: the links alone, in about a tenth of a second, with at most 128 MiB written (12 MiB where 2
-    MiB take longer than 3 ms). ``within_nbytes``: the links alone, in so many bytes of an accelerator's memory. On
-    "cpu" the links join DISK and DEVICE, on an accelerator DISK and HOST, HOST and DEVICE. Raises InputError for a
-    missing folder or another kind of device, StorageError where the folder cannot be written or is full.
+    ``folder``: an existing folder on the disk to measure (None: the system's temporary folder). At most 512 MiB are
+    written there, in files that are gone even if the process is killed (except 1 MiB, which the next run removes).
+    ``quick``: the links alone, in about a tenth of a second, with at most 128 MiB written (12 MiB if 2 MiB take longer
+    than 3 ms). ``within_nbytes``: the links alone, in so many bytes of an accelerator's memory. On "cpu" the links join
+    DISK and DEVICE; on an accelerator DISK and HOST, HOST and DEVICE. Raises InputError for a missing folder or another
+    kind of device, StorageError if the folder cannot be written or is full.
     """
     effort = _QUICK if quick else _THOROUGH
     device = torch.device(device)

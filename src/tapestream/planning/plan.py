@@ -17,9 +17,9 @@ Alternative: TypeAlias = tuple[str, float | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be done for one training step, judged. ``print(plan)`` shows it.
+    """What will be done in one training step, judged. ``print(plan)`` shows it.
 
-    ``planner``: who made the schedule. ``alternatives``: what every candidate would have cost, the chosen one included.
+    ``planner``: who made the schedule. ``alternatives``: what every candidate would cost, the chosen one included.
     """
 
     schedule: Schedule
@@ -39,7 +39,7 @@ class Plan:
         machine: Machine | None,
         alternatives: tuple[Alternative, ...] = (),
     ) -> "Plan":
-        """A plan from a schedule. Raises ScheduleError where it breaks a rule, BudgetError where it does not fit."""
+        """A plan from a schedule. Raises ScheduleError if it breaks a rule, BudgetError if it does not fit."""
         simulation = simulate(schedule, profile, machine, budget)
         return cls(schedule, profile, simulation, budget, machine, schedule.planner, alternatives)
 
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Makespan over that of the same step with everything stored and resident (1.0 when nothing is lost)."""
+        """Makespan relative to the same step with everything stored and resident (1.0: nothing is lost)."""
         stored = self.stored_seconds
         return self.seconds / stored if stored else 1.0
 
@@ -98,7 +98,7 @@ class Plan:
         )
 
     def tier_name(self, tier: Tier) -> str:
-        """The tier as people call it: on a machine without a host below its device, the device is RAM."""
+        """The tier's name for people: on a machine without a host below its device, the device is RAM."""
         links = self.machine.links if self.machine else {}
         on_cpu = (Tier.DISK, Tier.DEVICE) in links and (Tier.HOST, Tier.DEVICE) not in links
         return "RAM" if tier is Tier.DEVICE and on_cpu else tier.name
@@ -146,9 +146,9 @@ class Plan:
         return f"{self.planner}, the fastest of {len(others) + 1} that fit; the next best, {name}, {slower}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, readable by its owner only; an existing file is replaced at once.
+        """Write the plan as JSON, readable by its owner only. An existing file is replaced at once.
 
-        Raises StorageError where the folder cannot be written; an existing file is then as it was.
+        Raises StorageError if the folder cannot be written. An existing file is then as it was.
         """
         plan_file.write(
             path,
@@ -163,7 +163,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a saved plan and judge it again. Raises InputError when the file is missing, damaged or no plan."""
+        """Read a saved plan and judge it again. Raises InputError if the file is missing, damaged or no plan."""
         with plan_file.reading(path) as document:
             device, host, disk = document["budget"]
             return cls.judged(
@@ -175,10 +175,10 @@ class Plan:
             )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw stages over time, memory over time in each tier, and who was busy when, as PNG, PDF or SVG by ``path``'s
-        ending.
+        """Draw stages over time, memory over time in each tier, and who was busy when. The ending of ``path`` says
+        whether as PNG, PDF or SVG.
 
-        Raises InputError where matplotlib is missing or does not know the ending, and for more than a million actions.
+        Raises InputError if matplotlib is missing or does not know the ending, and for more than a million actions.
         """
         lying = {
             tier: sum(picture.nbytes_of(value, self.profile) for value, at in self.schedule.resident if at is tier)

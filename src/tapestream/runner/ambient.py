@@ -20,9 +20,9 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("tapestream_recomputing", default=Fa
 
 
 def recomputing() -> bool:
-    """True inside a stage that runs again in order to rebuild its saved tensors.
+    """True inside a stage that runs again to rebuild its saved tensors.
 
-    User code that counts, logs or collects in a stage asks this to do so once.
+    Code that counts, logs or collects in a stage asks this, so that it does so once.
     """
     return _RECOMPUTING.get()
 

@@ -1,5 +1,6 @@
-"""What a stage reads beside its input, and which nobody may change between a call and its backward: a recompute would
-see the new one."""
+"""State that a stage reads beside its input, and that must not change between the call and its backward: a recompute
+would read the new state.
+"""
 
 import dis
 import functools
@@ -31,9 +32,10 @@ _PLACES = 8  # dictionaries of a module that are looked at: these, and four of h
 
 @dataclass(slots=True)
 class Look:
-    """``held``: what the dictionaries of modules hold, with its ``keys``, dictionary by dictionary (``ends``);
-    ``still``: buffers and frozen parameters, and their ``versions``; ``captured``: what functions have captured, and of
-    what may be written into ``marks`` of its content."""
+    """What a stage reads, at one moment. ``held``: what the dictionaries of modules hold, with its ``keys``, dictionary
+    by dictionary (``ends``). ``still``: buffers and frozen parameters, with their ``versions``. ``captured``: what
+    functions have captured; ``marks``: the content of what may be written into among that.
+    """
 
     held: list[Any]
     keys: list[Any]

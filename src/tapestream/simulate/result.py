@@ -10,11 +10,11 @@ from tapestream.ir import PhaseKind, Tier, Timeline
 class Simulation:
     """What running a valid schedule once will take.
 
-    ``peak_nbytes``: most bytes ever held in each tier, transient ones and ``Profile.outside_nbytes`` included;
-    ``peak_position``: the action (its index in the flat schedule) at which that is first reached.
-    ``makespan_seconds`` = ``compute_seconds`` + ``stall_seconds``; ``phase_seconds`` splits it by the user's calls, the
-    turn (head and loss) counted in the backward phase. ``forwards``: stage evaluations, recorded ones included;
-    ``recorded`` and ``backwards``: stages. ``bytes_moved`` by (source, target), copies that happened only.
+    ``peak_nbytes``: most bytes ever held in each tier, transient ones and ``Profile.outside_nbytes`` included.
+    ``peak_position``: the first action (its index in the flat schedule) at which that is reached. ``makespan_seconds``
+    = ``compute_seconds`` + ``stall_seconds``. ``phase_seconds`` splits it by the user's calls; the turn (head and loss)
+    is counted in the backward phase. ``forwards``: evaluations of stages, recorded ones included. ``recorded``,
+    ``backwards``: numbers of stages. ``bytes_moved`` by (source, target): only copies that happened.
     """
 
     peak_nbytes: dict[Tier, int]
@@ -31,7 +31,7 @@ class Simulation:
 
     @property
     def timeline(self) -> Timeline:
-        """Who was busy when, and how many bytes were held. Made anew on each use, since planning rarely needs it.
+        """Who was busy when, and how many bytes were held. Computed anew on each use, since planning rarely needs it.
 
         Raises InputError for schedules of more than a million actions.
         """

@@ -24,10 +24,10 @@ def simulate(
 ) -> Simulation:
     """Judge ``schedule`` for the chain that ``profile`` describes, by the rules of docs/ir.md.
 
-    ``machine`` gives the links that copies use; None means that copies take no time. Raises ScheduleError at the first
-    broken rule, BudgetError when the peak of a tier exceeds ``budget`` (``least_nbytes`` is then that peak), InputError
-    when schedule and profile differ in length or the machine lacks a link. Time is linear in actions; for equal stages
-    without blocks and copies, in the distinct situations of the tree's nodes instead (see `compose`).
+    ``machine``: the links that copies use (None: copies take no time). Raises ScheduleError at the first broken rule,
+    BudgetError if the peak of a tier exceeds ``budget`` (``least_nbytes`` is then that peak), InputError if schedule
+    and profile differ in length or the machine lacks a link. Time is linear in actions. For equal stages without blocks
+    and copies it is linear in the distinct situations of the tree's nodes instead (see `compose`).
     """
     if schedule.stages != len(profile):
         raise InputError(

@@ -15,12 +15,12 @@ from tapestream.errors import InputError
 
 
 class MemoryMeter:
-    """What a `track_memory` block used, filled in when the block ends.
+    """What a `track_memory` block used. Filled in when the block ends.
 
-    ``peak_nbytes``: most bytes of tensors alive at once beyond those alive at the start. ``end_nbytes``: the same at
-    the end. ``rise_nbytes``: most bytes gained since any earlier moment: at least the peak, and more where the block
-    first frees what was there before it (on an accelerator it is the peak). ``samples``: (seconds since the start,
-    bytes) at every change; empty on an accelerator.
+    ``peak_nbytes``: most bytes of tensors alive at once, beyond those alive at the start. ``end_nbytes``: the same at
+    the end. ``rise_nbytes``: most bytes gained since any earlier moment. This is at least the peak, and more if the
+    block first frees what was there before it (on an accelerator it is the peak). ``samples``: (seconds since the
+    start, bytes) at every change; empty on an accelerator.
     """
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ def watch_memory(device: torch.device | str = "cpu") -> Iterator[MemoryWatch]:
 def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryMeter]:
     """Measure the tensor memory of the block.
 
-    On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode
-    would miss those). On an accelerator: ``max_memory_allocated``. Blocks cannot be nested, nor used inside a profiler:
-    InputError. Make the comparison of two measurements exact with `watch_memory`.
+    On the CPU: every event of PyTorch's allocator in this thread, workspaces of kernels included (a dispatch mode would
+    miss those). On an accelerator: ``max_memory_allocated``. Raises InputError in another such block or in a profiler.
+    To compare two measurements exactly, use `watch_memory`.
 
         with track_memory() as meter:
             loss.backward()

@@ -1,4 +1,4 @@
-"""`Cargo`: tensors taken apart into the storages behind them, which may travel, and windows on these."""
+"""`Cargo`: tensors split into the storages behind them, which may move, and views of these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ _ALIGNMENT = 64  # bytes at whose multiples PyTorch's allocators start every sto
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """A storage that something came back to, from ``start`` on. ``counter``: an empty tensor with the version of all
-    tensors made over it, which was ``version`` first."""
+    """A device storage that received prefetched bytes, beginning at ``start``. ``counter``: an empty tensor that has
+    the version of all tensors made over the storage; this was ``version`` at first.
+    """
 
     storage: StorageWeakRef
     start: int
@@ -47,16 +48,18 @@ class _Landed:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Origin:
-    """One storage of the program, wherever its bytes are now. ``first``: that on the device when it was packed;
-    ``landed``: that which it came back to."""
+    """One storage of the program, wherever its bytes are now. ``first``: the device storage that was packed;
+    ``landed``: the device storage that the bytes came back to.
+    """
 
     nbytes: int
     first: StorageWeakRef
     landed: _Landed | None = None
 
     def living(self) -> torch.Tensor | None:
-        """The bytes on the device, where somebody still holds what came back last and nobody has written into it. (Not
-        the storage that was packed: others may have written into it since.)"""
+        """The bytes on the device, if somebody still holds the storage that came back last and nobody has written into
+        it. (Not the storage that was packed: others may have written into it since.)
+        """
         return None if self.landed is None or self.landed.written else self.landed.bytes(self.nbytes)
 
     def spoilt(self, memory: torch.Tensor) -> bool:

@@ -53,24 +53,22 @@ def stream(
     ``budget``: bytes on the device for parameters, gradients, optimizer state, tape and what runs outside the blocks
     (None: what is free now, less 5%). ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
     that do not fit: ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a `Home` with
-    one of these for each kind. ``blocks``: the modules to stream, or their classes or names. None takes the repeated
-    children of the largest ModuleLists and Sequentials; and embeddings, heads and other modules without children that
-    hold at least a quarter of the bytes of a block, and 1 MiB. ``plan`` fixes the plan. ``verify`` runs every block
-    twice the first time. ``machine`` replaces measured speeds. ``engine`` names a copy engine.
+    one of these for each kind. ``blocks``: the modules to stream, or their classes or names (None: the repeated
+    children of the largest ModuleLists and Sequentials, and embeddings, heads and other modules without children that
+    hold at least 1 MiB and a quarter of a block's bytes). ``plan`` fixes the plan. ``verify`` runs every block twice
+    the first time. ``machine`` replaces measured speeds. ``engine`` names a copy engine. ``weights``: one or several
+    safetensors files, or a folder as ``save_pretrained`` writes it. What is on the ``meta`` device is made real from
+    these one block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()``.
+    Names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's.
 
-    What is on the ``meta`` device is made real one block at a time: from ``weights``, or else by its
-    ``initialize()``, ``_init_weights()`` or ``reset_parameters()``. ``weights``: one or several safetensors files, or a
-    folder as ``save_pretrained`` writes it. Names are the model's, for Hugging Face models all that ``from_pretrained``
-    reads; dtypes are the model's.
-
-    ``loss_chunks``: the number of chunks of rows in which the model's cross entropy of its logits is computed (None:
-    one, with all logits). `linear_cross_entropy` computes it, and says what "auto" is and whose bits these are.
-    ``head`` names the layer that makes the logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``).
-    If gradients are on, the logits that the model returns are made only when something else reads them, with the
-    weights of that call: after ``optimizer.step()``, reading them raises GradientError.
+    ``loss_chunks``: the number of chunks of rows in which the model's cross entropy is computed (None: one, with all
+    logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are. ``head``: the layer that
+    makes the logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``). With gradients on, returned
+    logits are made only when something else reads them, with that call's weights. Reading them after
+    ``optimizer.step()`` raises GradientError.
 
     Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
-    StorageError or BudgetError if the home cannot hold the blocks. The first call raises BudgetError if no plan fits.
+    StorageError or BudgetError if the home cannot hold the blocks; the first call raises BudgetError if no plan fits.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)

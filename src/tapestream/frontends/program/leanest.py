@@ -1,6 +1,6 @@
-"""Backward by running the whole program again in as little memory as any planner finds.
+"""The minimum-memory fallback: backward runs the whole program again, in as little memory as any planner finds.
 
-That does not ask what the budget is: where it does for one, it does for every larger one.
+The fallback ignores the budget. If it fits one budget, it fits every larger one.
 """
 
 import functools
@@ -16,12 +16,14 @@ from tapestream.planners import planners
 from tapestream.simulate import simulate
 
 FINE, FINEST = 4 * MANY, 16 * MANY
-"""Stretches: many, and most."""
+"""Numbers of segments: many, and most."""
 
 
 def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int], Reversal]:
-    """Peak, where stretches begin, and the backward: the first that fits into ``budget`` bytes, of coarse stretches
-    before fine ones, else that of least peak. Cut by bytes alone, so that every call finds the same."""
+    """Peak, where segments begin, and the backward. Coarse segments are tried before fine ones: the first that fits
+    into ``budget`` bytes is taken, else that of least peak. Segments are cut by bytes alone, so that every call finds
+    the same.
+    """
     found, most = list[tuple[int, list[int], Reversal]](), FEW
     while True:
         cuts = borders.cuts(most, timed=False)

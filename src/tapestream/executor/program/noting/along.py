@@ -1,7 +1,8 @@
-"""`Along`: a program whose saved tensors all have room runs as it does without us while it does what it did last time.
+"""`Along`, the untraced fast path: if all saved tensors fit, a program runs untraced for as long as it repeats the last
+call.
 
-Nothing is noted, and what autograd saves stays where it put it. From the first call on that is another one, all is
-noted as if the program began there; of what came before, the bytes are known from last time.
+Autograd's saved tensors stay where autograd put them. At the first call that differs, tracing begins, as if the program
+began there. The bytes of what came before are known from last time.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class Mark:
 
 
 class Along:
-    """One call, which has made so many ``operations``. ``otherwise`` is told the bytes held when it turns out so."""
+    """One call on the fast path, which has made so many ``operations``. At the first call that differs, ``otherwise``
+    is told the bytes held.
+    """
 
     def __init__(self, course: Course, otherwise: Callable[[int], None]) -> None:
         self.course, self.otherwise, self.mark = course, otherwise, Mark()
@@ -38,11 +41,11 @@ class Along:
 
     @property
     def held_nbytes(self) -> int:
-        """What plain autograd holds of the program so far, at most."""
+        """Bytes that plain autograd holds of the program so far, at most."""
         return self.course.held_nbytes[self.operations] + self._strayed_nbytes
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that is the next one of last time, or that makes nothing; `UNKNOWN` where it is neither."""
+        """Make a call if it is the next one of last time, or makes nothing. `UNKNOWN` if it is neither."""
         k = self._next
         expected = self._functions[k]
         if function is not expected and function != expected:

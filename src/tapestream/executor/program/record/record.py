@@ -1,4 +1,4 @@
-"""`Record`: what a program did, in numbers: a few dozen bytes an operation."""
+"""`Record`: the trace of a program in numbers, a few dozen bytes an operation."""
 
 from array import array
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ ALIVE = 2**31 - 1
 OTHERS, MAYBE_OWN = 1, 2
 """Of a storage: it is that of an external tensor, which the program may have made before it was noted."""
 MIXED = -1
-"""Of what an operation saves, some that it is given comes after some that it has made."""
+"""The operation saves inputs and its own results in mixed order."""
 
 
 class Ambient(NamedTuple):
