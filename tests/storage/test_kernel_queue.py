@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tapestream.storage import DiskFolder
-from tapestream.storage.kernel_queue import KernelQueue, _Order, open_queue
+from tapestream.storage.kernel_queue import KernelQueue, open_queue
 from tapestream.storage.slabs import Room
 from tapestream.storage.transfer import aligned_empty
+from tapestream.system.kernel_calls import Order
 
 PAGE = 4096
 
@@ -227,7 +228,7 @@ def test_writes_are_of_whole_pages(queue, folder, monkeypatch):
 
     def noted(asked, *given):
         if asked == queue._submit_number:
-            seen.append(_Order.from_address(given[2][0]).nbytes)
+            seen.append(Order.from_address(given[2][0]).nbytes)
         return call(asked, *given)
 
     monkeypatch.setattr(queue, "_call", noted)

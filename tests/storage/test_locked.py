@@ -14,7 +14,7 @@ def test_a_locked_folder_lives_until_its_lock_is_closed(tmp_path: Path) -> None:
     (path / "c").write_text("x")
     assert dead_folders(tmp_path, "run-") == []
     assert not remove_dead(path)
-    os.close(lock)
+    lock.close()
     assert dead_folders(tmp_path, "run-") == [path]
     assert dead_folders(tmp_path, "other-") == []
     assert remove_dead(path)
@@ -38,19 +38,19 @@ def test_a_folder_that_is_taken_for_dead_while_it_is_made_is_made_again(
             assert remove_dead(taken[1])
         return file
 
-    monkeypatch.setattr("tapestream.storage.locked.os.open", opened)
+    monkeypatch.setattr("tapestream.system.files.os.open", opened)
     path, lock = locked_folder(tmp_path, "run-12-")
     assert len(taken) == 2
     assert path not in taken
     assert list(tmp_path.iterdir()) == [path]
     assert not remove_dead(path)
-    os.close(lock)
+    lock.close()
 
 
 def test_the_lock_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while removing, what is left is still known."""
     path, lock = locked_folder(tmp_path, "run-")
-    os.close(lock)
+    lock.close()
     for name in ("a", "z"):
         (path / name).mkdir()
         (path / name / "file").write_text("x")

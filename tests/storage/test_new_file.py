@@ -49,8 +49,8 @@ def test_a_file_has_the_bytes_that_were_added(sizes: list[int], tmp_path: Path) 
 def test_one_that_is_to_be_large_is_written_in_larger_pieces(
     sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, found = os.pwrite, []
-    monkeypatch.setattr(os, "pwrite", lambda file, memory, at: found.append(len(memory)) or real(file, memory, at))
+    real, found = os.pwritev, []
+    monkeypatch.setattr(os, "pwritev", lambda file, data, at: found.append(len(data[0])) or real(file, data, at))
     pieces = [data(size) for size in sizes]
     write(tmp_path / "file", pieces, 512 * MIB)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
@@ -60,15 +60,16 @@ def test_one_that_is_to_be_large_is_written_in_larger_pieces(
 def test_a_file_system_that_refuses_direct_transfers_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = os.pwrite, []
+    real, refused = os.pwritev, []
 
-    def picky(file: int, memory: memoryview, at: int) -> int:
+    def picky(file: int, buffers: list[memoryview], at: int) -> int:
+        (memory,) = buffers
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(len(memory))
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(file, memory[: 1 + len(memory) // 2], at)  # and takes less than it is given
+        return real(file, [memory[: 1 + len(memory) // 2]], at)  # and takes less than it is given
 
-    monkeypatch.setattr(os, "pwrite", picky)
+    monkeypatch.setattr(os, "pwritev", picky)
     pieces = [data(9 * MIB), data(10)]
     write(tmp_path / "file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.numpy().tobytes() for piece in pieces)
@@ -77,17 +78,17 @@ def test_a_file_system_that_refuses_direct_transfers_is_written_through_the_cach
 
 @pytest.mark.parametrize("after", [0, 4 * MIB, 20 * MIB])
 def test_a_failure_is_told_wherever_it_happens(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, done, lock = os.pwrite, 0, threading.Lock()
+    real, done, lock = os.pwritev, 0, threading.Lock()
 
-    def full(file: int, memory: memoryview, at: int) -> int:
+    def full(file: int, buffers: list[memoryview], at: int) -> int:
         nonlocal done
         with lock:
-            if done + len(memory) > after:
+            if done + len(buffers[0]) > after:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            done += len(memory)
-        return real(file, memory, at)
+            done += len(buffers[0])
+        return real(file, buffers, at)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(StorageError, match=r"could not write .*file: No space left on device"):
         write(tmp_path / "file", [data(5 * MIB)] * 5)
 

@@ -11,6 +11,7 @@ from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.storage.disk import PREFIX
 from tapestream.storage.locked import dead_folders
+from tapestream.system.files import taken_nbytes
 from tapestream.units import format_nbytes
 
 Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
@@ -52,4 +53,4 @@ def _remove(saves: Saves, path: Path) -> None:
 def _nbytes(folder: Path) -> int:
     if folder.is_symlink():
         return 0
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return sum(taken_nbytes(path) for path in folder.rglob("*") if path.is_file())

@@ -26,6 +26,7 @@ from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.outlining import outline
 from tapestream.planning.auto import make_plan
+from tapestream.system.limits import data_can_be_limited
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
 ALLOWANCE = 64 * 2**20
@@ -67,7 +68,12 @@ def _job(quick: bool, device: str, budget: str | None, home: Path) -> Job:
 
 def check_budget(job: Job) -> None:
     """Raise BudgetError for a budget within which the demo cannot train: under the hard limit that comes with it, a
-    child would fail in the midst of some allocation."""
+    child would fail in the midst of some allocation. InputError where the system has no such limit."""
+    if job.device == "cpu" and not data_can_be_limited():
+        raise InputError(
+            "the demo sets a hard limit on a process's memory, which on the CPU only Linux has; use --device cuda, or "
+            "`tapestream train`, which keeps to a budget without one"
+        )
     config, allowed = job.config, parse_nbytes(job.budget or 0)
     assert isinstance(config, GPTConfig)
 

@@ -7,11 +7,9 @@ and allocated what any run needs, plus the budget, plus a stated allowance.
 
 import hashlib
 import json
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from tapestream.accelerator import memory
 from tapestream.cli.data import text_of
 from tapestream.cli.loop import Job, Measured, optimizer_class, options_of, run, set_rate, streamed
 from tapestream.models import GPT, Batches, GPTConfig
+from tapestream.system.limits import data_nbytes, limit_data
 from tapestream.units import parse_nbytes
 
 
@@ -57,16 +56,8 @@ def limit_to(job: Job, allowance: int) -> dict[str, int]:
         memory.limit_reserved(taken + budget + allowance, device)
     else:
         taken = data_nbytes()
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + budget + allowance,) * 2)
+        limit_data(taken + budget + allowance)
     return {"taken": taken, "budget": budget, "allowance": allowance, "limit": taken + budget + allowance}
-
-
-def data_nbytes() -> int:
-    """What RLIMIT_DATA counts: private writable memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _warm(job: Job, text: Tensor) -> None:

@@ -17,8 +17,8 @@ from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import is_save
 from tapestream.frontends.saving.save import save_nbytes
 from tapestream.storage.locked import held_alone
+from tapestream.system.signals import SAVING, STOPPING
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _KEEP = 2  # saves that stay
 _RUNNING = ".running"  # in the folder of saves, while a run has it
 
@@ -164,11 +164,11 @@ class Saver:
     def listening(self) -> Iterator[None]:
         """Inside, SIGUSR1 asks for a save after the step at hand or, before the training, the first one; SIGINT and
         SIGTERM also for the end. A second one of these ends at once, as does one before the training: there is nothing
-        to save yet. Without a folder signals do what they always do."""
+        to save yet. Without a folder signals do what they always do; Windows has no SIGUSR1."""
         if self._folder is None:
             yield
             return
-        before = {one: signal.signal(one, self._heard) for one in (*_STOPPING, signal.SIGUSR1)}
+        before = {one: signal.signal(one, self._heard) for one in (*STOPPING, *SAVING)}
         try:
             yield
         finally:
@@ -176,7 +176,7 @@ class Saver:
                 signal.signal(one, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if number in _STOPPING:
+        if number in STOPPING:
             if self.stopped_by is not None:
                 os.write(2, b"\nstopping at once: steps since the last save are lost; --resume takes them again\n")
             if self.stopped_by is not None or not self._ready:

@@ -1,8 +1,6 @@
 """``tapestream train``: a GPT on text, a ResNet on images, a DRANet on masks, within a budget."""
 
 import contextlib
-import errno
-import fcntl
 import itertools
 import json
 import math
@@ -47,6 +45,7 @@ from tapestream.cli.options import (
 from tapestream.cli.saving import Saver
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.available import free_nbytes
+from tapestream.system.locks import lock_open
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
 _METRICS = "One line of JSON per step is written here; those of an earlier run stay beside it, in metrics-1.jsonl."
@@ -164,11 +163,12 @@ def writing(path: Path, *, append: bool = False) -> TextIO:
             )
         lines = path.open("a+" if append else "w", encoding="utf-8")
         try:
-            fcntl.lockf(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock_open(lines, path)
+        except BlockingIOError as error:
             lines.close()
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise StorageError(f"--metrics {path} is being written by another run; name another file") from error
+            raise StorageError(f"--metrics {path} is being written by another run; name another file") from error
+        except OSError:  # it is written all the same where the file system has no locks
+            pass
         return lines
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; give another place") from error

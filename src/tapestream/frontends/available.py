@@ -1,14 +1,11 @@
 """How much memory is free now, where the user gives no budget."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import psutil
 import torch
 
 from tapestream.accelerator import memory
 from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget
+from tapestream.system.limits import available_nbytes
 
 _SHARE = 0.95
 _HOST_SHARE = 0.8
@@ -29,31 +26,7 @@ def free_nbytes(device: torch.device) -> int:
 def host_nbytes() -> int:
     """Bytes of RAM that this process could still take: what is available, within the limits of its control group and
     its own (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
-    available = min((int(psutil.virtual_memory().available), *_below_own_limits()))
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        root = Path("/sys/fs/cgroup")
-        try:
-            allowed = (root / limit).read_text().strip()
-            taken = (root / used).read_text().strip()
-        except OSError:
-            continue
-        if allowed.isdigit() and taken.isdigit():
-            available = min(available, max(0, int(allowed) - int(taken)))
-    return available
-
-
-def _below_own_limits() -> Iterator[int]:
-    process = psutil.Process()
-    if not hasattr(process, "rlimit"):  # Linux has it
-        return
-    taken = process.memory_info()
-    for limit, used in ((psutil.RLIMIT_DATA, taken.data), (psutil.RLIMIT_AS, taken.vms)):
-        allowed, _ = process.rlimit(limit)
-        if allowed != psutil.RLIM_INFINITY:
-            yield max(0, allowed - used)
+    return available_nbytes()
 
 
 def host_limit(budget: Budget) -> int:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tapestream.errors import InputError
 from tapestream.models._random import keyed_generator
+from tapestream.system.signals import SAVING, STOPPING
 
 
 class Samples(Protocol):
@@ -185,5 +186,5 @@ class Shapes:
 def _hear_no_signals(_: int) -> None:
     """Ctrl-C goes to every process of a terminal, and a service manager ends all at once: a worker that went would take
     the step at hand along, and its save. Whose parent is gone ends by itself."""
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for one in (*STOPPING, *SAVING):
         signal.signal(one, signal.SIG_IGN)

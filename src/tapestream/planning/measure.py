@@ -35,6 +35,7 @@ from tapestream.executor.engines import make_engine
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir import Kind, Tier, Value
 from tapestream.storage import DiskFolder, Pool
+from tapestream.system import files
 from tapestream.units import format_nbytes
 
 _PAGE_NBYTES = 4096
@@ -128,7 +129,7 @@ class _Scratch:
         # Zeros would be compressed away by some filesystems; a step waits for this, and need not for the kernel's own.
         self._buffer[:] = random.Random(0).randbytes(self._chunk_nbytes)
         try:
-            self._file, self._direct = _open_nameless(folder)
+            self._file, self._direct = files.open_nameless(folder, "tapestream-measure-")
         except OSError as error:
             raise StorageError(error.errno, f"measure_machine: cannot write in {folder}: {error.strerror}") from error
 
@@ -149,9 +150,9 @@ class _Scratch:
         nbytes = nbytes or self._chunk_nbytes
         offset = index % self.chunks * self._chunk_nbytes
         if not self._direct:
-            os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            files.forget_cached(self._file, offset, nbytes)
         with memoryview(self._buffer) as view:
-            done = os.preadv(self._file, [view[:nbytes]], offset)
+            done = files.read_into(self._file, view[:nbytes], offset)
         if done != nbytes:
             raise StorageError(
                 errno.EIO, f"measure_machine: {self.folder} gave {done} of {nbytes} bytes; try another disk"
@@ -161,9 +162,9 @@ class _Scratch:
         nbytes = nbytes or self._chunk_nbytes
         try:
             with memoryview(self._buffer) as view:
-                done = os.pwritev(self._file, [view[:nbytes]], index * self._chunk_nbytes)
+                done = files.write_from(self._file, view[:nbytes], index * self._chunk_nbytes)
             if not self._direct:
-                os.fdatasync(self._file)
+                files.sync_data(self._file)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageError(
@@ -174,30 +175,13 @@ class _Scratch:
             raise self._full()
 
     def _full(self) -> StorageError:
-        status = os.statvfs(self.folder)
         return StorageError(
             errno.ENOSPC,
-            f"measure_machine: {self.folder} is full: {format_nbytes(status.f_bavail * status.f_frsize)} are free and "
+            f"measure_machine: {self.folder} is full: {format_nbytes(files.free_nbytes(self.folder))} are free and "
             f"{format_nbytes(2 * _LEAST_SAMPLES * self._chunk_nbytes)} to "
             f"{format_nbytes(2 * _MOST_CHUNKS * self._chunk_nbytes)} are needed for a moment; "
             "free some or give another folder",
         )
-
-
-def _open_nameless(folder: Path) -> tuple[int, bool]:
-    """A descriptor without a name, and whether it passes the page cache by."""
-    descriptor, name = tempfile.mkstemp(prefix="tapestream-measure-", dir=folder)
-    try:
-        direct = os.open(name, os.O_RDWR | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: the filesystem has no direct I/O
-            os.close(descriptor)
-            raise
-        return descriptor, False
-    finally:
-        os.unlink(name)
-    os.close(descriptor)
-    return direct, True
 
 
 def _disk_links(folder: Path, effort: _Effort) -> tuple[Link, Link]:

@@ -4,16 +4,13 @@ PyTorch frees a graph node by node, but one whose nodes Python has seen by recur
 each (measured with 2.13: 8 MiB are too few for 35,000), and where the stack ends, so does the process.
 """
 
-import contextlib
-import sys
 import threading
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import GradientError
+from tapestream.system.limits import stack_may_grow
 
 SHALLOW = 20_000
 """Nodes that any thread's stack has room for."""
@@ -26,7 +23,8 @@ def deeper(nodes: int) -> int:
 
     Raises GradientError where it cannot grow any more.
     """
-    if nodes < _DEEP and threading.current_thread() is threading.main_thread() and _allowed():
+    in_main = threading.current_thread() is threading.main_thread()
+    if nodes < _DEEP and in_main and stack_may_grow(_STACK_NBYTES):
         return _DEEP
     hint = "" if nodes >= _DEEP else " (in Linux's main thread ten times as many are possible)"
     raise _too_deep(nodes, hint)
@@ -45,29 +43,3 @@ def _too_deep(nodes: int, hint: str) -> GradientError:
         "free once it has been looked at; cut it into several, or call it within a ts.Program, whose graphs may be of "
         f"any size{hint}"
     )
-
-
-def _allowed() -> bool:
-    """Whether the stack of Linux's main thread, which grows as it is used, may become so large, from now on."""
-    if sys.platform != "linux":
-        return False
-    import resource  # not everywhere
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    enough, possible = (n == resource.RLIM_INFINITY or n >= _STACK_NBYTES for n in (soft, hard))
-    if not possible or not _nothing_below():
-        return False
-    if not enough:
-        resource.setrlimit(resource.RLIMIT_STACK, (_STACK_NBYTES, hard))
-    return True
-
-
-def _nothing_below() -> bool:
-    """Whether nothing else lies where the stack is to grow."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        ends = [(line.split()[0].split("-")[1], line.split()[0], line.endswith("[stack]")) for line in lines]
-        for (below, _, _), (end, _, is_stack) in pairwise(ends):
-            if is_stack:
-                return int(end, 16) - int(below, 16) > _STACK_NBYTES
-    return False

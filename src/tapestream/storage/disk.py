@@ -5,11 +5,8 @@ no descriptors from the program. Small ones share files that stay open, see `Sla
 """
 
 import errno
-import fcntl
-import json
 import mmap
 import os
-import shutil
 import threading
 import weakref
 from collections import deque
@@ -22,10 +19,12 @@ import torch
 
 from tapestream.errors import InputError, StorageError
 from tapestream.storage.kernel_queue import KernelQueue, Pending
-from tapestream.storage.locked import LOCK, dead_folders, locked_folder, remove_dead, remove_locked, unlock
+from tapestream.storage.locked import dead_folders, locked_folder, owner_of, remove_dead, remove_locked
 from tapestream.storage.mapped import address_of, note
 from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
-from tapestream.storage.transfer import ALIGNMENT, SECTOR, bytes_of, move_bytes, round_up, write_back
+from tapestream.storage.transfer import ALIGNMENT, SECTOR, bytes_of, move_bytes, round_up
+from tapestream.system import files
+from tapestream.system.locks import Lock
 from tapestream.units import format_nbytes
 
 PREFIX = "tapestream-"
@@ -94,26 +93,32 @@ class DiskFolder:
 
     def _new_slab(self, nbytes: int) -> Slab:
         try:
-            size = slab_nbytes(nbytes, sum(slab.room.nbytes for slab in self._slabs), _free_nbytes(self.path))
-            slab = Slab(*self._reserve(size, nbytes), size)
+            size = slab_nbytes(nbytes, sum(slab.room.nbytes for slab in self._slabs), files.free_nbytes(self.path))
+            slab = self._slab(size, nbytes)
         except (OSError, StorageError):
             size = slab_nbytes(nbytes, 0, 0)  # there may be room for this one alone
-            slab = Slab(*self._reserve(size, nbytes), size)
+            slab = self._slab(size, nbytes)
         self._slabs.append(slab)
         return slab
+
+    def _slab(self, nbytes: int, asked: int) -> Slab:
+        path, file = self._reserve(nbytes, asked)
+        if self.granule:
+            return Slab(path, file, nbytes)
+        os.close(file)  # transfers through the page cache open it; and no system has to remove an open file
+        return Slab(path, None, nbytes)
 
     def _reserve(self, nbytes: int, asked: int) -> tuple[Path, int]:
         """A new file of so many bytes, and a descriptor of it, which the caller closes."""
         path = self.path / f"extent-{self._count}"
         self._count += 1
         try:
-            direct = os.O_DIRECT if self.granule else 0
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
+            file = files.open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct=self.granule > 0)
             try:
-                if nbytes > _free_nbytes(self.path):  # rather than fill the disk to find out
+                if nbytes > files.free_nbytes(self.path):  # rather than fill the disk to find out
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if nbytes:
-                    os.posix_fallocate(file, 0, round_up(nbytes))
+                    files.reserve(file, round_up(nbytes))
             except OSError:
                 os.close(file)
                 path.unlink(missing_ok=True)
@@ -125,7 +130,7 @@ class DiskFolder:
     def check_room(self, nbytes: int, what: str) -> None:
         """Raise StorageError where fewer than ``nbytes`` are free: before ``what`` is written, not in the midst."""
         with self._lock:
-            free = _free_nbytes(self.path) + sum(slab.room.free_nbytes for slab in self._slabs)
+            free = files.free_nbytes(self.path) + sum(slab.room.free_nbytes for slab in self._slabs)
         if nbytes > free:
             raise StorageError(
                 f"{what} will take {format_nbytes(nbytes)} ({nbytes} bytes) in {self.path.parent}, where {free} bytes "
@@ -165,7 +170,7 @@ class Extent:
         """Have the kernel move the first ``nbytes`` bytes to or from uint8 CPU memory, which stays as it is until then.
         None where it can't be begun like that: `read_into` and `write_from` always can."""
         slab, granule = self._slab, self._folder.granule
-        if slab is None or slab.closed or self._unflushed or not granule or not tensor.is_cpu:
+        if slab is None or slab.file is None or slab.closed or self._unflushed or not granule or not tensor.is_cpu:
             return None
         if not 0 < nbytes <= min(self.nbytes, tensor.nbytes) or (nbytes % ALIGNMENT and nbytes < self.nbytes):
             return None
@@ -203,7 +208,7 @@ class Extent:
     def flush(self) -> None:
         """Bring what was written through `map` to the file's blocks. Direct transfers do it themselves."""
         with self._opened("flush", os.O_RDWR) as file:
-            write_back(file, self._start, self.nbytes)
+            files.write_back(file, self._start, self.nbytes)
         self._unflushed = self.mapped
 
     def delete(self) -> None:
@@ -254,10 +259,10 @@ class Extent:
         try:
             if slab is not None and slab.closed:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-            if slab is not None and direct:
+            if slab is not None and slab.file is not None and direct:
                 yield slab.file
                 return
-            file = os.open(self.path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+            file = files.open_private(self.path, flags, direct=direct)
             try:
                 yield file
             finally:
@@ -288,39 +293,26 @@ def _failure(action: str, path: Path, error: OSError) -> StorageError:
 def _no_room(action: str, path: Path, reason: str) -> StorageError:
     folder = next(above for above in path.absolute().parents if above.exists())
     return StorageError(
-        f"could not {action}: {path}: {reason}; {_free_nbytes(folder)} bytes are free on this disk; make room "
+        f"could not {action}: {path}: {reason}; {files.free_nbytes(folder)} bytes are free on this disk; make room "
         f"(`tapestream clean` finds what killed runs have left) or choose another folder"
     )
 
 
-def _free_nbytes(path: Path) -> int:
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
-
-
 def _refuse_locked(path: Path) -> None:
     """Raise StorageError if ``path`` is the folder of a live run (its lock is held), which will remove it."""
-    try:
-        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = json.loads(os.pread(file, 1000, 0) or b"{}").get("pid", "unknown")
+    owner = owner_of(path)
+    if owner is not None:
         raise StorageError(
             f"{path} is the folder of a run that is still going (process {owner}), which will remove it when it ends; "
             f"give the folder above it ({path.parent}), where each run makes its own, or wait for that process"
-        ) from None
-    finally:
-        os.close(file)
+        )
 
 
 def _granule(path: Path) -> int:
     """What addresses and lengths of direct transfers must be multiples of; 0 where there are none."""
     probe = path / "probe"
     try:
-        file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        file = files.open_private(probe, os.O_WRONLY | os.O_CREAT, direct=True)
     except OSError:
         probe.unlink(missing_ok=True)
         return 0
@@ -328,7 +320,7 @@ def _granule(path: Path) -> int:
         with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
             for granule in (SECTOR, ALIGNMENT):
                 with suppress(OSError):  # some file systems accept the flag and refuse the transfer
-                    if os.pwrite(file, memoryview(memory)[granule : 2 * granule], 0) == granule:
+                    if files.write_from(file, memoryview(memory)[granule : 2 * granule], 0) == granule:
                         return granule
         return 0
     finally:
@@ -336,14 +328,12 @@ def _granule(path: Path) -> int:
         probe.unlink(missing_ok=True)
 
 
-def _remove_folder(path: Path, lock: int, owner: int, slabs: list[Slab]) -> None:
+def _remove_folder(path: Path, lock: Lock, owner: int, slabs: list[Slab]) -> None:
     for slab in slabs:
         slab.closed = True
     slabs.clear()
     if os.getpid() != owner:  # a forked child has copies of the object and of the lock, but the files are its parent's
         return
-    try:
-        remove_locked(path)
-    except OSError:  # as much as can be
-        shutil.rmtree(path, ignore_errors=True)
-    unlock(lock)
+    with suppress(OSError):  # as much as can be: what is left still tells that it is, and goes with the next run
+        remove_locked(path, lock)
+    lock.close()

@@ -13,11 +13,10 @@ Thresholds that the environment sets (``MALLOC_MMAP_THRESHOLD_`` and its like, `
 the user's, and nothing is done; nor is it with another C library.
 """
 
-import ctypes
 import os
-import platform
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's parameters in malloc.h
+from tapestream.system import heap as system
+
 _LEAN = 65536, 65536  # bytes: beyond them free memory at the heap's end, and each tensor, are the system's
 _LARGEST = 64 * 2**20, 32 * 2**20  # bytes: what glibc lets both grow to by itself on 64 bits
 _MOST = 2**31 - 1  # mallopt takes an int
@@ -37,7 +36,7 @@ def keep_freed(nbytes: int = 0) -> None:
     if _adjustable():
         trim, own = _LARGEST
         _set(min(max(trim, nbytes), _MOST), own)
-        ctypes.CDLL(None).malloc_trim(0)
+        system.trim()
 
 
 def scarce(nbytes: int | None, free: int) -> bool:
@@ -50,10 +49,8 @@ def _adjustable() -> bool:
     """Whether the heap is glibc's, with the thresholds that it sets itself."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     fixed = "glibc.malloc." in tunables or any(name in os.environ for name in _SET_OUTSIDE)
-    return platform.libc_ver()[0] == "glibc" and not fixed
+    return system.has_thresholds() and not fixed
 
 
 def _set(trim: int, own: int) -> None:
-    library = ctypes.CDLL(None)
-    library.mallopt(_TRIM_THRESHOLD, trim)
-    library.mallopt(_MMAP_THRESHOLD, own)
+    system.set_thresholds(trim, own)

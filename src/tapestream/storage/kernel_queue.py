@@ -9,7 +9,6 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import threading
 import weakref
 from dataclasses import dataclass
@@ -19,34 +18,16 @@ import torch
 
 from tapestream.storage.slabs import Room
 from tapestream.storage.transfer import ALIGNMENT, round_up
+from tapestream.system import kernel_calls
+from tapestream.system.kernel_calls import Event, Order
 
-_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-"""Of io_setup, io_destroy, io_getevents and io_submit, for which the C library has no names."""
 _MOST = 64  # transfers under way
 _BOUNCE_NBYTES = 4 * 2**20
 _LARGEST_BOUNCE = 512 * 2**10  # bytes: to copy more here would take longer than to let a thread do it
 _READ, _WRITE = 0, 1
 
 
-class _Order(ctypes.Structure):
-    """struct iocb."""
-
-    _fields_ = [
-        ("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("flags", ctypes.c_int32), ("opcode", ctypes.c_uint16),
-        ("priority", ctypes.c_int16), ("file", ctypes.c_uint32), ("address", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64), ("offset", ctypes.c_int64), ("rest", ctypes.c_uint64 * 2),
-    ]  # fmt: skip
-
-
 _Addresses = ctypes.c_uint64 * 1
-
-
-class _Event(ctypes.Structure):
-    """struct io_event."""
-
-    _fields_ = [
-        ("data", ctypes.c_uint64), ("order", ctypes.c_uint64), ("result", ctypes.c_int64), ("more", ctypes.c_int64)
-    ]  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +52,12 @@ class KernelQueue:
 
     def __init__(self, calls: tuple[int, int, int, int]) -> None:
         self._setup, self._destroy, self._collect_number, self._submit_number = calls
-        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        call = kernel_calls.caller()
+        if call is None:
+            raise OSError(errno.ENOSYS, "io_setup")
+        self._call = call
         self._pending: dict[int, Pending] = {}
-        self._arrived: list[ctypes.Array[_Event]] = []
+        self._arrived: list[ctypes.Array[Event]] = []
         self._lock = threading.RLock()
         self._numbers = count(1)
         self._context, self._owner = ctypes.c_ulong(0), os.getpid()
@@ -105,7 +89,7 @@ class KernelQueue:
                     ctypes.memmove(self._bounce + bounce, address, nbytes)
                 address, length = self._bounce + bounce, round_up(nbytes)
             pending, number = Pending(memory, nbytes, bounce, write), next(self._numbers)
-            order = _Order(
+            order = Order(
                 data=number, opcode=_WRITE if write else _READ, file=file, address=address, nbytes=length, offset=offset
             )
             orders = _Addresses(ctypes.addressof(order))
@@ -122,7 +106,7 @@ class KernelQueue:
             while pending.result is None:
                 if not self._usable:
                     return -errno.ECANCELED
-                self._arrived.append(events := (_Event * _MOST)())
+                self._arrived.append(events := (Event * _MOST)())
                 one, most = ctypes.c_long(1), ctypes.c_long(_MOST)
                 found = self._call(self._collect_number, self._context, one, most, events, None)
                 if found < 0 and ctypes.get_errno() != errno.EINTR:
@@ -169,7 +153,7 @@ class KernelQueue:
 
 def open_queue() -> KernelQueue | None:
     """A new queue, None where the system has none to give."""
-    calls = _NUMBERS.get(platform.machine()) if platform.system() == "Linux" else None
+    calls = kernel_calls.numbers()
     try:
         return None if calls is None else KernelQueue(calls)
     except OSError:

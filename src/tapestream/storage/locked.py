@@ -1,12 +1,11 @@
 """Folders of a run's own, locked while it lives, so that what is left of one that was killed can be told and removed.
 
-The lock is ``flock`` on a file in the folder, which the system gives up with the process, however it ends. Once locked
-it is given the process's number: a folder whose lock says nothing was just made, or its run was killed at that moment.
-Both may be removed: who makes a folder looks again once it holds the lock, and makes another if that is gone.
+The lock is on a file in the folder, and goes with the process, however it ends. Once locked that is given the process's
+number: a folder whose lock says nothing was just made, or its run was killed at that moment. Both may be removed: who
+makes a folder looks again once it holds the lock, and makes another if that is gone.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -17,45 +16,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tapestream.errors import StorageError
+from tapestream.system.locks import BESIDE, Lock, lock_file
 
 LOCK = "lock"
 """The file in a run's folder that is locked while it lives, and then names its process."""
+_LOCKS = LOCK + BESIDE, LOCK
 
 
-def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new private folder in ``parent``, and the open file that keeps it locked until closed. Raises OSError."""
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, Lock]:
+    """A new private folder in ``parent``, and what keeps it locked until closed. Raises OSError."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
-            file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            lock = lock_file(path / LOCK, new=True, wait=True)
         except FileNotFoundError:  # somebody took it for what a killed run has left
             continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:
-                os.write(file, json.dumps({"pid": os.getpid()}).encode())
-                return path, file
+            if lock.there:
+                lock.write(json.dumps({"pid": os.getpid()}).encode())
+                return path, lock
         except OSError:
-            os.close(file)
+            lock.close()
             raise
-        os.close(file)
+        lock.close()
 
 
-def locked_again(path: Path) -> int:
+def locked_again(path: Path) -> Lock:
     """Lock a folder that `locked_folder` has made, whose lock was given up. Raises OSError where somebody has it."""
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def unlock(file: int) -> None:
-    """Give a lock up, also where a forked process has a copy of the open file."""
-    fcntl.flock(file, fcntl.LOCK_UN)
-    os.close(file)
+    return lock_file(path / LOCK, make=True)
 
 
 @contextmanager
@@ -63,45 +51,51 @@ def held_alone(path: Path, name: str) -> Iterator[None]:
     """Hold a folder that other runs use too, by a file in it, which goes with the block. Raises StorageError where
     another process has it, by its number, or it cannot be locked.
 
-    The lock is one of records, not ``flock``: processes forked from this one, which outlive it by seconds if it is
-    killed, do not inherit it.
+    Processes forked from this one, which outlive it by seconds if it is killed, do not inherit the lock.
     """
     while True:
         try:
-            file = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = lock_file(path / name, make=True, fork=False)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"{path} is in use by another run (process {_said(path / name)}); wait for its end, or choose another "
+                "folder"
+            ) from error
         except OSError as error:
             raise StorageError(f"cannot lock {path}: {error.strerror or error}; choose another folder") from error
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                break
-        except OSError as error:
-            owner = os.pread(file, 20, 0).decode(errors="replace") or "unknown"
-            os.close(file)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise StorageError(
-                    f"{path} is in use by another run (process {owner}); wait for its end, or choose another folder"
-                ) from error
-            raise StorageError(f"cannot lock {path}: {error.strerror or error}; choose another folder") from error
-        os.close(file)  # who had it has just removed it
+        if lock.there:
+            break
+        lock.close()  # who had it has just removed it
     try:
-        os.ftruncate(file, 0)
-        os.pwrite(file, str(os.getpid()).encode(), 0)
+        lock.write(str(os.getpid()).encode())
         yield
     finally:
         with suppress(OSError):
             (path / name).unlink()
-        os.close(file)
+        lock.close()
+
+
+def _said(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_bytes()[:20].decode(errors="replace") or "unknown"
+    return "unknown"
 
 
 def wait_for(path: Path) -> None:
     """Return when nobody holds the lock of this folder, or it is gone."""
     with suppress(OSError):
-        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        finally:
-            os.close(file)
+        lock_file(path / LOCK, wait=True).close()
+
+
+def owner_of(path: Path) -> str | None:
+    """The number of the process whose folder this is, which holds its lock; None where nobody does. Raises OSError."""
+    try:
+        lock_file(path / LOCK).close()
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return str(json.loads((path / LOCK).read_bytes() or b"{}").get("pid", "unknown"))
+    return None
 
 
 def dead_folders(parent: Path, prefix: str) -> list[Path]:
@@ -114,17 +108,27 @@ def remove_dead(path: Path) -> bool:
     return _dead(path, remove=True)
 
 
-def remove_locked(path: Path) -> None:
-    """Remove a folder, its lock last: killed meanwhile, what is left still tells that it is. Raises OSError, also for a
-    link to one, whose target is somebody else's."""
+def remove_locked(path: Path, lock: Lock | None = None) -> None:
+    """Remove a folder, its lock last: killed meanwhile, or where something can't be removed, what is left still tells
+    that it is. Raises OSError, also for a link to one, whose target is somebody else's."""
     if path.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    failed: OSError | None = None
     for found in path.iterdir():
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found)
-        elif found.name != LOCK:
-            found.unlink()
-    (path / LOCK).unlink(missing_ok=True)
+        try:
+            if found.is_dir() and not found.is_symlink():
+                shutil.rmtree(found)
+            elif found.name not in _LOCKS:
+                found.unlink()
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    if lock is not None:
+        lock.let_go()
+    for name in _LOCKS:
+        if (path / name).exists():
+            (path / name).unlink()
     path.rmdir()
 
 
@@ -132,30 +136,27 @@ def _dead(path: Path, *, remove: bool) -> bool:
     if path.is_symlink():
         return False
     try:
-        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = lock_file(path / LOCK)
     except FileNotFoundError:
         return _empty(path, remove=remove)
-    except OSError:
+    except OSError:  # somebody has it; or it is none of ours
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        dead = _made_here(path, file)
+        dead = _made_here(path, lock)
         if dead and remove:  # with the lock held until all is gone
-            remove_locked(path)
-    except BlockingIOError:
-        return False
+            remove_locked(path, lock)
     finally:
-        os.close(file)
+        lock.close()
     return dead
 
 
-def _made_here(path: Path, file: int) -> bool:
+def _made_here(path: Path, lock: Lock) -> bool:
     """Whether the lock says what ours do, or nothing yet: then nothing else can be there. Others lock files too."""
-    if not os.fstat(file).st_nlink:  # somebody else has just removed it
+    if not lock.there:  # somebody else has just removed it
         return False
-    text = os.pread(file, 100, 0)
+    text = lock.read()
     if not text:
-        return [found.name for found in path.iterdir()] == [LOCK]
+        return all(found.name in _LOCKS for found in path.iterdir())
     try:
         return isinstance(json.loads(text)["pid"], int)
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,5 @@
 """`new_file`: a file written once, from front to back, while what comes next is being made."""
 
-import errno
-import fcntl
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ import torch
 
 from tapestream.errors import StorageError
 from tapestream.storage.transfer import ALIGNMENT, large_pages
+from tapestream.system import files
 
 _COUNT = 4  # buffers: one is filled while two are written, and one waits
 _WRITERS = 2  # a disk that writes for one thread idles until that has the processor again
@@ -27,10 +26,10 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
     Raises StorageError, which names the file, when it cannot be made or the disk fails.
     """
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if nbytes:
-                _reserve(file, nbytes)
+                files.try_to_reserve(file, nbytes)  # reserved places are written at once, others one after the other
             with ThreadPoolExecutor(_WRITERS, "tapestream-write") as threads:
                 new = NewFile(file, threads, _LARGE_SIZE if nbytes >= _LARGE_NBYTES else _SIZE)
                 yield new
@@ -46,15 +45,6 @@ def new_file(path: Path, nbytes: int = 0) -> "Iterator[NewFile]":
         ) from error
 
 
-def _reserve(file: int, nbytes: int) -> None:
-    """File systems write to reserved places at once, to others one after the other; some cannot reserve any."""
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-
-
 class NewFile:
     """Takes bytes into buffers of its own of ``size`` bytes, and has ``threads`` write those that are full.
 
@@ -68,7 +58,7 @@ class NewFile:
         self._buffers = [torch.from_numpy(large_pages(size)) for _ in range(_COUNT)]
         self._filled = self._handed = 0
         with suppress(OSError):  # not every file system has it
-            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            files.pass_cache(file, True)
 
     def write(self, data: torch.Tensor) -> None:
         """Add uint8 numbers, which may change as soon as this returns. Raises OSError."""
@@ -90,7 +80,7 @@ class NewFile:
         start, rest = self._handed * self._size, self._filling()[: self._filled]
         whole = self._filled - self._filled % ALIGNMENT
         self._write(rest[:whole], start)
-        self._past_no_cache()  # which the end of a file, seldom that of a page, cannot be
+        files.pass_cache(self._file, False)  # which the end of a file, seldom that of a page, cannot be
         self._write(rest[whole:], start + whole)
         os.ftruncate(self._file, start + self._filled)  # if less came than was reserved
 
@@ -106,18 +96,14 @@ class NewFile:
     def _write(self, data: torch.Tensor, start: int) -> None:
         rest = data.numpy().data
         while rest:
-            direct = self._is_direct()
+            direct = files.passes_cache(self._file)
             try:
-                count = os.pwrite(self._file, rest, start)
+                count = files.write_from(self._file, rest, start)
             except OSError:
                 if not direct:
                     raise
-                self._past_no_cache()  # some accept the flag and refuse the transfer, or what is left of one
+                files.pass_cache(
+                    self._file, False
+                )  # some accept the flag and refuse the transfer, or what is left of one
             else:
                 rest, start = rest[count:], start + count
-
-    def _is_direct(self) -> bool:
-        return bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT)
-
-    def _past_no_cache(self) -> None:
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -12,7 +12,7 @@ from tapestream.storage.transfer import ALIGNMENT, round_up
 SMALL_NBYTES = 4 * 2**20
 """Extents of more than this have files of their own."""
 _LEAST_NBYTES, _DOUBLING_NBYTES = 2**20, 64 * 2**20
-UNIT = max(ALIGNMENT, mmap.PAGESIZE)
+UNIT = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 """What mappings begin at, and direct transfers."""
 
 
@@ -57,7 +57,7 @@ class Room:
 
 
 class Slab:
-    """``nbytes`` bytes of the open file ``file``.
+    """``nbytes`` bytes of the open file ``file``, None where each transfer opens it: those through the page cache do.
 
     The descriptor is closed when the last that refers to the slab is gone, never before: a transfer that is under way
     must not find another file behind its number. ``closed``: the folder is gone, so nothing more may be moved.
@@ -65,9 +65,10 @@ class Slab:
 
     __slots__ = ("__weakref__", "closed", "file", "path", "room")
 
-    def __init__(self, path: Path, file: int, nbytes: int) -> None:
+    def __init__(self, path: Path, file: int | None, nbytes: int) -> None:
         self.path, self.file, self.closed, self.room = path, file, False, Room(nbytes)
-        weakref.finalize(self, os.close, file).atexit = False
+        if file is not None:
+            weakref.finalize(self, os.close, file).atexit = False
 
 
 def slab_nbytes(nbytes: int, held: int, free: int) -> int:

@@ -1,8 +1,6 @@
 """Bytes between memory and an open file, around the page cache where alignment allows it."""
 
-import ctypes
 import mmap
-import os
 import threading
 from typing import TypeAlias
 
@@ -10,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tapestream.system.files import read_into, write_from
+from tapestream.system.pages import LARGE_PAGE, ask_for_large, ask_for_large_again
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
 SECTOR = 512  # what most devices are content with
 _CHUNK = 64 * 2**20  # bytes per system call: a disk is idle between two; short enough to be interrupted
 _STAGE = 4 * 2**20  # bytes of the aligned buffer that unaligned memory goes through
-_LARGE_PAGE = 2 * 2**20  # bytes
 _TORCH_ALIGNMENT = 64  # bytes
 _own = threading.local()
-_WRITE_AND_WAIT = 7  # sync_file_range: start writing dirty pages, wait before and after
 
 
 def round_up(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -79,7 +78,7 @@ def move_bytes(file: int, memory: Bytes, offset: int, *, write: bool, granule: i
     memory whose address or length is not a multiple of it goes through a buffer. The GIL is released, and a call that a
     signal interrupts starts over. Raises OSError.
     """
-    call = os.pwritev if write else os.preadv
+    call = write_from if write else read_into
     stage = _staging(memory, granule) if granule else None
     chunk = _CHUNK if stage is None else stage.nbytes
     done = 0
@@ -88,7 +87,7 @@ def move_bytes(file: int, memory: Bytes, offset: int, *, write: bool, granule: i
         page = piece if stage is None else stage[: round_up(piece.nbytes)]
         if stage is not None and write:
             np.copyto(page[: piece.nbytes], piece)
-        moved = call(file, [page.data], offset + done)
+        moved = call(file, page.data, offset + done)
         if stage is not None and not write:
             np.copyto(piece, page[: piece.nbytes])
         done += min(moved, piece.nbytes)
@@ -107,23 +106,11 @@ def _staging(memory: Bytes, granule: int) -> Bytes | None:
     return stage
 
 
-def write_back(file: int, start: int, nbytes: int) -> None:
-    """Write what mappings of these bytes of ``file`` left in the page cache, so that direct transfers see it. Raises
-    OSError.
-
-    Not fdatasync, which also empties the device's own cache: milliseconds each time, and direct reads see that cache.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.sync_file_range(file, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_AND_WAIT)):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
 def large_pages(nbytes: int) -> Bytes:
     """Memory in large pages, from the beginning of one on, that torch does not count: for what is passed through."""
-    whole = np.frombuffer(mmap.mmap(-1, nbytes + _LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
-    found = whole[-whole.ctypes.data % _LARGE_PAGE :][:nbytes]
-    _advise(found.ctypes.data, nbytes, mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mmap.mmap(-1, nbytes + LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
+    found = whole[-whole.ctypes.data % LARGE_PAGE :][:nbytes]
+    ask_for_large(found.ctypes.data, nbytes)
     return found
 
 
@@ -133,13 +120,7 @@ def _ask_for_large_pages(memory: torch.Tensor) -> None:
 
     What malloc had given out before consists of small pages: they are let go of, with what was in them.
     """
-    first = round_up(memory.data_ptr(), _LARGE_PAGE)
-    nbytes = (memory.data_ptr() + memory.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
+    first = round_up(memory.data_ptr(), LARGE_PAGE)
+    nbytes = (memory.data_ptr() + memory.nbytes - first) // LARGE_PAGE * LARGE_PAGE
     if nbytes > 0:
-        _advise(first, nbytes, mmap.MADV_DONTNEED)
-        _advise(first, nbytes, mmap.MADV_HUGEPAGE)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advice only: a system without large pages goes on as before."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+        ask_for_large_again(first, nbytes)

@@ -19,6 +19,7 @@ from tapestream.frontends.saving import folder as saving_folder
 from tapestream.frontends.saving import shards
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.tree import pack, unpack
+from tapestream.system.locks import Lock
 
 RUNS: dict[str, dict[str, Any]] = {
     "disk": {"budget": "1 MiB"},
@@ -111,10 +112,10 @@ def test_removal_goes_on_behind_and_the_next_save_waits_for_it(tmp_path: Path, m
     """So that room is counted when it is there."""
     begun, go, remove = Event(), Event(), saving_folder.remove_locked
 
-    def slowly(path: Path) -> None:
+    def slowly(path: Path, lock: Lock) -> None:
         begun.set()
         go.wait()
-        remove(path)
+        remove(path, lock)
 
     monkeypatch.setattr(saving_folder, "remove_locked", slowly)
     first = ts.save(tmp_path, keep=1, step=1)

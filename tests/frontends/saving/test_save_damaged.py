@@ -130,14 +130,14 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 def test_a_disk_that_fills_up_meanwhile_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(9, 9)
     first = ts.save(tmp_path, model=model, keep=1)
-    write = os.pwrite
+    write = os.pwritev
 
-    def full(file: int, data: Any, start: int) -> int:
-        if len(data) > 200:
+    def full(file: int, data: list[Any], start: int) -> int:
+        if len(data[0]) > 200:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data, start)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(StorageError, match="No space left on device; what was saved before is intact"):
         ts.save(tmp_path, model=model, keep=1)
     monkeypatch.undo()

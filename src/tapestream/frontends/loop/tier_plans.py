@@ -13,6 +13,7 @@ from tapestream.planners._tiers import Two
 from tapestream.planners.async_multistage import intervals
 from tapestream.planning.plan import Plan
 from tapestream.simulate import Simulation, simulate
+from tapestream.system.files import free_nbytes
 from tapestream.units import format_nbytes
 
 _LONGEST = 4_000
@@ -56,8 +57,7 @@ def check_room(folder: str | os.PathLike[str] | None, simulation: Simulation) ->
         return
     path = Path(folder).resolve()
     system = next(parent for parent in (path, *path.parents) if os.path.ismount(parent))
-    room = os.statvfs(system)
-    free = room.f_bavail * room.f_frsize
+    free = free_nbytes(system)
     if nbytes > free:
         raise StorageError(
             f"Loop: restart checkpoints will take {format_nbytes(nbytes)} ({nbytes} bytes) in {path}, but on its file "

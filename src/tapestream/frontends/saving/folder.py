@@ -16,9 +16,10 @@ from tapestream.storage.locked import (
     locked_folder,
     remove_dead,
     remove_locked,
-    unlock,
     wait_for,
 )
+from tapestream.system.files import sync_folder
+from tapestream.system.locks import Lock
 from tapestream.units import format_nbytes
 
 _NUMBER = re.compile(r"[0-9]{6,}")
@@ -129,31 +130,31 @@ class Saves:
             raise _failed(self.path, error) from error
         try:
             yield work
-            self.made = self._finish(work)
+            self.made = self._finish(work, lock)
         except BaseException:
             with suppress(OSError):
-                remove_locked(work)
+                remove_locked(work, lock)
             raise
         finally:
-            unlock(lock)
+            lock.close()
         for old in self.complete()[:-keep]:
             self._push_out(old)
 
-    def _finish(self, work: Path) -> Path:
+    def _finish(self, work: Path, lock: Lock) -> Path:
         try:
-            _to_disk(work)
+            sync_folder(work)
             number = max((int(path.name) for path in self._taken()), default=0) + 1
             while True:
                 made = self.path / f"{number:06d}"
                 try:
                     if not os.path.lexists(made):  # an empty folder would be replaced
-                        work.rename(made)
+                        lock.rename(work, made)
                         break
                 except OSError:  # another process has just finished one of this number
                     if not os.path.lexists(made):
                         raise
                 number += 1
-            _to_disk(self.path)
+            sync_folder(self.path)
             return made
         except OSError as error:
             raise _failed(self.path, error) from error
@@ -164,10 +165,10 @@ class Saves:
         with suppress(OSError):
             lock = locked_again(old)
             try:
-                old.rename(gone)
+                lock.rename(old, gone)
                 threading.Thread(target=_remove, args=(gone, lock), name="tapestream-remove").start()
             except (OSError, RuntimeError):  # another process was first; or this one ends, and takes no new threads
-                unlock(lock)
+                lock.close()
 
 
 def _is_rest(pushed_out: Path) -> bool:
@@ -177,19 +178,10 @@ def _is_rest(pushed_out: Path) -> bool:
     return False
 
 
-def _remove(folder: Path, lock: int) -> None:
+def _remove(folder: Path, lock: Lock) -> None:
     with suppress(OSError):
-        remove_locked(folder)
-    unlock(lock)
-
-
-def _to_disk(folder: Path) -> None:
-    """What the folder lists is on the disk when this returns."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        remove_locked(folder, lock)
+    lock.close()
 
 
 def _failed(path: Path, error: OSError) -> StorageError:
