@@ -161,3 +161,27 @@ def test_tensors_of_our_own_name_their_device() -> None:
         if ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
         and not any(keyword.arg == "device" for keyword in node.keywords)
     ] == []
+
+
+OF_SOME_SYSTEMS = re.compile(
+    r"fcntl|resource|msvcrt|filelock|flock|lockf|CDLL|mallopt|malloc_trim|madvise|syscall|sync_file_range|statvfs|"
+    r"fdatasync|pread|pwrite|preadv|pwritev|posix_\w+|sched_\w+|register_at_fork|getrlimit|setrlimit|rlimit|st_blocks|"
+    r"RLIM\w+|O_DIRECT|O_DIRECTORY|O_CLOEXEC|O_NOFOLLOW|O_TMPFILE|O_BINARY|O_TEMPORARY|MADV_\w+|MAP_\w+|PROT_\w+|"
+    r"SIGUSR1|SIGUSR2|SIGHUP|libc_ver|PAGESIZE"
+)
+
+
+def test_what_some_systems_lack_is_named_in_one_place() -> None:
+    """Elsewhere it would work on Linux alone: see docs/platforms.md."""
+    found = []
+    for path, _, tree in modules():
+        if path.parts[1] == "system":
+            continue
+        for node in ast.walk(tree):
+            names = [name.name for name in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) else []
+            files = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+            named = [name for name in names if OF_SOME_SYSTEMS.fullmatch(name)]
+            named += [name for name in files if re.match(r"/proc\b|/sys/", name)]
+            found += [f"{path}: {name}" for name in named]
+    assert found == []

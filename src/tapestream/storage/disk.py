@@ -320,7 +320,7 @@ def _granule(path: Path) -> int:
         with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
             for granule in (SECTOR, ALIGNMENT):
                 with suppress(OSError):  # some file systems accept the flag and refuse the transfer
-                    if files.write_from(file, memoryview(memory)[granule : 2 * granule], 0) == granule:
+                    if os.write(file, memoryview(memory)[granule : 2 * granule]) == granule:
                         return granule
         return 0
     finally:

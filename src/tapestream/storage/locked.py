@@ -20,7 +20,7 @@ from tapestream.system.locks import BESIDE, Lock, lock_file
 
 LOCK = "lock"
 """The file in a run's folder that is locked while it lives, and then names its process."""
-_LOCKS = LOCK + BESIDE, LOCK
+_BESIDE = LOCK + BESIDE
 
 
 def locked_folder(parent: Path, prefix: str) -> tuple[Path, Lock]:
@@ -118,18 +118,16 @@ def remove_locked(path: Path, lock: Lock | None = None) -> None:
         try:
             if found.is_dir() and not found.is_symlink():
                 shutil.rmtree(found)
-            elif found.name not in _LOCKS:
+            elif found.name not in (LOCK, _BESIDE):
                 found.unlink()
         except OSError as error:
             failed = failed or error
     if failed is not None:
         raise failed
+    (path / LOCK).unlink(missing_ok=True)
     if lock is not None:
         lock.let_go()
-    for name in _LOCKS:
-        if (path / name).exists():
-            (path / name).unlink()
-    path.rmdir()
+    _remove_empty(path)
 
 
 def _dead(path: Path, *, remove: bool) -> bool:
@@ -156,7 +154,7 @@ def _made_here(path: Path, lock: Lock) -> bool:
         return False
     text = lock.read()
     if not text:
-        return all(found.name in _LOCKS for found in path.iterdir())
+        return all(found.name in (LOCK, _BESIDE) for found in path.iterdir())
     try:
         return isinstance(json.loads(text)["pid"], int)
     except (ValueError, KeyError, TypeError):
@@ -170,7 +168,13 @@ def _empty(path: Path, *, remove: bool) -> bool:
         return False
     with suppress(OSError):
         if remove:
-            path.rmdir()
+            _remove_empty(path)
             return True
-        return not any(path.iterdir())
+        return all(found.name == _BESIDE for found in path.iterdir())
     return False
+
+
+def _remove_empty(path: Path) -> None:
+    if (path / _BESIDE).exists():
+        (path / _BESIDE).unlink()
+    path.rmdir()

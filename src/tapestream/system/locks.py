@@ -94,10 +94,11 @@ def lock_file(path: Path, *, make: bool = False, new: bool = False, wait: bool =
     FileExistsError, OSError where it is a link or cannot be locked.
     """
     made = (os.O_CREAT if make or new else 0) | (os.O_EXCL if new else 0)
-    file = open_private(path, os.O_RDWR | made, follow=False)
     if fcntl is None:
-        os.close(file)
+        if new or (make and not path.exists()):  # else it is not opened: its folder may be about to be removed
+            os.close(open_private(path, os.O_RDWR | made))
         return Lock(path, None, _beside(path, wait=wait))
+    file = open_private(path, os.O_RDWR | made, follow=False)
     try:
         how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
         if fork:
