@@ -15,12 +15,12 @@ from torch import nn
 
 import tapestream.executor.engines.threads as threads
 import tapestream.frontends.below as below
-import tapestream.storage.disk as disk
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.frontends.chain import Chain
 from tapestream.storage.kernel_queue import KernelQueue
 from tapestream.storage.meter import track_memory
+from tapestream.system import files
 
 KNOBS: dict[str, Any] = {"planner": "offload", "tail": 2, "ahead": 1, "machine": DISKS}
 
@@ -83,7 +83,7 @@ def test_a_full_disk_raises_and_the_chain_goes_on_when_there_is_room(
 ) -> None:
     net = Chain(stages := stages_of(), folder=tmp_path, **KNOBS)
     with monkeypatch.context() as full:
-        full.setattr(disk, "_free_nbytes", lambda path: 0)
+        full.setattr(files, "free_nbytes", lambda path: 0)
         with pytest.raises(StorageError, match="No space left"):
             net(rows())
     assert not any(net._live.values())
