@@ -1,39 +1,78 @@
 """Gradients of any size in the memory you have: exact backpropagation under a byte budget."""
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
-from tapestream.errors import (
-    BudgetError,
-    GradientError,
-    InputError,
-    ScheduleError,
-    StorageError,
-    TapestreamError,
-)
-from tapestream.frontends.chain import Chain
-from tapestream.frontends.join import Join
-from tapestream.frontends.loop.loop import Loop
-from tapestream.frontends.loss import linear_cross_entropy
-from tapestream.frontends.module.homes.home import Home
-from tapestream.frontends.module.optimizer import optimizer
-from tapestream.frontends.module.stream import stream, unstream
-from tapestream.frontends.plan import plan, report, verify
-from tapestream.frontends.program.program import Program
-from tapestream.frontends.saving.save import load, save
-from tapestream.ir import Schedule, Tier
-from tapestream.optim.grad_scaler import GradScaler
-from tapestream.planners import planners
-from tapestream.planning.measure import measure_machine
-from tapestream.planning.plan import Plan
-from tapestream.runner.ambient import recomputing
-from tapestream.simulate import Simulation, simulate
-from tapestream.storage.meter import track_memory
+from tapestream.late import offer
 
-try:
-    __version__ = version("tapestream")
-except PackageNotFoundError:  # run from its source, with PYTHONPATH
-    __version__ = "of no version"
+if TYPE_CHECKING:
+    from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
+    from tapestream.errors import (
+        BudgetError,
+        GradientError,
+        InputError,
+        ScheduleError,
+        StorageError,
+        TapestreamError,
+    )
+    from tapestream.frontends.chain import Chain
+    from tapestream.frontends.join import Join
+    from tapestream.frontends.loop.loop import Loop
+    from tapestream.frontends.loss import linear_cross_entropy
+    from tapestream.frontends.module.homes.home import Home
+    from tapestream.frontends.module.optimizer import optimizer
+    from tapestream.frontends.module.stream import stream, unstream
+    from tapestream.frontends.plan import plan, report, verify
+    from tapestream.frontends.program.program import Program
+    from tapestream.frontends.saving.save import load, save
+    from tapestream.ir import Schedule, Tier
+    from tapestream.optim.grad_scaler import GradScaler
+    from tapestream.planners import planners
+    from tapestream.planning.measure import measure_machine
+    from tapestream.planning.plan import Plan
+    from tapestream.runner.ambient import recomputing
+    from tapestream.simulate import Simulation, simulate
+    from tapestream.storage.meter import track_memory
+
+    __version__: str
+
+_HOMES = {
+    "BlockCost": "tapestream.costs",
+    "Budget": "tapestream.costs",
+    "Link": "tapestream.costs",
+    "Machine": "tapestream.costs",
+    "Profile": "tapestream.costs",
+    "StageCost": "tapestream.costs",
+    "BudgetError": "tapestream.errors",
+    "GradientError": "tapestream.errors",
+    "InputError": "tapestream.errors",
+    "ScheduleError": "tapestream.errors",
+    "StorageError": "tapestream.errors",
+    "TapestreamError": "tapestream.errors",
+    "Chain": "tapestream.frontends.chain",
+    "Join": "tapestream.frontends.join",
+    "Loop": "tapestream.frontends.loop.loop",
+    "linear_cross_entropy": "tapestream.frontends.loss",
+    "Home": "tapestream.frontends.module.homes.home",
+    "optimizer": "tapestream.frontends.module.optimizer",
+    "stream": "tapestream.frontends.module.stream",
+    "unstream": "tapestream.frontends.module.stream",
+    "plan": "tapestream.frontends.plan",
+    "report": "tapestream.frontends.plan",
+    "verify": "tapestream.frontends.plan",
+    "Program": "tapestream.frontends.program.program",
+    "load": "tapestream.frontends.saving.save",
+    "save": "tapestream.frontends.saving.save",
+    "Schedule": "tapestream.ir",
+    "Tier": "tapestream.ir",
+    "GradScaler": "tapestream.optim.grad_scaler",
+    "planners": "tapestream.planners",
+    "measure_machine": "tapestream.planning.measure",
+    "Plan": "tapestream.planning.plan",
+    "recomputing": "tapestream.runner.ambient",
+    "Simulation": "tapestream.simulate",
+    "simulate": "tapestream.simulate",
+    "track_memory": "tapestream.storage.meter",
+}
 
 __all__ = [
     "BlockCost",
@@ -73,3 +112,18 @@ __all__ = [
     "unstream",
     "verify",
 ]
+
+if not TYPE_CHECKING:  # for which names that there are not would all be there
+    _offered, __dir__ = offer(__name__, _HOMES)
+
+    def __getattr__(name: str) -> Any:
+        return _version() if name == "__version__" else _offered(name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tapestream")
+    except PackageNotFoundError:  # run from its source, with PYTHONPATH
+        return "of no version"
