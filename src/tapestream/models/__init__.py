@@ -5,16 +5,17 @@ from typing import TYPE_CHECKING
 from tapestream.late import offer
 
 if TYPE_CHECKING:
-    from tapestream.models.dranet import DRANet, DRANetConfig
+    from tapestream.models.dranet import DRANet
     from tapestream.models.folders import ClassFolders, MaskFolders
     from tapestream.models.gpt import GPT, Block, GPTConfig
     from tapestream.models.images import Digits, ImageBatches, Shapes
-    from tapestream.models.resnet import ResNet, ResNetConfig
+    from tapestream.models.resnet import ResNet
+    from tapestream.models.shapes import DRANetConfig, ResNetConfig
     from tapestream.models.text import Batches, load_bytes, standard_library_bytes
 
 _HOMES = {
     "DRANet": "tapestream.models.dranet",
-    "DRANetConfig": "tapestream.models.dranet",
+    "DRANetConfig": "tapestream.models.shapes",
     "ClassFolders": "tapestream.models.folders",
     "MaskFolders": "tapestream.models.folders",
     "GPT": "tapestream.models.gpt",
@@ -24,7 +25,7 @@ _HOMES = {
     "ImageBatches": "tapestream.models.images",
     "Shapes": "tapestream.models.images",
     "ResNet": "tapestream.models.resnet",
-    "ResNetConfig": "tapestream.models.resnet",
+    "ResNetConfig": "tapestream.models.shapes",
     "Batches": "tapestream.models.text",
     "load_bytes": "tapestream.models.text",
     "standard_library_bytes": "tapestream.models.text",

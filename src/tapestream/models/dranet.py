@@ -5,8 +5,7 @@ ResNet at stride 8 with multi-grid, of any depth. The decoder reads the output o
 carry that tensor along, so that it is held once, however deep the network is.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +13,12 @@ from torch.nn import functional as F
 
 from tapestream.errors import InputError
 from tapestream.models._random import keyed_generator
-from tapestream.models.resnet import Backbone, ResNetConfig, fill, reset_convolutions, wide
+from tapestream.models.resnet import Backbone, fill, reset_convolutions, wide
+from tapestream.models.shapes import DRANetConfig
 
 CENTRES = (1, 2, 3, 6)
 """Sides of the grids that the position attention pools to: 50 centres."""
 _DETAIL = 32  # channels of the first stage's output in the decoder
-
-
-@dataclass(frozen=True, slots=True)
-class DRANetConfig:
-    """``backbone``: a ResNet at stride 8 (see `DRANetConfig.on`), ``classes``: of a pixel. ``auxiliary``: weight of the
-    loss at the head on the last stage but one (0: no such head). ``ignore``: label of pixels that count for nothing.
-    Raises InputError where the numbers do not fit together."""
-
-    backbone: ResNetConfig
-    classes: int
-    auxiliary: float = 0.4
-    ignore: int = 255
-
-    def __post_init__(self) -> None:
-        if self.classes < 2 or self.auxiliary < 0:
-            raise InputError(
-                f"DRANetConfig: classes is at least 2 and auxiliary at least 0, not {self.classes} and {self.auxiliary}"
-            )
-        if len(self.backbone.stages) < 2 or self.backbone.features[-1] < 64 or self.backbone.features[-1] % 64:
-            raise InputError(
-                f"DRANetConfig: the backbone needs two stages or more and a multiple of 64 channels at its end, for "
-                f"the attentions divide them by 4 and by 16; it has {len(self.backbone.stages)} stages and "
-                f"{self.backbone.features[-1]} channels"
-            )
-
-    @classmethod
-    def on(cls, backbone: ResNetConfig, classes: int, **changes: Any) -> Self:
-        """On this backbone as the paper has it: stride 8, and in the last stage the multi-grid (1, 2, 4)."""
-        grid = (1, 2, 4)[-min(3, backbone.stages[-1]) :]
-        return cls(replace(backbone, output_stride=8, multi_grid=grid), classes, **changes)
 
 
 class PositionAttention(nn.Module):

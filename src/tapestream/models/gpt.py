@@ -16,23 +16,8 @@ from torch.nn import functional as F
 
 from tapestream.errors import InputError
 from tapestream.models._random import keyed_generator
+from tapestream.models.shapes import GPT_SIZES
 
-# name -> layers, width, heads, context. Two rows of table 2.1 contradict themselves (heads times head size is not the
-# width); here both keep the printed head size of 128: 16 heads for 1.3B (printed 24), width 5120 for 13B (5140).
-_SIZES = {
-    "gpt2-124m": (12, 768, 12, 1024),
-    "gpt2-355m": (24, 1024, 16, 1024),
-    "gpt2-774m": (36, 1280, 20, 1024),
-    "gpt2-1.5b": (48, 1600, 25, 1024),
-    "gpt3-125m": (12, 768, 12, 2048),
-    "gpt3-350m": (24, 1024, 16, 2048),
-    "gpt3-760m": (24, 1536, 16, 2048),
-    "gpt3-1.3b": (24, 2048, 16, 2048),
-    "gpt3-2.7b": (32, 2560, 32, 2048),
-    "gpt3-6.7b": (32, 4096, 32, 2048),
-    "gpt3-13b": (40, 5120, 40, 2048),
-    "gpt3-175b": (96, 12288, 96, 2048),
-}
 _STD = 0.02
 _CHUNK = 2**20  # numbers drawn at once, so that a large matrix needs no second copy of itself
 
@@ -76,11 +61,11 @@ class GPTConfig:
     @classmethod
     def named(cls, name: str) -> Self:
         """A published size such as ``"gpt2-124m"`` or ``"gpt3-175b"``; InputError lists all names."""
-        if name.lower() not in _SIZES:
+        if name.lower() not in GPT_SIZES:
             raise InputError(
-                f"no GPT is named {name!r}; choose one of {', '.join(_SIZES)}, or give GPTConfig the numbers"
+                f"no GPT is named {name!r}; choose one of {', '.join(GPT_SIZES)}, or give GPTConfig the numbers"
             )
-        layers, width, heads, context = _SIZES[name.lower()]
+        layers, width, heads, context = GPT_SIZES[name.lower()]
         return cls(layers, width, heads, context=context)
 
     @property

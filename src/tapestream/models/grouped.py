@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from tapestream.frontends.saving.state import AsKept, Few
 from tapestream.models._random import keyed_generator
+from tapestream.models.shapes import GROUP_NBYTES
 
-GROUP_NBYTES = 2**20
-"""Bytes of a group's parameters, at least: below, a disk spends its time on seeks and Python its memory on lists."""
 _ALIGNMENT = 64  # bytes; PyTorch's allocator starts every tensor there, and the bits of some kernels depend on it
 
 Key = tuple[int | str, ...]
