@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from tapestream.cli.app import make_app
 from tapestream.cli.costs import costs_of
-from tapestream.cli.subject import Wish, subject_of
+from tapestream.cli.subject import subject_of
+from tapestream.cli.targets import Wish
 
 FACTORIES = """
 import os

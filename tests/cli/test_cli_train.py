@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import tapestream as ts
 from tapestream.cli.app import make_app
+from tapestream.cli.ends import reported
 from tapestream.cli.loop import Job
-from tapestream.cli.options import reported
 from tapestream.cli.saving import Saver
 from tapestream.frontends.saving.folder import Saves
 from tapestream.models import GPTConfig

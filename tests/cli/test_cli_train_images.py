@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import tapestream as ts
 from tapestream.cli.app import make_app
-from tapestream.cli.data import Wanted, batches_of, task_of
+from tapestream.cli.data import batches_of, task_of
 from tapestream.cli.loop import Job, Measured, run, streamed
+from tapestream.cli.wanted import Wanted
 from tapestream.errors import InputError
 from tapestream.models import DRANetConfig, ResNetConfig
 

@@ -3,8 +3,11 @@
 import pytest
 
 from tapestream.cli.costs import costs_of
+from tapestream.cli.hardware import links_of
 from tapestream.cli.question import Question
-from tapestream.cli.subject import Wish, subject_of
+from tapestream.cli.subject import subject_of
+from tapestream.cli.targets import Wish
+from tapestream.costs import Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Tier
 from tapestream.planners import planners
@@ -16,7 +19,7 @@ def asked(device: str, flops: float, budget: int) -> Question:
     return Question(
         costs_of(subject, device).outline, 2, "adamw", "step", device,
         budget=budget, gpu=None, ram=64 << 30, disk=None, home=None,
-        link=25e9, disk_read=3e9, disk_write=2e9, flops=flops,
+        speeds=Machine(links_of(device, 25e9, 3e9, 2e9), flops),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from zoo import FAMILIES, loss_of
 
 import tapestream as ts
 from tapestream.cli.app import make_app
+from tapestream.cli.hardware import links_of
 from tapestream.cli.huggingface import without_packing
 from tapestream.cli.question import Question
 from tapestream.costs import Profile
@@ -56,9 +57,9 @@ def said_beforehand(model: Any, batch: Any, update: Any) -> tuple[int, tuple[Pro
     """The same without running anything."""
     without_packing(model)
     found = outline(model, (), batch)
-    rates: dict[str, Any] = {"link": 1e9, "disk_read": 1e9, "disk_write": 1e9, "flops": 1e11}
+    speeds = ts.Machine(links_of("cpu", 1e9, 1e9, 1e9), 1e11)
     none: dict[str, Any] = dict.fromkeys(("gpu", "ram", "disk", "home"))
-    question = Question(lambda _, moves: found, 2, "adamw", update, "cpu", budget=1, **none, **rates)
+    question = Question(lambda _, moves: found, 2, "adamw", update, "cpu", budget=1, **none, speeds=speeds)
     with pytest.raises(BudgetError) as told:
         question.plan()
     assert told.value.least_nbytes is not None

@@ -1,24 +1,22 @@
-"""The ``tapestream`` command."""
+"""The ``tapestream`` command. What its commands do is imported when they do it: PyTorch takes seconds."""
 
 from typing import Annotated
 
-import torch
 import typer
 
-import tapestream
-from tapestream.cli.clean import clean
-from tapestream.cli.demo import demo
-from tapestream.cli.explain import explain
-from tapestream.cli.machine import machine
-from tapestream.cli.plan import plan
-from tapestream.cli.train import train
-from tapestream.cli.verify import verify
+from tapestream.cli.commands.clean import clean
+from tapestream.cli.commands.demo import demo
+from tapestream.cli.commands.explain import explain
+from tapestream.cli.commands.machine import machine
+from tapestream.cli.commands.plan import plan
+from tapestream.cli.commands.train import train
+from tapestream.cli.commands.verify import verify
 
 
 def make_app() -> typer.Typer:
     """The application with its commands."""
     app = typer.Typer(
-        name="tapestream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        name="tapestream", no_args_is_help=True, pretty_exceptions_enable=False,
         help="Gradients of any size in the memory you have.",
     )  # fmt: skip
     app.callback()(_of_all)
@@ -30,7 +28,15 @@ def make_app() -> typer.Typer:
 def _show_version(asked: bool) -> None:
     if not asked:
         return
-    typer.echo(f"tapestream {tapestream.__version__}, PyTorch {torch.__version__}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    import tapestream
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "of no version"
+    typer.echo(f"tapestream {tapestream.__version__}, PyTorch {torch}")
     raise typer.Exit
 
 

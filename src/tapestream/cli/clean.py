@@ -1,30 +1,18 @@
 """``tapestream clean``: what killed runs have left on the disk."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tapestream.cli import show
-from tapestream.cli.options import Json, reported
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import StorageError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.storage.disk import PREFIX
 from tapestream.storage.locked import dead_folders
 from tapestream.system.files import taken_nbytes
 from tapestream.units import format_nbytes
 
-Remove = Annotated[bool, typer.Option("--remove", help="Remove what is listed.")]
-Where = Annotated[
-    Path, typer.Argument(help="A folder that was given as --folder, or to ts.save().", show_default=False)
-]
 
-
-@reported
-def clean(folder: Where, remove: Remove = False, json_: Json = False) -> None:
-    """List, or remove, home files and unfinished saves of runs that are gone. Nothing else is touched."""
-    if not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is no folder; name one that was given as --folder, or to ts.save()")
+def cleaned(folder: Path, remove: bool, json_: bool) -> None:
+    """List, or remove."""
     saves = Saves(folder)
     found = {path: _nbytes(path) for path in (*dead_folders(folder, PREFIX), *saves.unfinished())}
     if remove:

@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 import typer
 
 from tapestream.cli import show
 from tapestream.cli.children import child
+from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
-from tapestream.cli.data import BYTES
+from tapestream.cli.hardware import links_of
 from tapestream.cli.loop import Job, Record
-from tapestream.cli.options import Device, chosen_device, reported
 from tapestream.cli.picture import draw_memory
 from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Arguments, Subject
 from tapestream.cli.train import remark, writing
+from tapestream.cli.wanted import BYTES
+from tapestream.costs import Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
@@ -34,16 +36,8 @@ ALLOWANCE = 64 * 2**20
 _COMPARED_STEPS = 3
 
 
-@reported
-def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller, in under a minute, and compared bit for bit.")
-    ] = False,
-    device: Device = "auto",
-    budget: Annotated[str | None, typer.Option(help="Bytes allowed; by default 1GiB, with --quick 96MiB.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
-) -> None:
-    """Train a GPT under a hard memory limit in which plain PyTorch fails."""
+def shown(quick: bool, device: str, budget: str | None, out: Path) -> None:
+    """Train a GPT under a hard memory limit in which plain PyTorch fails. Raises typer.Exit(1) for what went wrong."""
     home = out / "home"
     job = _job(quick, chosen_device(device), budget, home)
     check_budget(job)
@@ -82,11 +76,11 @@ def check_budget(job: Job) -> None:
 
     subject = Subject("the demo", lambda: GPT(config), arguments, job.batch, job.sequence, config)
     costs = costs_of(subject, job.device)
-    rates = {"link": 1e9, "disk_read": 1e9, "disk_write": 1e9, "flops": 1e11}  # of no account for what fits
+    speeds = Machine(links_of(job.device, 1e9, 1e9, 1e9), 1e11)  # of no account for what fits
     missing = refusal(
         Question(
             costs.outline, job.batch, job.optimizer, job.update, job.device, budget=allowed, gpu=None, ram=None,
-            disk=None, home=Tier.DISK, **rates,
+            disk=None, home=Tier.DISK, speeds=speeds,
         )
     )  # fmt: skip
     if missing is not None and missing.least_nbytes is not None:

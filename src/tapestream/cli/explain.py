@@ -2,40 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from tapestream.cli import show
-from tapestream.cli.options import Budget, Json, reported
-from tapestream.cli.subject import imported
+from tapestream.cli.targets import imported
 from tapestream.errors import InputError, TapestreamError
 from tapestream.frontends.program.explanation import COLUMNS, Explanation, SavedTensor
 from tapestream.frontends.program.program import Program
-from tapestream.planning.picture import check_picture
 
 
-@reported
-def explain(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="module:function, a Python function that is called without arguments: the program itself, or one that "
-            "returns (program, arguments), the program being an nn.Module or any function."
-        ),
-    ],
-    budget: Budget = None,
-    planner: Annotated[str, typer.Option(help="A planner's name, or auto.")] = "auto",
-    rows: Annotated[int, typer.Option(min=1, help="Saved tensors shown, heaviest first.")] = 20,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw live bytes over the operations here (.png, .pdf, .svg).")
-    ] = None,
-    json_: Json = False,
-) -> None:
-    """Show the heaviest saved tensors of a program, the lines that make them, and what the plan does with each."""
-    if plot is not None:
-        check_picture(plot)
+def told_of(target: str, budget: str | None, planner: str, rows: int, plot: Path | None, json_: bool) -> None:
+    """Show what the program saves."""
     torch.manual_seed(0)
     found = _explained(target, budget, planner)
     if plot is not None:
@@ -50,8 +29,6 @@ def explain(
 
 
 def _explained(target: str, budget: str | None, planner: str) -> Explanation:
-    if target.count(":") != 1:
-        raise InputError(f"{target} was asked for; name module:function, a Python function without arguments")
     program, args, kwargs = _program(target)
     try:
         return Program(program, budget=budget, planner=planner).explain(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.cli.targets import check_config
 from tapestream.errors import InputError
 
 _DEFAULT_SEQUENCE = 2048
@@ -17,13 +18,7 @@ _WITHOUT_PACKING = "sdpa_without_packing"
 
 def load(folder: Path) -> Any:
     """The configuration in ``folder``. Raises InputError where it is missing or cannot be read."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder; name one that holds a Hugging Face config.json")
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"{folder} holds no config.json; name a folder with that of a Hugging Face model (the weights are not "
-            "needed), or module:factory"
-        )
+    check_config(folder)
     transformers = _transformers()
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

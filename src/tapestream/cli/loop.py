@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tapestream as ts
-from tapestream.cli.options import chosen_dtype
+from tapestream.cli.chosen import chosen_dtype
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.models import GPT, DRANet, DRANetConfig, GPTConfig, ResNet, ResNetConfig

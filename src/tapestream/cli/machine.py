@@ -1,22 +1,26 @@
 """``tapestream machine``: how fast bytes move between tiers here, measured."""
 
-from tapestream.cli import show
-from tapestream.cli.options import Device, Folder, Json, chosen_device, reported
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from tapestream.cli import machine_file, show
+from tapestream.cli.chosen import chosen_device
 from tapestream.costs import Machine
 from tapestream.ir.actions import Tier
 from tapestream.planning.measure import measure_machine
-from tapestream.units import format_seconds
+from tapestream.units import format_nbytes, format_seconds
 
 
-@reported
-def machine(
-    folder: Folder = None,
-    device: Device = "auto",
-    json_: Json = False,
-) -> None:
-    """Measure links, disk and FLOP/s of this machine, in a few seconds."""
+def measured(device: str, folder: Path | None, save: Path | None, json_: bool) -> None:
+    """Measure, tell, and write into ``save``."""
     chosen = chosen_device(device)
     found = measure_machine(chosen, folder)
+    if save is not None:
+        ram, disk = psutil.virtual_memory().total, shutil.disk_usage(folder or tempfile.gettempdir()).free
+        machine_file.save(save, machine_file.Measured(chosen, found, ram, disk))
     if json_:
         show.as_json({"device": chosen, **machine_document(found)})
         return
@@ -32,6 +36,9 @@ def machine(
     ]
     show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency", "starting one"))
     show.line(f"float32 matrix products: {show.flops(found.flops_per_second)}")
+    if save is not None:
+        room = f"RAM {format_nbytes(ram)}, disk {format_nbytes(disk)} free"
+        show.line(f"Written: {save}, with {room}; tapestream plan --machine {save} plans for it")
 
 
 def name(tier: Tier, device: str) -> str:

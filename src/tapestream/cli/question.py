@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tapestream.cli.answer import Answer
-from tapestream.costs import Budget, Link, Machine, Profile
+from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
@@ -19,11 +19,13 @@ Change: TypeAlias = dict[str, str]
 
 _QUICK = "revolve"  # where only the yes or no counts, one planner is enough
 _TRIES = 4
+_PLACES = {Tier.HOST: ("RAM", "--ram"), Tier.DISK: ("disk", "--disk")}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes), rates per second.
+    """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes). ``speeds``:
+    links, and FLOP/s.
 
     ``outline``: of a step of so many samples, and whether blocks may leave the device.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
@@ -40,10 +42,7 @@ class Question:
     ram: int | None
     disk: int | None
     home: Tier | None
-    link: float
-    disk_read: float
-    disk_write: float
-    flops: float
+    speeds: Machine
 
     def outlined(self) -> Outline:
         """The step, whatever it is trained with."""
@@ -62,19 +61,15 @@ class Question:
             home=Tier.HOST if self.home is None else self.home,
         )
 
+    @property
+    def flops(self) -> float:
+        """That the device reaches a second."""
+        assert self.speeds.flops_per_second is not None
+        return self.speeds.flops_per_second
+
     def machine(self) -> Machine:
         """Tiers and links: the disk is reached through RAM."""
-        read, write = Link(self.disk_read), Link(self.disk_write)
-        if self.device == "cpu":
-            return Machine({(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}, self.flops)
-        link = Link(self.link)
-        return Machine(
-            {
-                (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
-                (Tier.HOST, Tier.DEVICE): link, (Tier.DEVICE, Tier.HOST): link,
-            },
-            self.flops,
-        )  # fmt: skip
+        return self.speeds
 
     def homes(self, profiles: tuple[Profile, ...]) -> tuple[Tier, ...]:
         """Where blocks may live that do not stay on the device, the tier to try first first.
@@ -122,8 +117,8 @@ class Question:
         room = {Tier.HOST: self.ram, Tier.DISK: self.disk}.get(home)
         if room is not None and lives > room + self.budget:  # the planners would find out too, but slowly
             raise BudgetError(
-                f"parameters and optimizer state take {format_nbytes(lives)}, the device and {home.name.lower()} have "
-                f"{format_nbytes(room + self.budget)}; give more there"
+                f"parameters and optimizer state take {format_nbytes(lives)}, the device and {_PLACES[home][0]} have "
+                f"{format_nbytes(room + self.budget)}; give more there ({_PLACES[home][1]})"
             )
 
         outline = self.outlined()
@@ -139,7 +134,7 @@ class Question:
             if room is not None and answer.peak_nbytes(tier) > room:  # each part by itself fits
                 raise BudgetError(
                     f"the {len(profiles)} parts of a step together take {format_nbytes(answer.peak_nbytes(tier))} of "
-                    f"{tier.name.lower()}, where there are {format_nbytes(room)}; give more there"
+                    f"{_PLACES[tier][0]}, where there are {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
                 )
         return answer
 
@@ -176,7 +171,10 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
             text = _text(nbytes)
             larger, change = replace(question, budget=_mebibytes(text), update=update), {"--budget": text}
             if question.gpu is not None and larger.budget > question.gpu:
-                larger, change = replace(larger, gpu=larger.budget), {**change, "--gpu": text}
+                larger, change = (
+                    replace(larger, gpu=larger.budget),
+                    {**change, _device_option(question): text},
+                )
             if update != question.update:
                 change["--update"] = update
             missing = refusal(larger)
@@ -185,6 +183,11 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
                 return
             # The least that was found is another planner's, and rounded; a split of it may take a little more.
             nbytes = max(missing.least_nbytes or 0, nbytes * 105 // 100)
+
+
+def _device_option(question: Question) -> str:
+    """What says how much the device has."""
+    return "--ram" if question.device == "cpu" else "--gpu"
 
 
 def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 import tapestream as ts
+from tapestream.cli.ends import interrupt
 from tapestream.cli.loop import Batch, Job, Report
-from tapestream.cli.options import interrupt
 from tapestream.errors import InputError
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import is_save

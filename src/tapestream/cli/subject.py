@@ -1,8 +1,5 @@
 """What a command is about: one of our GPTs, a Hugging Face configuration, or what a Python function returns."""
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +10,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.cli import huggingface
-from tapestream.cli.options import chosen_dtype, make_config
+from tapestream.cli.chosen import chosen_dtype, config_of
+from tapestream.cli.targets import (
+    DEFAULT_SEQUENCE,
+    Wish,
+    check_target,
+    gpt_of,
+    imported,
+    is_folder,
+    is_function,
+)
 from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: by position, by name."""
-
-DEFAULT_SEQUENCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +54,21 @@ class Subject:
         return f"{batch} samples" if self.sequence is None else f"{batch} x {self.sequence} tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What the options say of a model; None where they are silent."""
-
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    vocabulary: int | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    dtype: str = "fp32"
-    blocks: tuple[str, ...] = ()
-
-
 def subject_of(target: str, wish: Wish) -> Subject:
     """The Subject that ``target`` names. Raises InputError where there is none, saying what could be named."""
-    chosen_dtype(wish.dtype)
-    folder = Path(target)
-    if not folder.is_dir() and target.count(":") == 1:
-        _check_sizes(target, wish)
+    check_target(target, wish)
+    if is_function(target):
         return _made(target, wish)
-    if folder.is_dir() or "/" in target or target.startswith((".", "~")):
-        _check_sizes(target, wish)
-        config = huggingface.load(folder.expanduser())
+    if is_folder(target):
+        config = huggingface.load(Path(target).expanduser())
         cls = huggingface.class_of(config)
         return _hugging_face(target, wish, config, cls, lambda: huggingface.make(cls, config))
-    if target.lower().startswith(("resnet", "dranet")):
-        raise InputError(
-            f"{target} was asked for: ResNets and DRANets are known by name to `tapestream train` alone; name "
-            "module:factory, a Python function that returns (model, example_batch), the model from tapestream.models"
-        )
-    try:
-        return _gpt(target, wish)
-    except InputError as error:
-        ways = "; or name a folder that holds a Hugging Face config.json, or module:factory"
-        raise InputError(f"{error}{ways if 'no GPT is named' in str(error) else ''}") from error
-
-
-def _check_sizes(target: str, wish: Wish) -> None:
-    if wish.layers or wish.width or wish.heads or wish.vocabulary:
-        raise InputError(f"{target} has its own size; leave --layers, --width, --heads and --vocabulary out")
+    return _gpt(target, wish)
 
 
 def _gpt(target: str, wish: Wish) -> Subject:
-    sequence = wish.sequence or DEFAULT_SEQUENCE
-    config = make_config(
-        target, wish.layers, wish.width, wish.heads,
-        context=sequence if target == "gpt" else None, vocabulary=wish.vocabulary, dtype=chosen_dtype(wish.dtype),
-    )  # fmt: skip
-    if wish.sequence is None:
-        sequence = min(sequence, config.context)
+    config = config_of(gpt_of(target, wish), chosen_dtype(wish.dtype))
+    sequence = wish.sequence or min(DEFAULT_SEQUENCE, config.context)
 
     def arguments(batch: int) -> Arguments:
         return tuple(torch.randint(config.vocabulary, (batch, sequence)) for _ in range(2)), {}
@@ -157,29 +125,6 @@ def _made(target: str, wish: Wish) -> Subject:
         _tokens(example),
         blocks=wish.blocks,
     )
-
-
-def imported(target: str) -> Callable[[], Any]:
-    """The function that ``module:function`` names. Raises InputError where there is none."""
-    name, _, attribute = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would; an installed command does not look there
-    try:
-        module = importlib.import_module(name)
-    except SyntaxError as error:
-        raise InputError(
-            f"{target}: {error.filename} has a syntax error in line {error.lineno}: {error.msg}; correct it"
-        ) from error
-    except Exception as error:
-        raise InputError(
-            f"{target}: module {name!r} cannot be imported ({type(error).__name__}: {error}); run the command in the "
-            "folder where it lies, or set PYTHONPATH"
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        known = ", ".join(n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_"))
-        raise InputError(f"{target}: {name} has no function {attribute!r}; it has {known or 'none'}")
-    return factory  # type: ignore[no-any-return]
 
 
 def _called(target: str, factory: Callable[[], Any]) -> tuple[nn.Module, Any]:

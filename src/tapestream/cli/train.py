@@ -8,92 +8,39 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TextIO
 
 import torch
 import typer
 
 from tapestream.cli import show
-from tapestream.cli.data import Wanted, batches_of, check_fits, task_of
+from tapestream.cli.checks import check_homes
+from tapestream.cli.chosen import chosen_device
+from tapestream.cli.data import batches_of, check_fits, task_of
 from tapestream.cli.loop import Job, Measured, Record, run, streamed
-from tapestream.cli.options import (
-    Batch,
-    Budget,
-    Classes,
-    Data,
-    Device,
-    Dtype,
-    Folder,
-    Heads,
-    Home,
-    HostBudget,
-    Json,
-    Model,
-    Optimizer,
-    Seed,
-    Seq,
-    Size,
-    Steps,
-    TrainedLayers,
-    TrainedWidth,
-    Update,
-    Workers,
-    chosen_device,
-    chosen_dtype,
-    reported,
-)
 from tapestream.cli.saving import Saver
+from tapestream.cli.wanted import Asked, Wanted
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.available import free_nbytes
 from tapestream.system.locks import lock_open
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
-_METRICS = "One line of JSON per step is written here; those of an earlier run stay beside it, in metrics-1.jsonl."
 
-
-@reported
-def train(
-    model: Model = "gpt",
-    data: Data = None,
-    layers: TrainedLayers = None,
-    width: TrainedWidth = None,
-    heads: Heads = None,
-    budget: Budget = None,
-    host_budget: HostBudget = None,
-    home: Home = "auto",
-    folder: Folder = None,
-    steps: Steps = 100,
-    batch: Batch = None,
-    seq: Seq = None,
-    size: Size = None,
-    classes: Classes = None,
-    workers: Workers = None,
-    dtype: Dtype = "fp32",
-    device: Device = "auto",
-    optimizer: Optimizer = "adamw",
-    update: Update = "step",
-    rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, reached after a tenth of the steps.")] = 3e-4,
-    seed: Seed = 0,
-    metrics: Annotated[Path, typer.Option(help=_METRICS)] = Path("metrics.jsonl"),
-    saves: Annotated[Path | None, typer.Option(help="The run is saved in this folder; the last two are kept.")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps from save to save; 0: at the end or a signal.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save.")] = False,
-    json_: Json = False,
-) -> None:
-    """Train a byte-level GPT, a ResNet or a DRANet within a memory budget.
-
-    With --saves, Ctrl-C, SIGTERM and data that cannot be used end the run after a save; SIGUSR1 saves and goes on.
-    """
-    chosen_dtype(dtype)
-    task = task_of(Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers))
+def trained(wanted: Wanted, asked: Asked) -> None:
+    """Train. Raises typer.Exit where a signal ended it."""
+    chosen = chosen_device(asked.device)
+    check_homes(chosen, asked.home, asked.folder, asked.host_budget)
+    task = task_of(wanted)
+    steps, metrics, resume = asked.steps, asked.metrics, asked.resume
     job = Job(
-        task.config, task.data, task.batch, task.length, steps, rate, max(1, steps // 10), optimizer, update,
-        chosen_device(device), budget, host_budget, home, None if folder is None else str(folder), seed, dtype,
+        task.config, task.data, task.batch, task.length, steps, asked.rate, max(1, steps // 10), asked.optimizer,
+        asked.update, chosen, asked.budget, asked.host_budget, asked.home,
+        None if asked.folder is None else str(asked.folder), asked.seed, asked.dtype,
     )  # fmt: skip
-    allowed = None if budget is None else parse_nbytes(budget)
+    allowed = None if asked.budget is None else parse_nbytes(asked.budget)
     check_fits(job, free_nbytes(torch.device(job.device)) if allowed is None else allowed)
-    batches = batches_of(job, workers or 0)
-    saver = Saver(saves, save_every, job)
+    batches = batches_of(job, wanted.workers or 0)
+    saver = Saver(asked.saves, asked.save_every, job)
     records: list[Record] = []
     with saver.alone(resume=resume), saver.listening(), show.progress() as advance:
         job, done = saver.begin(resume=resume)
@@ -108,7 +55,7 @@ def train(
                 advance("training", record.step + 1, steps, remark(record, allowed))
                 if not saver.after(record.step + 1, last=record.step + 1 == steps, told=told):
                     break
-    last = _ended(job, records, metrics, earlier, json_)
+    last = _ended(job, records, metrics, earlier, asked.json)
     if saver.stopped_by is not None and last < steps:
         show.line(f"stopped and saved after step {last} of {steps}; go on with --resume")
         raise typer.Exit(128 + saver.stopped_by)

@@ -1,6 +1,7 @@
 """``tapestream verify``: are gradients within a budget those of plain PyTorch, bit for bit?"""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,29 +12,13 @@ from torch.utils import _pytree as pytree
 import tapestream as ts
 from tapestream.cli import show
 from tapestream.cli.answer import Answer
+from tapestream.cli.checks import check_homes
+from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
 from tapestream.cli.machine import name
-from tapestream.cli.options import (
-    Blocks,
-    Budget,
-    Device,
-    Dtype,
-    Folder,
-    Heads,
-    Home,
-    HostBudget,
-    Json,
-    Layers,
-    Samples,
-    Steps,
-    Target,
-    Tokens,
-    Vocabulary,
-    Width,
-    chosen_device,
-    reported,
-)
-from tapestream.cli.subject import Subject, Wish, subject_of
+from tapestream.cli.subject import Subject, subject_of
+from tapestream.cli.targets import Wish
+from tapestream.cli.told import told
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.plans.divide import Division
@@ -44,28 +29,14 @@ from tapestream.planning.auto import make_plan
 from tapestream.units import format_nbytes
 
 
-@reported
-def verify(
-    target: Target = "gpt",
-    layers: Layers = None,
-    width: Width = None,
-    heads: Heads = None,
-    seq: Tokens = None,
-    batch: Samples = None,
-    vocabulary: Vocabulary = None,
-    dtype: Dtype = "fp32",
-    blocks: Blocks = None,
-    budget: Budget = None,
-    host_budget: HostBudget = None,
-    home: Home = "auto",
-    folder: Folder = None,
-    device: Device = "auto",
-    steps: Steps = 3,
-    json_: Json = False,
-) -> None:
-    """Compare steps within a budget with the same in plain PyTorch, bit for bit. Exit status 1: some bit differs."""
-    subject = subject_of(target, Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ())))
+def verified(
+    target: str, wish: Wish, device: str, budget: str | None, host_budget: str | None, home: str, folder: Path | None,
+    steps: int, json_: bool,
+) -> None:  # fmt: skip
+    """Compare steps. Raises typer.Exit(1) where some bit differs."""
     chosen = chosen_device(device)
+    check_homes(chosen, home, folder, host_budget)
+    subject = subject_of(target, wish)
     _check_room(subject, chosen)
     torch.manual_seed(0)
     model: nn.Module = _ByPosition(subject.make(), tuple(subject.arguments(1)[1]))
@@ -121,13 +92,13 @@ def _check_room(subject: Subject, device: str) -> None:
 
 def _advised(error: BudgetError, subject: Subject) -> BudgetError:
     """``error``, with options in place of arguments of Python."""
-    told, calls, _ = str(error).replace("(home=, folder=)", "(--home, --folder)").partition(": if it is a linear layer")
+    text, calls, _ = str(error).partition(": if it is a linear layer")
     options = "--batch" if subject.sequence is None else "--seq and --batch"
     if subject.config is not None:
         options = f"--vocabulary, {options}"
     if calls:
-        told = f"{told}: it grows with {options}"
-    return BudgetError(told, least_nbytes=error.least_nbytes, stage=error.stage)
+        text = f"{text}: it grows with {options}"
+    return BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage)
 
 
 def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[str, Any]:
@@ -137,7 +108,7 @@ def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[
     try:
         ts.verify(model, (*args, *kwargs.values()))
     except GradientError as error:
-        differs = str(error)
+        differs = told(str(error))
     handle = handle_of(model)
     last, allowed = handle.last, handle.budget.device_nbytes
     assert last is not None

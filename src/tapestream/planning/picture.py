@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,26 +54,6 @@ def saved(figure: Any, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
         raise InputError(f"cannot draw into {os.fspath(path)!r}: {error}") from error
-
-
-def check_picture(path: str | os.PathLike[str]) -> None:
-    """Raise InputError where `saved` could not write there: before the work whose picture it is to be."""
-    known = figure_of(1, 1).canvas.get_supported_filetypes()
-    ending = Path(path).suffix[1:].lower()
-    if ending and ending not in known:  # without one, matplotlib adds its own
-        raise InputError(f"cannot draw into {os.fspath(path)!r}: end its name in one of {', '.join(known)}")
-    check_file(path)
-
-
-def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise InputError where no file can be written at ``path``."""
-    file = Path(path)
-    if not file.parent.is_dir():
-        raise InputError(f"cannot write {os.fspath(path)!r}: there is no folder {os.fspath(file.parent)!r}; create it")
-    if file.is_dir():
-        raise InputError(f"cannot write {os.fspath(path)!r}: it is a folder; name a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InputError(f"cannot write {os.fspath(path)!r}: it may not be written to; choose another place")
 
 
 def unit_of(nbytes: float) -> tuple[int, str]:

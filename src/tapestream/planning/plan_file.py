@@ -1,4 +1,4 @@
-"""Plans as files: JSON, written beside the target and renamed, readable by its owner only."""
+"""Plans, and machines, as files: JSON, written beside the target and renamed, readable by its owner only."""
 
 import contextlib
 import json
@@ -14,18 +14,16 @@ from tapestream.errors import InputError, StorageError, TapestreamError
 from tapestream.ir import Schedule, Tier
 from tapestream.ir.text import dumps, loads
 
-_FORMAT = "tapestream plan 1"
 
-
-def write(path: str | os.PathLike[str], document: Mapping[str, object]) -> None:
-    """Write ``document``; an existing file is replaced at once or, with StorageError, left alone."""
+def write(path: str | os.PathLike[str], document: Mapping[str, object], what: str = "plan") -> None:
+    """Write ``document``, a ``what``; an existing file is replaced at once or, with StorageError, left alone."""
     target = Path(path)
     try:
         # A temporary file of this kind has mode 0600, and renaming keeps it.
         handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"format": _FORMAT, **document}, file)
+                json.dump({"format": _format(what), **document}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, target)
@@ -33,23 +31,27 @@ def write(path: str | os.PathLike[str], document: Mapping[str, object]) -> None:
             os.unlink(beside)
             raise
     except OSError as error:
-        raise StorageError(f"cannot write the plan to {target}: {error}; choose a folder that exists") from error
+        raise StorageError(f"cannot write the {what} to {target}: {error}; choose a folder that exists") from error
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[Any]:
+def reading(path: str | os.PathLike[str], what: str = "plan") -> Iterator[Any]:
     """The document in ``path``; whatever goes wrong with it inside the ``with`` becomes InputError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read a plan from {path}: {error}") from error
+        raise InputError(f"cannot read a {what} from {path}: {error}") from error
     try:
         document = json.loads(text)
-        if document.get("format") != _FORMAT:
-            raise InputError(f"its format is {document.get('format')!r}, not {_FORMAT!r}")
+        if document.get("format") != _format(what):
+            raise InputError(f"its format is {document.get('format')!r}, not {_format(what)!r}")
         yield document
     except (TapestreamError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise InputError(f"{path} is damaged or no plan of this version ({error}); make and save it again") from error
+        raise InputError(f"{path} is damaged or no {what} of this version ({error}); make and save it again") from error
+
+
+def _format(what: str) -> str:
+    return f"tapestream {what} 1"
 
 
 def schedule_to_json(schedule: Schedule) -> str:

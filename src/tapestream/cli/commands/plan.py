@@ -1,0 +1,84 @@
+"""The options of ``tapestream plan``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tapestream.cli import checks
+from tapestream.cli.ends import importing, reported
+from tapestream.cli.options import (
+    Blocks,
+    Budget,
+    Dtype,
+    Folder,
+    Heads,
+    Home,
+    HostBudget,
+    Json,
+    Layers,
+    Optimizer,
+    Samples,
+    Target,
+    Tokens,
+    Update,
+    Vocabulary,
+    Width,
+)
+
+
+@reported
+def plan(
+    target: Target = "gpt",
+    layers: Layers = None,
+    width: Width = None,
+    heads: Heads = None,
+    seq: Tokens = None,
+    batch: Samples = None,
+    vocabulary: Vocabulary = None,
+    dtype: Dtype = "fp32",
+    blocks: Blocks = None,
+    optimizer: Optimizer = "adamw",
+    update: Update = "step",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda, or cpu: no GPU, RAM is the device; by default as --machine, or cuda."),
+    ] = None,
+    budget: Budget = None,
+    gpu: Annotated[str | None, typer.Option(help="Memory that the GPU has.")] = None,
+    host_budget: HostBudget = None,
+    ram: Annotated[str | None, typer.Option(help="RAM that there is; by default this machine's.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Free disk; by default this machine's, of --folder.")] = None,
+    home: Home = "auto",
+    folder: Folder = None,
+    link: Annotated[str | None, typer.Option(help="RAM to GPU and back, each way; by default 25GB/s.")] = None,
+    disk_read: Annotated[str | None, typer.Option(help="Reading the disk; by default 3GB/s.")] = None,
+    disk_write: Annotated[str | None, typer.Option(help="Writing the disk; by default 2GB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Reached; by default 100TFLOP/s, on cpu 100GFLOP/s.")] = None,
+    machine: Annotated[
+        Path | None, typer.Option(help="Speeds, RAM and disk that `tapestream machine --save` wrote.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the plan here, with --compare the trade-off (.png, .pdf, .svg).")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show what every planner makes of the step.")] = False,
+    json_: Json = False,
+) -> None:
+    """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
+    from tapestream.cli.hardware import Asked
+    from tapestream.cli.targets import Wish, check_target
+
+    checks.check_training(optimizer, update)
+    asked = Asked(
+        device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, machine
+    ).found()
+    if save is not None:
+        checks.check_file(save)
+    if plot is not None:
+        checks.check_picture(plot)
+    wish = Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
+    check_target(target, wish)
+    with importing():
+        from tapestream.cli.plan import Wanted, planned
+    planned(target, wish, asked, Wanted(optimizer, update, home, save, plot, compare, json_))

@@ -1,0 +1,89 @@
+"""How commands end: with one line for what went wrong, and the status that scripts expect."""
+
+import errno
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from tapestream.cli.told import told
+from tapestream.errors import TapestreamError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO)
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Ends a command as people and scripts expect: exit 2 and one red line for tapestream's own errors, 130 for Ctrl-C.
+
+    SIGTERM (exit 143) is taken as Ctrl-C, so that both leave by way of Python's own end, where home files are removed.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _on_sigterm(interrupt)
+        try:
+            return command(*args, **kwargs)
+        except TapestreamError as error:
+            _failure(told(str(error)))
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what waits to be written would fail again at the end
+            _failure(f"cannot write what was to be shown: {error.strerror}")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            _failure("stopped")
+            number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+            raise typer.Exit(128 + number) from error
+        finally:
+            _on_sigterm(before)
+
+    return run
+
+
+def _on_sigterm(handler: Any) -> Any:
+    try:
+        return signal.signal(signal.SIGTERM, handler)
+    except ValueError:  # not in the main thread, where signals are nobody's business
+        return None
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, taken as Ctrl-C."""
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """A handler of signals that end a command."""
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, where modules are imported and nothing has begun that would have to be put right, Ctrl-C and SIGTERM end
+    the process at once: modules that are being imported turn exceptions into errors of their own."""
+    with ExitStack() as after:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                with suppress(ValueError):  # not in the main thread
+                    after.callback(signal.signal, number, signal.signal(number, _stop))
+        yield
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(128 + number)
+
+
+def _failure(message: str) -> None:
+    from tapestream.cli import show  # which takes time to import that help and completion do not have
+
+    show.failure(message)

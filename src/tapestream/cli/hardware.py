@@ -1,0 +1,160 @@
+"""What a step is planned for: bytes and speeds, and whose they are. Without PyTorch."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from tapestream.cli import checks, machine_file
+from tapestream.costs import Link, Machine
+from tapestream.errors import InputError
+from tapestream.ir.actions import Tier
+
+Links: TypeAlias = dict[tuple[Tier, Tier], Link]
+
+_LINK, _READ, _WRITE = "25GB/s", "3GB/s", "2GB/s"
+_FLOPS = {"cuda": 100e12, "cpu": 100e9}
+_MINE, _GIVEN = "this machine's", "given"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that there are, and whose: ``"given"``, ``"this machine's"``, ``"box.json's"``."""
+
+    nbytes: int
+    whose: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """``budget``: bytes allowed on the device, which has ``device_nbytes`` (None: nobody knows). ``ram``: on the CPU it
+    is the device, ``ram_option`` is what limits it."""
+
+    device: str
+    budget: int
+    device_nbytes: int | None
+    ram: Room
+    disk: Room
+    machine: Machine
+    ram_option: str = "--ram"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of ``tapestream plan`` that are about hardware, as they are written; None: not given."""
+
+    device: str | None = None
+    budget: str | None = None
+    gpu: str | None = None
+    host_budget: str | None = None
+    ram: str | None = None
+    disk: str | None = None
+    home: str = "auto"
+    folder: Path | None = None
+    link: str | None = None
+    disk_read: str | None = None
+    disk_write: str | None = None
+    flops: str | None = None
+    machine: Path | None = None
+
+    def found(self) -> Hardware:
+        """What is given, and for the rest what is measured or usual. Raises InputError for what cannot be, and for an
+        option that has no effect beside the others."""
+        measured = None if self.machine is None else machine_file.load(self.machine)
+        device = self.device or ("cuda" if measured is None else measured.device)
+        checks.one_of("--device", device, ("cpu", "cuda"))
+        if measured is not None and measured.device != device:
+            raise InputError(
+                f"--machine {self.machine} was measured with --device {measured.device} and knows nothing of --device "
+                f"{device}; leave --device out"
+            )
+        self._check_effects(device)
+        allowed = self.budget or self.gpu or (self.ram if device == "cpu" else None)
+        if allowed is None:
+            raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
+        option = "--budget" if self.budget else "--gpu" if self.gpu else "--ram"
+        ram = self._ram(measured)
+        return Hardware(
+            device, checks.size(option, allowed),
+            ram.nbytes if device == "cpu" else checks.maybe_size("--gpu", self.gpu),
+            ram, self._disk(measured), self._speeds(device, measured),
+            "--ram" if self.host_budget is None else "--host-budget",
+        )  # fmt: skip
+
+    def _check_effects(self, device: str) -> None:
+        checks.one_of("--home", self.home, checks.HOMES)
+        if device == "cpu":
+            for option, given in (("--link", self.link), ("--gpu", self.gpu)):
+                if given is not None:
+                    checks.no_effect(option, "--device cpu, where no GPU is planned for")
+        checks.check_homes(device, "auto" if self.home == "disk" else self.home, self.folder, self.host_budget)
+        if self.host_budget is not None and self.ram is not None:
+            checks.no_effect("--ram", "--host-budget, which says how much of it is used")
+        if self.folder is not None and self.disk is not None:
+            checks.no_effect("--folder", "--disk, which says how much is free")
+        if self.home == "host":
+            for option, given in (
+                ("--disk", self.disk), ("--disk-read", self.disk_read), ("--disk-write", self.disk_write),
+            ):  # fmt: skip
+                if given is not None:
+                    checks.no_effect(option, "--home host")
+
+    def _ram(self, measured: machine_file.Measured | None) -> Room:
+        for option, text in (("--host-budget", self.host_budget), ("--ram", self.ram)):
+            if text is not None:
+                return Room(checks.size(option, text, least=0), _GIVEN)
+        if measured is not None:
+            return Room(measured.ram_nbytes, self._whose())
+        import psutil  # which takes time to import that help and completion do not have
+
+        return Room(psutil.virtual_memory().total, _MINE)
+
+    def _disk(self, measured: machine_file.Measured | None) -> Room:
+        if self.disk is not None:
+            return Room(checks.size("--disk", self.disk, least=0), _GIVEN)
+        if self.folder is not None and not self.folder.is_dir():
+            raise InputError(
+                f"--folder {self.folder} was asked for, but there is no such folder; create it or give --disk 2TB"
+            )
+        if measured is not None and self.folder is None:
+            return Room(measured.disk_nbytes, self._whose())
+        return Room(shutil.disk_usage(self.folder or Path()).free, _MINE)
+
+    def _whose(self) -> str:
+        return "" if self.machine is None else f"{self.machine.name}'s"
+
+    def _speeds(self, device: str, measured: machine_file.Measured | None) -> Machine:
+        known = None if measured is None else measured.machine
+        flops = _FLOPS[device] if known is None else known.flops_per_second or _FLOPS[device]
+        usual = links_of(
+            device, checks.rate("--link", self.link or _LINK), checks.rate("--disk-read", self.disk_read or _READ),
+            checks.rate("--disk-write", self.disk_write or _WRITE),
+        )  # fmt: skip
+        links = _chosen(usual, {} if known is None else known.links, {
+            "link": self.link, "read": self.disk_read, "write": self.disk_write
+        })  # fmt: skip
+        return Machine(
+            links, flops if self.flops is None else checks.flops(self.flops), "" if known is None else known.name
+        )
+
+
+def links_of(device: str, link: float, disk_read: float, disk_write: float) -> Links:
+    """Bytes per second of each link: the disk is reached through RAM."""
+    read, write, wire = Link(disk_read), Link(disk_write), Link(link)
+    if device == "cpu":
+        return {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
+    return {
+        (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
+        (Tier.HOST, Tier.DEVICE): wire, (Tier.DEVICE, Tier.HOST): wire,
+    }  # fmt: skip
+
+
+def _chosen(usual: Links, measured: Mapping[tuple[Tier, Tier], Link], given: Mapping[str, str | None]) -> Links:
+    """Links that are given, else those that were measured, else the usual ones."""
+    found = dict(usual)
+    for ends in usual:
+        kind = "read" if ends[0] is Tier.DISK else "write" if ends[1] is Tier.DISK else "link"
+        if given[kind] is None and ends in measured:
+            found[ends] = measured[ends]
+    return found
