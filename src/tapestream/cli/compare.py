@@ -10,6 +10,7 @@ from tapestream.cli.answer import Answer
 from tapestream.cli.machine import name as called
 from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Subject
+from tapestream.cli.told import told
 from tapestream.ir.actions import Tier
 from tapestream.planners import planners
 from tapestream.planning import tradeoff
@@ -76,7 +77,7 @@ def _figures(one: Outcome[Answer]) -> dict[str, Any]:
             "moved_nbytes": answer.moved_nbytes,
         }  # fmt: skip
     else:
-        figures |= {"reason": one.reason, "least_nbytes": one.least_nbytes}
+        figures |= {"reason": told(one.reason), "least_nbytes": one.least_nbytes}
     return {**figures, "planning_seconds": one.planning_seconds}
 
 
@@ -91,7 +92,9 @@ def print_table(question: Question, subject: Subject, found: Sequence[Outcome[An
     show.table(f"{subject.name}, {subject.step(question.batch)}: {len(found)} planners, {allowed}", rows, columns)
     for one in found:
         if not one.applies:
-            show.line(f"{one.planner} does not apply: {one.reason.removeprefix(f'{one.planner} ').removeprefix(': ')}")
+            show.line(
+                f"{one.planner} does not apply: {told(one.reason).removeprefix(f'{one.planner} ').removeprefix(': ')}"
+            )
 
 
 def _row(one: Outcome[Answer], tiers: Sequence[Tier]) -> tuple[str, ...]:

@@ -2,20 +2,22 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from tapestream.cli import checks, machine_file
+from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
-from tapestream.errors import InputError
+from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
+from tapestream.units import parse_nbytes
 
 Links: TypeAlias = dict[tuple[Tier, Tier], Link]
 
 _LINK, _READ, _WRITE = "25GB/s", "3GB/s", "2GB/s"
 _FLOPS = {"cuda": 100e12, "cpu": 100e9}
-_MINE, _GIVEN = "this machine's", "given"
+_MINE, _GIVEN, _CHANGED = "this machine's", "given", "with that change"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,19 @@ class Hardware:
     machine: Machine
     ram_option: str = "--ram"
 
+    def changed(self, change: Mapping[str, str]) -> "Hardware":
+        """The same with other values of some options."""
+        ram, disk = (change.get(option) for option in (self.ram_option, "--disk"))
+        return replace(
+            self,
+            ram=self.ram if ram is None else Room(parse_nbytes(ram), _CHANGED),
+            disk=self.disk if disk is None else Room(parse_nbytes(disk), _CHANGED),
+        )
+
+    def told(self, refusal: BudgetError) -> str:
+        """Why something does not fit, with options in the place of arguments of Python."""
+        return told(str(refusal)).replace("--ram", self.ram_option).replace("--host-budget", self.ram_option)
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -61,6 +76,11 @@ class Asked:
     def found(self) -> Hardware:
         """What is given, and for the rest what is measured or usual. Raises InputError for what cannot be, and for an
         option that has no effect beside the others."""
+        if self.machine is not None and not self.machine.is_file():
+            raise InputError(
+                f"--machine {self.machine} was asked for, but there is no such file; make one there, with "
+                f"`tapestream machine --save {self.machine}`"
+            )
         measured = None if self.machine is None else machine_file.load(self.machine)
         device = self.device or ("cuda" if measured is None else measured.device)
         checks.one_of("--device", device, ("cpu", "cuda"))

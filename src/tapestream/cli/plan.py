@@ -15,7 +15,6 @@ from tapestream.cli.machine import machine_document, name
 from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import Wish
-from tapestream.cli.told import told
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.units import DAY, format_nbytes, format_seconds
@@ -117,7 +116,7 @@ def _document(
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
         "optimizer": question.optimizer, "update": question.update,
-        "fits": refusal is None, "reason": None if refusal is None else told(str(refusal)),
+        "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "assumed": _assumed_document(hardware),
         "answer": None if found is None else _figures(question, subject, found, changes),
@@ -156,7 +155,7 @@ def _print(
         f"{subject.step(question.batch)}, {question.optimizer}, update {question.update}"
     )
     if refusal is not None:
-        show.line(f"Does not fit: {told(str(refusal))}.", "red")
+        show.line(f"Does not fit: {document['reason']}.", "red")
         texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in document["changes"]]
         if not texts:
             show.line(
@@ -170,7 +169,8 @@ def _print(
     if found is None:
         return
     title = "With that change (one planner tried, not the fastest)" if refusal is not None else "It fits"
-    show.table(title, _rows(question, subject, document["answer"], hardware))
+    changed = hardware.changed(document["changes"][0]) if refusal is not None else hardware
+    show.table(title, _rows(question, subject, document["answer"], changed))
     if refusal is None:
         show.line(str(found))
 
