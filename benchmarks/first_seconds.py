@@ -2,8 +2,9 @@
 
 Each is a process of its own, by turns with the one that it is compared with, from its start to its end: that of
 ``python -c pass`` for the command's help, version and completion, of ``import torch`` for the package. A bad option is
-timed by itself, from the shell's point of view. ``used`` is the package with the names that most programs take of it,
-which are imported when they are first asked for; nothing is claimed of it.
+timed by itself, from the shell's point of view. Nothing is claimed of the help of one command, which lists dozens of
+options, and of the package with the names that most programs take of it, which are imported when they are first asked
+for.
 """
 
 import os
@@ -31,19 +32,19 @@ def main() -> None:
 
 def rows(rounds: int) -> Iterator[Row]:
     """Row by row."""
-    for what, words, environment in (
-        ("tapestream --help", ("--help",), {}),
-        ("tapestream plan --help", ("plan", "--help"), {}),
-        ("tapestream --version", ("--version",), {}),
-        ("completion of tapestream pl", (), _COMPLETE),
+    for what, words, environment, claim in (
+        ("tapestream --help", ("--help",), {}, COMMAND),
+        ("tapestream --version", ("--version",), {}, COMMAND),
+        ("completion of tapestream pl", (), _COMPLETE, COMMAND),
+        ("tapestream plan --help", ("plan", "--help"), {}, None),
     ):
         ours = partial(_python, _COMMAND, *words, environment=environment)
-        yield _compared(what, ours, "python -c pass", partial(_python, _PASS), rounds, COMMAND)
+        yield _compared(what, ours, "python -c pass", partial(_python, _PASS), rounds, claim)
     torch = partial(_python, _TORCH)
     for what, code, claim in (
         ("import tapestream", "import tapestream", IMPORT),
         ("import torch, tapestream", "import torch, tapestream", IMPORT),
-        ("used", _USED, None),
+        ("with stream, optimizer, Chain, Program, Loop", _USED, None),
     ):
         yield _compared(what, partial(_python, code), _TORCH, torch, rounds, claim)
     timings = alternate({"bad": partial(_python, _COMMAND, *_WRONG, status=2)}, rounds, "cpu")

@@ -37,7 +37,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def _row(model: str, gpu: int, ram: int, more: tuple[str, ...]) -> Row:
-    words = ["plan", model, "--gpu", f"{gpu}GiB", "--ram", f"{ram}GiB", "--flops", RATE, *more]
+    words = ["plan", model, "--gpu", f"{gpu}GiB", "--ram", f"{ram}GiB", "--disk", "4TB", "--flops", RATE, *more]
     command = [sys.executable, "-m", "tapestream.cli.app", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout.startswith("{"):

@@ -4,14 +4,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from tapestream.cli import checks, machine_file
+from tapestream.cli import checks
 from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.units import parse_nbytes
+
+if TYPE_CHECKING:
+    from tapestream.cli.machine_file import Measured
 
 Links: TypeAlias = dict[tuple[Tier, Tier], Link]
 
@@ -76,12 +79,7 @@ class Asked:
     def found(self) -> Hardware:
         """What is given, and for the rest what is measured or usual. Raises InputError for what cannot be, and for an
         option that has no effect beside the others."""
-        if self.machine is not None and not self.machine.is_file():
-            raise InputError(
-                f"--machine {self.machine} was asked for, but there is no such file; make one there, with "
-                f"`tapestream machine --save {self.machine}`"
-            )
-        measured = None if self.machine is None else machine_file.load(self.machine)
+        measured = None if self.machine is None else self._measured(self.machine)
         device = self.device or ("cuda" if measured is None else measured.device)
         checks.one_of("--device", device, ("cpu", "cuda"))
         if measured is not None and measured.device != device:
@@ -102,6 +100,17 @@ class Asked:
             "--ram" if self.host_budget is None else "--host-budget",
         )  # fmt: skip
 
+    @staticmethod
+    def _measured(path: Path) -> "Measured":
+        if not path.is_file():
+            raise InputError(
+                f"--machine {path} was asked for, but there is no such file; make one there, with "
+                f"`tapestream machine --save {path}`"
+            )
+        from tapestream.cli.machine_file import load
+
+        return load(path)
+
     def _check_effects(self, device: str) -> None:
         checks.one_of("--home", self.home, checks.HOMES)
         if device == "cpu":
@@ -120,7 +129,7 @@ class Asked:
                 if given is not None:
                     checks.no_effect(option, "--home host")
 
-    def _ram(self, measured: machine_file.Measured | None) -> Room:
+    def _ram(self, measured: "Measured | None") -> Room:
         for option, text in (("--host-budget", self.host_budget), ("--ram", self.ram)):
             if text is not None:
                 return Room(checks.size(option, text, least=0), _GIVEN)
@@ -130,7 +139,7 @@ class Asked:
 
         return Room(psutil.virtual_memory().total, _MINE)
 
-    def _disk(self, measured: machine_file.Measured | None) -> Room:
+    def _disk(self, measured: "Measured | None") -> Room:
         if self.disk is not None:
             return Room(checks.size("--disk", self.disk, least=0), _GIVEN)
         if self.folder is not None and not self.folder.is_dir():
@@ -144,7 +153,7 @@ class Asked:
     def _whose(self) -> str:
         return "" if self.machine is None else f"{self.machine.name}'s"
 
-    def _speeds(self, device: str, measured: machine_file.Measured | None) -> Machine:
+    def _speeds(self, device: str, measured: "Measured | None") -> Machine:
         known = None if measured is None else measured.machine
         flops = _FLOPS[device] if known is None else known.flops_per_second or _FLOPS[device]
         usual = links_of(

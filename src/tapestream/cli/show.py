@@ -8,8 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tapestream.units import format_nbytes
 
@@ -47,6 +45,8 @@ def as_json(document: Mapping[str, Any]) -> None:
 
 def table(title: str, rows: Iterable[Iterable[str]], columns: Iterable[str] = ("", "")) -> None:
     """A table; the first column is left-aligned and not broken. Where nothing says how wide the page is, it is wide."""
+    from rich.table import Table  # a line that says what went wrong does not wait for it
+
     made = Table(title=title, title_justify="left", show_header=any(columns := list(columns)))
     for number, name in enumerate(columns):
         made.add_column(name, no_wrap=number == 0, overflow="fold")
@@ -61,6 +61,8 @@ def table(title: str, rows: Iterable[Iterable[str]], columns: Iterable[str] = ("
 @contextmanager
 def progress(total: str = "") -> Iterator[Advance]:
     """A bar on standard error; where that is no terminal, one line whenever something is complete."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True, emoji=False)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
