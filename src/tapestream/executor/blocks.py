@@ -61,8 +61,10 @@ class BlockStore:
             self.gradients.lay_out(value.index)
         # State that no update has written yet is nowhere; other sources vanish when another live call settles.
         there = target is Tier.DEVICE and value in self.copies.resident  # another live call has brought it
-        at_home = source is self.copies.home_of(value) and value.kind is not Kind.OPTIMIZER_STATE
-        if not there and (at_home or self.copies.has(value, source)):
+        at_home = source is self.copies.home_of(value)
+        if at_home and value.kind is Kind.OPTIMIZER_STATE and not self.copies.holds(value, source):
+            self.copies.reserve(value)
+        elif not there and (at_home or self.copies.has(value, source)):
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:
@@ -222,7 +224,7 @@ class BlockStore:
 
     def exists(self, value: Value) -> bool:
         """Whether the value has bytes where it lives."""
-        return self.copies.has(value, self.copies.tier_of(value))
+        return self.copies.holds(value, self.copies.tier_of(value))
 
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""

@@ -38,6 +38,7 @@ class BlockCopies:
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
         self._begun: tuple[Value, Tier] | None = None  # not among them yet
         self.dirty: set[Value] = set()  # on the device, newer than at home
+        self._blank: set[Value] = set()  # places at home that nothing was written to
         self._left: list[Region] = []  # not ours any more, but to be given back to the pool when users have done
         self._shown: dict[Value, dict[int, int]] = {}  # addresses of what a block's parameters show, by their numbers
 
@@ -79,10 +80,24 @@ class BlockCopies:
 
     def region(self, value: Value, tier: Tier) -> Region:
         """The value's copy in ``tier``, made (with undefined content) if there is none."""
+        if tier is self.home_of(value):
+            self._blank.discard(value)  # who asks for its bytes may write them
         region = self.regions.get((value, tier))
         if region is None:
             region = self.regions[value, tier] = self.pool.allocate(tier, self._nbytes(value))
         return region
+
+    def reserve(self, value: Value) -> None:
+        """Take the place at home of a value that is to be written for the first time: if there is no room, that is
+        told before anything is changed."""
+        home = self.home_of(value)
+        if not self.has(value, home):
+            self.region(value, home)
+            self._blank.add(value)
+
+    def holds(self, value: Value, tier: Tier) -> bool:
+        """Whether there is a copy in ``tier`` that something was written to."""
+        return (value, tier) in self.regions and not (value in self._blank and tier is self.home_of(value))
 
     def has(self, value: Value, tier: Tier) -> bool:
         """Whether there is a copy in ``tier``."""

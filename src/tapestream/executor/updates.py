@@ -155,8 +155,10 @@ class Updates:
             return False
         if not copies.blocks[state.index].nbytes_of(state.kind, state.part):
             return False
-        if copies.has(state, copies.home_of(state)):
+        if copies.holds(state, copies.home_of(state)):
             copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+        else:
+            copies.reserve(state)
         return True
 
     def _send_home(self, state: Value) -> None:
