@@ -1,7 +1,6 @@
 """The first seconds: help, versions, completion and options that cannot be never import PyTorch."""
 
 import ast
-import json
 import os
 import pkgutil
 import subprocess
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 
 import tapestream as ts
-from tapestream import late, models
+from tapestream import models
 from tapestream.cli import checks, loop, wanted
 from tapestream.cli.app import make_app
 from tapestream.models import Digits, Shapes, group_costs
 from tapestream.models.shapes import RESNET_SIZES, ResNetConfig
 
-SOURCE = Path(ts.__file__).parent
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
 CHILD = f"""
 import atexit, os, sys
@@ -154,7 +152,6 @@ def test_submodules_do_not_take_the_place_of_names() -> None:
     for name in same:
         assert not isinstance(getattr(ts, name), type(sys))
     assert ts.errors is sys.modules["tapestream.errors"]  # type: ignore[attr-defined]
-    assert late.offer.__module__ == "tapestream.late"
 
 
 def test_what_is_known_without_pytorch_is_what_pytorch_has() -> None:
@@ -184,14 +181,3 @@ def test_the_device_is_known_without_pytorch_where_it_can_be(monkeypatch: pytest
 
 def test_make_app_declares_every_command() -> None:
     assert {command.callback.__name__ for command in make_app().registered_commands if command.callback} == {*COMMANDS}
-
-
-def test_modules_of_commands_import_nothing_heavy() -> None:
-    """Whatever `app` imports, however far away."""
-    code = (
-        "import sys, json, tapestream.cli.app\n"
-        "print(json.dumps([n for n in sys.modules if n.split('.')[0] in ('torch', 'numpy', 'matplotlib')]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout) == []
-    assert (SOURCE / "cli" / "commands" / "plan.py").is_file()

@@ -206,6 +206,10 @@ def test_a_file_that_is_no_machine_is_refused_in_a_line(changed: dict[str, Any] 
             "peak is at action 3, Offload(1). Allow 2147483648 bytes there, or plan for the smaller budget",
             "the plan takes 2.00 GiB of RAM, and 1.00 GiB are allowed (--host-budget)",
         ),
+        (
+            "a block reads a number; plan it as it is, in Python: tapestream.plan(model, batch)",
+            "a block reads a number; `tapestream verify` runs it and plans it",
+        ),
         ("layers.0 raised KeyError: x='y'", "layers.0 raised KeyError: x='y'"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 import re
 
 _WHERE = r"this schedule reaches (.+?) \(\d+ bytes\) in {}, (.+?) \(\d+ bytes\) are allowed; .*?the smaller budget"
-_WHO = r"measure_machine|verify|stream|load|save|Batches|ImageBatches|GPTConfig|ResNetConfig|DRANetConfig"
+_WHO = r"Program|measure_machine|verify|stream|load|save|Batches|ImageBatches|GPTConfig|ResNetConfig|DRANetConfig"
 _NAMES = r"home|device|planner|update|budget|folder"
 _WORDS = (
     (_WHERE.format("DEVICE"), r"the plan takes \1 of the device, and \2 are allowed (--budget)"),
@@ -13,6 +13,8 @@ _WORDS = (
     (r": if it is a linear layer and F\.cross_entropy, stream\(.*?\) never makes all logits", ""),
     (r"(is some block not deterministic\?) stream\(\.\.\., verify=True\) finds it", r"\1"),
     (r", or say how many await their backward at once: Budget\(\.\.\., calls=\)", ""),
+    (r"plan it as it is, in Python: tapestream\.plan\(model, batch\)", "`tapestream verify` runs it and plans it"),
+    (r"; plan it in Python: tapestream\.plan\(model, batch\)", ", which the command cannot plan"),
     (r"\(home=, folder=\)", "(--home, --folder)"),
     (r"\bblocks=\['layers'\], or list\(model\.layers\)\[:3\] for the first three", "--blocks layers"),
     (r"\bstream\(\.\.\., budget=\.\.\.\)", "--budget"),
