@@ -207,8 +207,8 @@ def test_a_file_that_is_no_machine_is_refused_in_a_line(changed: dict[str, Any] 
             "the plan takes 2.00 GiB of RAM, and 1.00 GiB are allowed (--host-budget)",
         ),
         (
-            "a block reads a number; plan it as it is, in Python: tapestream.plan(model, batch)",
-            "a block reads a number; `tapestream verify` runs it and plans it",
+            "it cannot be planned without running it: use tapestream.plan(model, batch) in Python",
+            "it cannot be planned without running it, as `tapestream verify` does",
         ),
         ("layers.0 raised KeyError: x='y'", "layers.0 raised KeyError: x='y'"),
     ],
