@@ -1,4 +1,4 @@
-"""Entry point of the console script: beside the package, whose import takes seconds in which Ctrl-C is pressed, too."""
+"""Entry point of the console script: beside the package, since Ctrl-C is pressed while that is imported, too."""
 
 import os
 import signal

@@ -3,6 +3,7 @@
 import ast
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,18 @@ def test_the_device_is_known_without_pytorch_where_it_can_be(monkeypatch: pytest
         else:
             assert checks.known_device("cuda") is None
     assert found == {"cpu": ("cpu", "cpu"), "cuda": (None, "cpu")}
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_pytorch_is_imported_is_one_line(number: str, tmp_path: Path) -> None:
+    """Which modules that are being imported would turn into errors of their own."""
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.{number})\n    print('went on')\n"
+        "except BaseException:\n    raise ImportError('torch failed to import')\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(Path(ts.__file__).parents[1])))
+    found = child("verify", *GPT, PYTHONPATH=path)
+    assert found == (128 + getattr(signal, number), "", "stopped\n")
 
 
 def test_make_app_declares_every_command() -> None:

@@ -72,7 +72,7 @@ def importing() -> Iterator[None]:
     the process at once: modules that are being imported turn exceptions into errors of their own."""
     with ExitStack() as after:
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: somebody else's, not of Python
                 with suppress(ValueError):  # not in the main thread
                     after.callback(signal.signal, number, signal.signal(number, _stop))
         yield
