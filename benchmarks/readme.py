@@ -36,7 +36,9 @@ _RATIOS = {
     "ratio to the shorter",
     "over the least",
     "over the better of Revolve and offload",
+    "seconds per layer, of the shallowest's",
 }
+"""Columns whose figures may be shown together."""
 _NONE = "No results have been recorded yet."
 
 
