@@ -20,6 +20,10 @@ def offer(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any],
             if not (isinstance(value, ModuleType) and name in homes):
                 super().__setattr__(name, value)
 
+        def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+            """As of a plain module, which cloudpickle takes by its name."""
+            return importlib.import_module, (self.__name__,)
+
     module.__class__ = Package
 
     def attribute(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pickle
 import pkgutil
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from tapestream.models.shapes import RESNET_SIZES, ResNetConfig
 
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
 CHILD = f"""
-import atexit, os, sys
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored below what runs in the background
 heavy = lambda: os.write(2, repr([name for name in {HEAVY} if name in sys.modules]).encode())
 atexit.register(heavy)
 sys.argv[:] = ["tapestream", *sys.argv[1:]]
@@ -153,6 +155,12 @@ def test_submodules_do_not_take_the_place_of_names() -> None:
     for name in same:
         assert not isinstance(getattr(ts, name), type(sys))
     assert ts.errors is sys.modules["tapestream.errors"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", [ts, models])
+def test_packages_are_pickled_by_name(package: object) -> None:
+    """So functions that use them can be sent to other processes by cloudpickle."""
+    assert pickle.loads(pickle.dumps(package)) is package
 
 
 def test_what_is_known_without_pytorch_is_what_pytorch_has() -> None:

@@ -34,7 +34,7 @@ from tapestream.storage.meter import track_memory
 WIDE = 64
 LONG = Model(lambda: Chained([nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(8)]), numbers(256, WIDE))
 STATE = 256 * WIDE * 4
-RECORDED = {"frozen_some", "frozen_last", "skipping", "cached", "two_chains"}
+RECORDED = {"frozen_some", "frozen_last", "skipping", "cached", "two_chains", "scaled"}
 """Models of which even the least budget holds the records of all blocks, so that no state is needed twice."""
 SETTINGS = [("adversarial", "disk"), ("auto", "disk"), ("fake_streams", "host"), ("fake_streams", "disk")]
 

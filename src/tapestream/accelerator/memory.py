@@ -41,10 +41,17 @@ class AllocatorBytes(NamedTuple):
 
 def allocator_bytes(device: torch.device) -> AllocatorBytes:
     """All of it as it is now."""
-    found = module_of(device).memory_stats_as_nested_dict(device)  # flat names for all of it would take longer
-    allocated, requested = found["allocated_bytes"]["all"], found["requested_bytes"]["all"]
+    # Flat names for all of it would take longer. Nothing is known before the runtime has begun, and some allocators do
+    # not count what was asked for.
+    found = module_of(device).memory_stats_as_nested_dict(device)
+    if not found:
+        return AllocatorBytes(0, 0, 0, 0)
+    allocated, requested = found["allocated_bytes"]["all"], found.get("requested_bytes", {}).get("all", {})
     return AllocatorBytes(
-        allocated["current"], allocated["peak"], requested["peak"], found["reserved_bytes"]["all"]["current"]
+        allocated["current"],
+        allocated["peak"],
+        requested.get("peak") or allocated["peak"],
+        found["reserved_bytes"]["all"]["current"],
     )
 
 

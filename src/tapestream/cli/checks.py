@@ -14,7 +14,9 @@ DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "adam", "adagrad", "rmsprop", "sgd")
 HOMES = ("auto", "device", "host", "disk")
 _UPDATES = ("step", "backward")
-_PICTURES = ("eps", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff", "webp")
+_PICTURES = (
+    "avif", "eps", "gif", "jpeg", "jpg", "pdf", "pgf", "png", "ps", "raw", "rgba", "svg", "svgz", "tif", "tiff", "webp",
+)  # fmt: skip
 
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> None:

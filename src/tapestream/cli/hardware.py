@@ -95,10 +95,16 @@ class Asked:
         ram = self._ram(measured)
         return Hardware(
             device, checks.size(option, allowed),
-            ram.nbytes if device == "cpu" else checks.maybe_size("--gpu", self.gpu),
+            self._device_nbytes(device, ram),
             ram, self._disk(measured), self._speeds(device, measured),
             "--ram" if self.host_budget is None else "--host-budget",
         )  # fmt: skip
+
+    def _device_nbytes(self, device: str, ram: Room) -> int | None:
+        """Bytes of the device, where they are given; a plan may be for another machine than this."""
+        if device == "cpu":
+            return None if ram.whose == _MINE else ram.nbytes
+        return checks.maybe_size("--gpu", self.gpu)
 
     @staticmethod
     def _measured(path: Path) -> "Measured":

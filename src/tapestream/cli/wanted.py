@@ -148,6 +148,8 @@ def segmenting(backbone: ResNetConfig, wanted: Wanted, classes: int) -> DRANetCo
     try:
         return DRANetConfig.on(backbone, classes)
     except InputError as error:
+        if not backbone.features[-1] % 64:
+            raise
         fitting = (w for w in range(backbone.width, backbone.width + 65) if not _with(backbone, w).features[-1] % 64)
         raise InputError(
             f"--width {backbone.width} was asked for, with which {wanted.model} ends in {backbone.features[-1]} "

@@ -60,11 +60,12 @@ class BlockStore:
                 return  # this backward has left none
             self.gradients.lay_out(value.index)
         # State that no update has written yet is nowhere; other sources vanish when another live call settles.
-        there = target is Tier.DEVICE and value in self.copies.resident  # another live call has brought it
+        if target is Tier.DEVICE and value in self.copies.resident:  # another live call has brought it
+            return
         at_home = source is self.copies.home_of(value)
         if at_home and value.kind is Kind.OPTIMIZER_STATE and not self.copies.holds(value, source):
             self.copies.reserve(value)
-        elif not there and (at_home or self.copies.has(value, source)):
+        elif at_home or self.copies.has(value, source):
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:

@@ -88,8 +88,8 @@ class BlockCopies:
         return region
 
     def reserve(self, value: Value) -> None:
-        """Take the place at home of a value that is to be written for the first time: if there is no room, that is
-        told before anything is changed."""
+        """Take the place at home of a value that is to be written for the first time: if there is no room below the
+        device, that is told before anything is changed."""
         home = self.home_of(value)
         if not self.has(value, home):
             self.region(value, home)

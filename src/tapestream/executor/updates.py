@@ -82,7 +82,9 @@ class Updates:
             raise
         for block, part, gradients in found:
             if not self._on_device:
-                self._copies.dirty |= {Value(Kind.PARAMETERS, block), Value(Kind.OPTIMIZER_STATE, block, part)}
+                state = Value(Kind.OPTIMIZER_STATE, block, part)
+                there = {state} if self._copies.has(state, Tier.DEVICE) else set()  # not if none of it has a gradient
+                self._copies.dirty |= {Value(Kind.PARAMETERS, block), *there}
             if self.eager and block not in self._under_way and block not in self.pinned:
                 self._gradients.stepped(block, gradients)
 

@@ -104,7 +104,7 @@ def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool) -> int
     """Transient bytes of an update: casts of all gradients, and two temporaries of the rule, of all pieces or of one;
     such a loop holds the last temporary of a piece until the next one's replaces it. Or those of the first update,
     whose pieces come one by one, the largest first: the rule makes the state of each, the very first not beside the
-    part's own."""
+    part's own. (One that has no gradient then, and gets one later, takes its state's bytes in addition.)"""
     casts = [_share(member, piece, member.cast_nbytes) for member, piece in pieces]
     own = [_share(member, piece, member.rule_nbytes) for member, piece in pieces]
     ever = 2 * sum(own) if together else max(b + 2 * n for b, n in zip((0, *own), own, strict=False))

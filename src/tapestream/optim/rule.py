@@ -142,6 +142,7 @@ class Rule:
                 entry.bytes.copy_(entry.target)
                 if entry.key not in self._created:
                     entry.states[MASTER].copy_(entry.target)
+            entry.target = None  # one that was made for this step must not outlast it beside the next one's
             self._created.add(entry.key)
 
     def _aim(self, entry: _Entry) -> None:

@@ -94,7 +94,8 @@ def owner_of(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        return str(json.loads((path / LOCK).read_bytes() or b"{}").get("pid", "unknown"))
+        with suppress(FileNotFoundError):  # it has just gone
+            return str(json.loads((path / LOCK).read_bytes() or b"{}").get("pid", "unknown"))
     return None
 
 

@@ -108,6 +108,9 @@ def lock_file(path: Path, *, make: bool = False, new: bool = False, wait: bool =
     except OSError as error:
         os.close(file)
         raise _taken(error) from error
+    except BaseException:  # Ctrl-C, while it waits
+        os.close(file)
+        raise
     return Lock(path, file)
 
 
