@@ -115,7 +115,9 @@ def assert_worked(done: Report, setting: Setting) -> None:
     """Some block ran more than once, and every block's parameters came from the disk, if that is home, in all of three
     steps. Every chain of two blocks has one to recompute; whether that is worth it depends on the other chains."""
     plans = [plan.simulation for plan in done.plans]
-    if DEVICE == "cpu":  # elsewhere small tensors take as much as larger ones, and dropping them saves nothing
+    # Elsewhere small tensors take as much as larger ones, and dropping them saves nothing. At home on the device, an
+    # update with masters may take more than the tape.
+    if DEVICE == "cpu" and (setting.disk or not setting.bfloat16):
         assert sum(plan.forwards for plan in plans) > sum(plan.recorded for plan in plans)
     if setting.disk:
         there = sum(block.parameters_nbytes for plan in done.plans for block in plan.profile.blocks)

@@ -67,7 +67,7 @@ def compare(pair: Pair, run: Run) -> None:
         optimizer.zero_grad()
         traces.append(trace | {f"later {name}": tensor for name, tensor in step(model, optimizer).items()})
     assert_same(*traces)
-    assert_moved(pair[1][0], 2)
+    assert_moved(pair[1][0], 1)  # what room is left for stays
 
 
 def refused(pair: Pair, run: Run, error: type[TapestreamError], match: str) -> None:
