@@ -166,7 +166,7 @@ def test_a_limit_that_plain_training_does_not_fit_in(home: str, tmp_path: Path) 
         unasked = torch.cuda.max_memory_allocated() - torch.cuda.memory_stats()["requested_bytes.all.peak"]
         # What the allocator adds to pieces of memory is no plan's; the user is told of it.
         assert more - unasked <= 1.02 * budget
-        assert more <= 1.02 * budget or any("had asked for" in str(one.message) for one in said)
+        assert more <= 1.02 * budget + (1 << 20) or any("had asked for" in str(one.message) for one in said)
         ts.unstream(model)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -16,7 +16,7 @@ from tapestream.units import format_nbytes
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
 
-_ALLOCATED_SHARE = 1.02
+_ALLOCATED_SHARE, _ALLOCATED_SLACK_NBYTES = 1.02, 1 << 20
 _RESERVED_SHARE, _RESERVED_SLACK_NBYTES = 1.05, 64 << 20
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts"
 
@@ -27,8 +27,8 @@ class AllocatorWatch:
     """Warns, once each, where the allocator has come to take more than the streamed models of a device may.
 
     *Allocated*: tensors of more than 1 MiB get pieces that are up to 1 MiB larger, which no plan can know; 1.02 times
-    the budgets are let pass. *Reserved*: pieces that fit nothing are missing all the same; 1.05 times the budgets and
-    64 MiB are.
+    the budgets and 1 MiB are let pass. *Reserved*: pieces that fit nothing are missing all the same; 1.05 times the
+    budgets and 64 MiB are.
     """
 
     def __init__(self, handle: "Streamed") -> None:
@@ -72,7 +72,7 @@ class AllocatorWatch:
         return [handle for handle in _streamed if handle.device == self._device]
 
     def _above(self, allocated: int, reserved: int, allowed: int) -> bool:
-        return (self._allocated and allocated > _ALLOCATED_SHARE * allowed) or (
+        return (self._allocated and allocated > _ALLOCATED_SHARE * allowed + _ALLOCATED_SLACK_NBYTES) or (
             self._reserved and reserved > _RESERVED_SHARE * allowed + _RESERVED_SLACK_NBYTES
         )
 
