@@ -13,7 +13,7 @@ import pytest
 
 import tapestream as ts
 from tapestream import models
-from tapestream.cli import checks, loop, wanted
+from tapestream.cli import checks, loop, train_options
 from tapestream.cli.app import make_app
 from tapestream.models import Digits, Shapes, group_costs
 from tapestream.models.shapes import RESNET_SIZES, ResNetConfig
@@ -166,7 +166,7 @@ def test_packages_are_pickled_by_name(package: object) -> None:
 def test_what_is_known_without_pytorch_is_what_pytorch_has() -> None:
     assert tuple(loop._OPTIMIZERS) == checks.OPTIMIZERS
     assert set(group_costs._STATE_TENSORS) == set(checks.OPTIMIZERS)
-    assert {"digits": Digits.classes, "shapes": Shapes.classes} == wanted.CLASSES
+    assert {"digits": Digits.classes, "shapes": Shapes.classes} == train_options.CLASSES
     assert all(ResNetConfig.named(name).depth > 17 for name in RESNET_SIZES)
 
 

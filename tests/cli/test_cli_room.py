@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tapestream.cli import machine_file
 from tapestream.cli.app import make_app
-from tapestream.cli.hardware import Asked
+from tapestream.cli.hardware import HardwareOptions
 from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
 from tapestream.errors import InputError
@@ -21,7 +21,7 @@ MODEL = ["gpt", "--layers", "6", "--width", "256", "--seq", "128", "--vocabulary
 TIGHT = [*MODEL, "--budget", "30MiB", "--ram", "20MiB", "--update", "backward"]
 UP, DOWN = Link(2.4e10, 1e-5, 2e10, 1e-6), Link(2.3e10, 1e-5, 2e10, 1e-6)
 READ, WRITE = Link(9e8, 1e-4), Link(4e8, 1e-4)
-BOX = machine_file.Measured(
+BOX = machine_file.MeasuredMachine(
     "cuda",
     Machine(
         {
@@ -146,13 +146,13 @@ def test_a_machine_is_saved_and_planned_for(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "link 24 GB/s in, 23 GB/s out, disk 900 MB/s in, 400 MB/s out, 60 TFLOP/s" in result.stdout
     assert "RAM 20.0 MiB (box.json's), disk 954 MiB (box.json's)" in result.stdout
-    found = Asked(budget="1GiB", machine=path, disk_read="3GB/s", ram="1GiB").found()
+    found = HardwareOptions(budget="1GiB", machine=path, disk_read="3GB/s", ram="1GiB").found()
     assert (found.device, found.ram.whose) == ("cuda", "given")
     links = found.machine.links
     assert links[Tier.DISK, Tier.HOST] == Link(3e9)
     assert (links[Tier.HOST, Tier.DISK], links[Tier.HOST, Tier.DEVICE]) == (WRITE, UP)
     with pytest.raises(InputError, match="was measured with --device cuda"):
-        Asked(budget="1GiB", machine=path, device="cpu").found()
+        HardwareOptions(budget="1GiB", machine=path, device="cpu").found()
 
 
 def test_this_machine_is_measured_into_a_file(tmp_path: Path) -> None:

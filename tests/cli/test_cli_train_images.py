@@ -16,7 +16,7 @@ import tapestream as ts
 from tapestream.cli.app import make_app
 from tapestream.cli.data import batches_of, task_of
 from tapestream.cli.loop import Job, Measured, run, streamed
-from tapestream.cli.wanted import Wanted
+from tapestream.cli.train_options import NetworkOptions
 from tapestream.errors import InputError
 from tapestream.models import DRANetConfig, ResNetConfig
 
@@ -24,9 +24,9 @@ Image = pytest.importorskip("PIL.Image")
 COMMON = ["--device", "cpu", "--budget", "24MiB", "--update", "backward"]
 
 
-def wanted(**options: Any) -> Wanted:
+def wanted(**options: Any) -> NetworkOptions:
     names = ("model", "data", "layers", "width", "heads", "batch", "seq", "size", "classes")
-    return Wanted(**{name: options.get(name) for name in names})
+    return NetworkOptions(**{name: options.get(name) for name in names})
 
 
 def colours(root: Path) -> Path:

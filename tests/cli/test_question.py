@@ -6,7 +6,7 @@ from tapestream.cli.costs import costs_of
 from tapestream.cli.hardware import links_of
 from tapestream.cli.question import Question
 from tapestream.cli.subject import subject_of
-from tapestream.cli.targets import Wish
+from tapestream.cli.targets import TargetOptions
 from tapestream.costs import Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Tier
@@ -15,7 +15,7 @@ from tapestream.planners import planners
 
 def asked(device: str, flops: float, budget: int) -> Question:
     """A GPT whose embedding and head are several times its blocks."""
-    subject = subject_of("gpt", Wish(layers=6, width=512, batch=2, sequence=256, dtype="fp32"))
+    subject = subject_of("gpt", TargetOptions(layers=6, width=512, batch=2, sequence=256, dtype="fp32"))
     return Question(
         costs_of(subject, device).outline, 2, "adamw", "step", device,
         budget=budget, gpu=None, ram=64 << 30, disk=None, home=None,

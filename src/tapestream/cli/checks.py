@@ -4,11 +4,14 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from tapestream.errors import InputError
 from tapestream.units import parse_flops, parse_nbytes, parse_rate
+
+Number = TypeVar("Number", int, float)
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "adam", "adagrad", "rmsprop", "sgd")
@@ -38,10 +41,7 @@ def check_training(optimizer: str, update: str) -> None:
 
 def size(option: str, text: str, *, least: int = 1) -> int:
     """Bytes. Raises InputError for what is no size, and for less than ``least``."""
-    try:
-        nbytes = parse_nbytes(text)
-    except InputError as error:
-        raise InputError(f"{option} {text} was asked for: {error}") from error
+    nbytes = _parsed(option, text, parse_nbytes)
     if nbytes < least:
         raise InputError(f"{option} {text} was asked for, which leaves no room for anything; give {option} 1GiB, say")
     return nbytes
@@ -54,10 +54,7 @@ def maybe_size(option: str, text: str | None, *, least: int = 1) -> int | None:
 
 def rate(option: str, text: str) -> float:
     """Bytes per second; a number too small to be meant so is asked for its unit."""
-    try:
-        found = parse_rate(text)
-    except InputError as error:
-        raise InputError(f"{option} {text} was asked for: {error}") from error
+    found = _parsed(option, text, parse_rate)
     if found < 1e6 and text.strip()[-1].isdigit():
         raise InputError(f"{option} {text} was asked for: that is {text} bytes a second; if GB/s are meant, {text}GB/s")
     return found
@@ -65,13 +62,17 @@ def rate(option: str, text: str) -> float:
 
 def flops(text: str) -> float:
     """FLOP/s; a number too small to be meant so is asked for its unit."""
-    try:
-        found = parse_flops(text)
-    except InputError as error:
-        raise InputError(f"--flops {text} was asked for: {error}") from error
+    found = _parsed("--flops", text, parse_flops)
     if found < 1e9 and text.strip()[-1].isdigit():
         raise InputError(f"--flops {text} was asked for, less than 1e9 FLOP/s; if TFLOP/s are meant, {text}T")
     return found
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], Number]) -> Number:
+    try:
+        return parse(text)
+    except InputError as error:
+        raise InputError(f"{option} {text} was asked for: {error}") from error
 
 
 def known_device(device: str) -> str | None:

@@ -4,7 +4,7 @@ import torch
 
 from tapestream.accelerator.device import is_present
 from tapestream.cli.checks import check_dtype, one_of
-from tapestream.cli.targets import Numbers
+from tapestream.cli.targets import GPTShape
 from tapestream.errors import InputError
 from tapestream.models import GPTConfig
 
@@ -26,6 +26,6 @@ def chosen_dtype(dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def config_of(numbers: Numbers, dtype: torch.dtype = torch.float32) -> GPTConfig:
+def config_of(numbers: GPTShape, dtype: torch.dtype = torch.float32) -> GPTConfig:
     """The GPT of this shape."""
     return GPTConfig(numbers.layers, numbers.width, numbers.heads, numbers.vocabulary, numbers.context, dtype=dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tapestream.cli.chosen import config_of
 from tapestream.cli.loop import Batch, Config, Job
-from tapestream.cli.wanted import Wanted, backbone_of, check_wanted, segmenting, side_of, text_numbers
+from tapestream.cli.train_options import NetworkOptions, backbone_of, check_network, segmenting, side_of, text_shape
 from tapestream.errors import InputError
 from tapestream.models import (
     Batches,
@@ -37,12 +37,12 @@ class Task:
     length: int
 
 
-def task_of(wanted: Wanted) -> Task:
+def task_of(wanted: NetworkOptions) -> Task:
     """Raises InputError where the options are not enough, contradict each other, or name data that cannot be used."""
-    check_wanted(wanted)
+    check_network(wanted)
     data = wanted.source
     if wanted.kind == "gpt":
-        config = config_of(text_numbers(wanted))
+        config = config_of(text_shape(wanted))
         return Task(config, data, wanted.batch or 2, config.context)
     segments = wanted.kind == "dranet"
     backbone = backbone_of(wanted)
@@ -91,5 +91,5 @@ def _samples(data: str, size: int, classes: int | None, segments: bool) -> Class
         return Digits(size) if data == "digits" else ClassFolders(Path(data), size)
     if data == "shapes":
         return Shapes(size)
-    assert classes is not None  # see `check_wanted`
+    assert classes is not None  # see `check_network`
     return MaskFolders(Path(data), size, classes)

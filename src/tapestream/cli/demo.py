@@ -21,7 +21,7 @@ from tapestream.cli.picture import draw_memory
 from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Arguments, Subject
 from tapestream.cli.train import remark, writing
-from tapestream.cli.wanted import BYTES
+from tapestream.cli.train_options import BYTES
 from tapestream.costs import Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier

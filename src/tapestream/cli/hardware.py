@@ -14,7 +14,7 @@ from tapestream.ir.actions import Tier
 from tapestream.units import parse_nbytes
 
 if TYPE_CHECKING:
-    from tapestream.cli.machine_file import Measured
+    from tapestream.cli.machine_file import MeasuredMachine
 
 Links: TypeAlias = dict[tuple[Tier, Tier], Link]
 
@@ -24,7 +24,7 @@ _MINE, _GIVEN, _CHANGED = "this machine's", "given", "with that change"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """Bytes that there are, and whose: ``"given"``, ``"this machine's"``, ``"box.json's"``."""
 
     nbytes: int
@@ -39,8 +39,8 @@ class Hardware:
     device: str
     budget: int
     device_nbytes: int | None
-    ram: Room
-    disk: Room
+    ram: Capacity
+    disk: Capacity
     machine: Machine
     ram_option: str = "--ram"
 
@@ -49,8 +49,8 @@ class Hardware:
         ram, disk = (change.get(option) for option in (self.ram_option, "--disk"))
         return replace(
             self,
-            ram=self.ram if ram is None else Room(parse_nbytes(ram), _CHANGED),
-            disk=self.disk if disk is None else Room(parse_nbytes(disk), _CHANGED),
+            ram=self.ram if ram is None else Capacity(parse_nbytes(ram), _CHANGED),
+            disk=self.disk if disk is None else Capacity(parse_nbytes(disk), _CHANGED),
         )
 
     def told(self, refusal: BudgetError) -> str:
@@ -59,7 +59,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HardwareOptions:
     """The options of ``tapestream plan`` that are about hardware, as they are written; None: not given."""
 
     device: str | None = None
@@ -100,14 +100,14 @@ class Asked:
             "--ram" if self.host_budget is None else "--host-budget",
         )  # fmt: skip
 
-    def _device_nbytes(self, device: str, ram: Room) -> int | None:
+    def _device_nbytes(self, device: str, ram: Capacity) -> int | None:
         """Bytes of the device, where they are given; a plan may be for another machine than this."""
         if device == "cpu":
             return None if ram.whose == _MINE else ram.nbytes
         return checks.maybe_size("--gpu", self.gpu)
 
     @staticmethod
-    def _measured(path: Path) -> "Measured":
+    def _measured(path: Path) -> "MeasuredMachine":
         if not path.is_file():
             raise InputError(
                 f"--machine {path} was asked for, but there is no such file; make one there, with "
@@ -135,31 +135,31 @@ class Asked:
                 if given is not None:
                     checks.no_effect(option, "--home host")
 
-    def _ram(self, measured: "Measured | None") -> Room:
+    def _ram(self, measured: "MeasuredMachine | None") -> Capacity:
         for option, text in (("--host-budget", self.host_budget), ("--ram", self.ram)):
             if text is not None:
-                return Room(checks.size(option, text, least=0), _GIVEN)
+                return Capacity(checks.size(option, text, least=0), _GIVEN)
         if measured is not None:
-            return Room(measured.ram_nbytes, self._whose())
+            return Capacity(measured.ram_nbytes, self._whose())
         import psutil  # which takes time to import that help and completion do not have
 
-        return Room(psutil.virtual_memory().total, _MINE)
+        return Capacity(psutil.virtual_memory().total, _MINE)
 
-    def _disk(self, measured: "Measured | None") -> Room:
+    def _disk(self, measured: "MeasuredMachine | None") -> Capacity:
         if self.disk is not None:
-            return Room(checks.size("--disk", self.disk, least=0), _GIVEN)
+            return Capacity(checks.size("--disk", self.disk, least=0), _GIVEN)
         if self.folder is not None and not self.folder.is_dir():
             raise InputError(
                 f"--folder {self.folder} was asked for, but there is no such folder; create it or give --disk 2TB"
             )
         if measured is not None and self.folder is None:
-            return Room(measured.disk_nbytes, self._whose())
-        return Room(shutil.disk_usage(self.folder or Path()).free, _MINE)
+            return Capacity(measured.disk_nbytes, self._whose())
+        return Capacity(shutil.disk_usage(self.folder or Path()).free, _MINE)
 
     def _whose(self) -> str:
         return "" if self.machine is None else f"{self.machine.name}'s"
 
-    def _speeds(self, device: str, measured: "Measured | None") -> Machine:
+    def _speeds(self, device: str, measured: "MeasuredMachine | None") -> Machine:
         known = None if measured is None else measured.machine
         flops = _FLOPS[device] if known is None else known.flops_per_second or _FLOPS[device]
         usual = links_of(

@@ -20,7 +20,7 @@ def measured(device: str, folder: Path | None, save: Path | None, json_: bool) -
     found = measure_machine(chosen, folder)
     if save is not None:
         ram, disk = psutil.virtual_memory().total, shutil.disk_usage(folder or tempfile.gettempdir()).free
-        machine_file.save(save, machine_file.Measured(chosen, found, ram, disk))
+        machine_file.save(save, machine_file.MeasuredMachine(chosen, found, ram, disk))
     if json_:
         show.as_json({"device": chosen, **machine_document(found)})
         return

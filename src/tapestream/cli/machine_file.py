@@ -11,7 +11,7 @@ _WHAT = "machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMachine:
     """A machine: links and FLOP/s of ``device`` ("cpu", "cuda"), bytes of RAM, and those free on the disk."""
 
     device: str
@@ -20,7 +20,7 @@ class Measured:
     disk_nbytes: int
 
 
-def save(path: Path, found: Measured) -> None:
+def save(path: Path, found: MeasuredMachine) -> None:
     """Write it beside ``path`` and rename that. Raises StorageError where that cannot be."""
     document = {
         "device": found.device, "machine": plan_file.machine_to_json(found.machine),
@@ -29,7 +29,7 @@ def save(path: Path, found: Measured) -> None:
     plan_file.write(path, document, _WHAT)
 
 
-def load(path: Path) -> Measured:
+def load(path: Path) -> MeasuredMachine:
     """Read it. Raises InputError for a file that is missing, damaged, or something else."""
     with plan_file.reading(path, _WHAT) as document:
         machine = plan_file.machine_from_json(document["machine"])
@@ -40,4 +40,4 @@ def load(path: Path) -> Measured:
         room = document["ram_nbytes"], document["disk_free_nbytes"]
         if not all(isinstance(nbytes, int) and nbytes >= 0 for nbytes in room):
             raise InputError(f"its RAM and disk are {room[0]!r} and {room[1]!r}")
-        return Measured(document["device"], machine, *room)
+        return MeasuredMachine(document["device"], machine, *room)

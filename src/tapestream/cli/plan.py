@@ -14,7 +14,7 @@ from tapestream.cli.hardware import Hardware
 from tapestream.cli.machine import machine_document, name
 from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.subject import Subject, subject_of
-from tapestream.cli.targets import Wish
+from tapestream.cli.targets import TargetOptions
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.units import DAY, format_nbytes, format_seconds
@@ -25,7 +25,7 @@ _SSD_NBYTES = 600e12
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanOptions:
     """How a step is trained, and how the answer is told: ``save``, ``plot``: files that are written."""
 
     optimizer: str
@@ -37,7 +37,7 @@ class Wanted:
     json: bool
 
 
-def planned(target: str, wish: Wish, hardware: Hardware, wanted: Wanted) -> None:
+def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOptions) -> None:
     """Say whether the step fits. Raises typer.Exit(2) where it does not."""
     subject = subject_of(target, wish)
     costs = costs_of(subject, hardware.device)
@@ -50,7 +50,7 @@ def planned(target: str, wish: Wish, hardware: Hardware, wanted: Wanted) -> None
     (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
 
-def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: Wanted) -> None:
+def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
     refusal: BudgetError | None = None
     options: list[tuple[Change, Answer]] = []
     try:
@@ -76,7 +76,7 @@ def _by_option(change: Change, hardware: Hardware) -> Change:
     return {hardware.ram_option if option == "--ram" else option: value for option, value in change.items()}
 
 
-def _compare(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: Wanted) -> None:
+def _compare(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
     title = f"{subject.name}, {subject.step(question.batch)}: {_speeds(hardware)}"
     found, document = compared(question, wanted.plot, title)
     fastest = found[0].plan

@@ -13,7 +13,7 @@ from tapestream.cli import huggingface
 from tapestream.cli.chosen import chosen_dtype, config_of
 from tapestream.cli.targets import (
     DEFAULT_SEQUENCE,
-    Wish,
+    TargetOptions,
     check_target,
     gpt_of,
     imported,
@@ -54,7 +54,7 @@ class Subject:
         return f"{batch} samples" if self.sequence is None else f"{batch} x {self.sequence} tokens"
 
 
-def subject_of(target: str, wish: Wish) -> Subject:
+def subject_of(target: str, wish: TargetOptions) -> Subject:
     """The Subject that ``target`` names. Raises InputError where there is none, saying what could be named."""
     check_target(target, wish)
     if is_function(target):
@@ -66,7 +66,7 @@ def subject_of(target: str, wish: Wish) -> Subject:
     return _gpt(target, wish)
 
 
-def _gpt(target: str, wish: Wish) -> Subject:
+def _gpt(target: str, wish: TargetOptions) -> Subject:
     config = config_of(gpt_of(target, wish), chosen_dtype(wish.dtype))
     sequence = wish.sequence or min(DEFAULT_SEQUENCE, config.context)
 
@@ -76,7 +76,9 @@ def _gpt(target: str, wish: Wish) -> Subject:
     return Subject(target, lambda: GPT(config).train(), arguments, wish.batch or 1, sequence, config, wish.blocks)
 
 
-def _hugging_face(target: str, wish: Wish, config: Any, cls: type[nn.Module], make: Callable[[], nn.Module]) -> Subject:
+def _hugging_face(
+    target: str, wish: TargetOptions, config: Any, cls: type[nn.Module], make: Callable[[], nn.Module]
+) -> Subject:
     sequence = huggingface.sequence_of(cls, config, wish.sequence)
 
     def arguments(batch: int) -> Arguments:
@@ -87,7 +89,7 @@ def _hugging_face(target: str, wish: Wish, config: Any, cls: type[nn.Module], ma
     )
 
 
-def _made(target: str, wish: Wish) -> Subject:
+def _made(target: str, wish: TargetOptions) -> Subject:
     """``module:factory``. The factory is called here once on meta, to see what it returns."""
     factory = imported(target)
 
@@ -161,11 +163,11 @@ def _tokens(example: Any) -> int | None:
     return int(first.shape[1]) if first.dim() == 2 and not first.is_floating_point() else None
 
 
-def _cast(make: Callable[[], nn.Module], wish: Wish) -> Callable[[], nn.Module]:
+def _cast(make: Callable[[], nn.Module], wish: TargetOptions) -> Callable[[], nn.Module]:
     return lambda: make().to(chosen_dtype(wish.dtype))
 
 
-def _cast_arguments(arguments: Callable[[int], Arguments], wish: Wish) -> Callable[[int], Arguments]:
+def _cast_arguments(arguments: Callable[[int], Arguments], wish: TargetOptions) -> Callable[[int], Arguments]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(chosen_dtype(wish.dtype)) if tensor.is_floating_point() else tensor
 

@@ -17,7 +17,7 @@ DEFAULT_SEQUENCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TargetOptions:
     """What the options say of a model; None where they are silent."""
 
     layers: int | None = None
@@ -31,7 +31,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class GPTShape:
     """The shape of a GPT."""
 
     layers: int
@@ -51,7 +51,7 @@ def is_folder(target: str) -> bool:
     return Path(target).is_dir() or "/" in target or target.startswith((".", "~"))
 
 
-def check_target(target: str, wish: Wish) -> None:
+def check_target(target: str, wish: TargetOptions) -> None:
     """Raise InputError where ``target`` names nothing that there is, or options do not fit it. Imports the module of a
     Python function."""
     check_dtype(wish.dtype)
@@ -70,7 +70,7 @@ def check_target(target: str, wish: Wish) -> None:
         gpt_of(target, wish)
 
 
-def _check_sizes(target: str, wish: Wish) -> None:
+def _check_sizes(target: str, wish: TargetOptions) -> None:
     if wish.layers or wish.width or wish.heads or wish.vocabulary:
         raise InputError(f"{target} has its own size; leave --layers, --width, --heads and --vocabulary out")
 
@@ -86,13 +86,13 @@ def check_config(folder: Path) -> None:
         )
 
 
-def gpt_of(target: str, wish: Wish) -> Numbers:
-    """The GPT that ``target`` and the options name. Raises InputError as `numbers_of` does, and for longer sequences
+def gpt_of(target: str, wish: TargetOptions) -> GPTShape:
+    """The GPT that ``target`` and the options name. Raises InputError as `gpt_shape` does, and for longer sequences
     than a published size has positions for."""
     if target != "gpt" and target.lower() not in GPT_SIZES:
         raise InputError(f"{_unknown(target)}; or name a folder with a Hugging Face config.json, or module:factory")
     context = (wish.sequence or DEFAULT_SEQUENCE) if target == "gpt" else None
-    found = numbers_of(target, wish.layers, wish.width, wish.heads, context=context, vocabulary=wish.vocabulary)
+    found = gpt_shape(target, wish.layers, wish.width, wish.heads, context=context, vocabulary=wish.vocabulary)
     if wish.sequence is not None and wish.sequence > found.context:
         raise InputError(
             f"--seq {wish.sequence} was asked for, but {target} has {found.context} positions; give --seq "
@@ -101,9 +101,9 @@ def gpt_of(target: str, wish: Wish) -> Numbers:
     return found
 
 
-def numbers_of(
+def gpt_shape(
     model: str, layers: int | None, width: int | None, heads: int | None, *, context: int | None, vocabulary: int | None
-) -> Numbers:
+) -> GPTShape:
     """The GPT that the options name. Raises InputError where they are not enough or contradict each other."""
     if model != "gpt":
         if model.lower() not in GPT_SIZES:
@@ -111,7 +111,7 @@ def numbers_of(
         if layers or width or heads:
             raise InputError(f"{model} has its own size; leave --layers, --width and --heads out, or write 'gpt'")
         own_layers, own_width, own_heads, own_context = GPT_SIZES[model.lower()]
-        return Numbers(own_layers, own_width, own_heads, vocabulary or 50257, context or own_context)
+        return GPTShape(own_layers, own_width, own_heads, vocabulary or 50257, context or own_context)
     if layers is None or width is None:
         raise InputError(
             "'gpt' needs --layers and --width, for example --layers 24 --width 1024; or name a size: gpt2-124m"
@@ -121,7 +121,7 @@ def numbers_of(
             f"--width {width} was asked for with --heads {heads}, of which it is no multiple; the next width that is "
             f"one: --width {width + heads - width % heads}"
         )
-    return Numbers(layers, width, heads or _heads(width), vocabulary or 50257, context or 2048)
+    return GPTShape(layers, width, heads or _heads(width), vocabulary or 50257, context or 2048)
 
 
 def _unknown(name: str) -> str:

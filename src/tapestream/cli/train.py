@@ -19,14 +19,14 @@ from tapestream.cli.chosen import chosen_device
 from tapestream.cli.data import batches_of, check_fits, task_of
 from tapestream.cli.loop import Job, Measured, Record, run, streamed
 from tapestream.cli.saving import Saver
-from tapestream.cli.wanted import Asked, Wanted
+from tapestream.cli.train_options import NetworkOptions, TrainingOptions
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.available import free_nbytes
 from tapestream.system.locks import lock_open
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
 
 
-def trained(wanted: Wanted, asked: Asked) -> None:
+def trained(wanted: NetworkOptions, asked: TrainingOptions) -> None:
     """Train. Raises typer.Exit where a signal ended it."""
     chosen = chosen_device(asked.device)
     check_homes(chosen, asked.home, asked.folder, asked.host_budget)

@@ -17,7 +17,7 @@ from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
 from tapestream.cli.machine import name
 from tapestream.cli.subject import Subject, subject_of
-from tapestream.cli.targets import Wish
+from tapestream.cli.targets import TargetOptions
 from tapestream.cli.told import told
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.available import free_nbytes
@@ -30,8 +30,8 @@ from tapestream.units import format_nbytes
 
 
 def verified(
-    target: str, wish: Wish, device: str, budget: str | None, host_budget: str | None, home: str, folder: Path | None,
-    steps: int, json_: bool,
+    target: str, wish: TargetOptions, device: str, budget: str | None, host_budget: str | None, home: str,
+    folder: Path | None, steps: int, json_: bool,
 ) -> None:  # fmt: skip
     """Compare steps. Raises typer.Exit(1) where some bit differs."""
     chosen = chosen_device(device)

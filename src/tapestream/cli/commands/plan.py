@@ -66,19 +66,19 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
-    from tapestream.cli.hardware import Asked
-    from tapestream.cli.targets import Wish, check_target
+    from tapestream.cli.hardware import HardwareOptions
+    from tapestream.cli.targets import TargetOptions, check_target
 
     checks.check_training(optimizer, update)
-    asked = Asked(
+    asked = HardwareOptions(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, machine
     ).found()
     if save is not None:
         checks.check_file(save)
     if plot is not None:
         checks.check_picture(plot)
-    wish = Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
+    wish = TargetOptions(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
     check_target(target, wish)
     with importing():
-        from tapestream.cli.plan import Wanted, planned
-    planned(target, wish, asked, Wanted(optimizer, update, home, save, plot, compare, json_))
+        from tapestream.cli.plan import PlanOptions, planned
+    planned(target, wish, asked, PlanOptions(optimizer, update, home, save, plot, compare, json_))

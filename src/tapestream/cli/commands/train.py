@@ -66,15 +66,15 @@ def train(
 
     With --saves, Ctrl-C, SIGTERM and data that cannot be used end the run after a save; SIGUSR1 saves and goes on.
     """
-    from tapestream.cli.wanted import Asked, Wanted, check_wanted
+    from tapestream.cli.train_options import NetworkOptions, TrainingOptions, check_network
 
-    asked = Asked(
+    asked = TrainingOptions(
         budget, host_budget, home, folder, steps, dtype, device, optimizer, update, rate, seed, metrics, saves,
         save_every, resume, json_,
     )  # fmt: skip
     asked.check()
-    wanted = Wanted(model, data, layers, width, heads, batch, seq, size, classes, workers)
-    check_wanted(wanted)
+    wanted = NetworkOptions(model, data, layers, width, heads, batch, seq, size, classes, workers)
+    check_network(wanted)
     with importing():
         from tapestream.cli.train import trained
     trained(wanted, asked)

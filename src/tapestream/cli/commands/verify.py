@@ -42,11 +42,11 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Compare steps within a budget with the same in plain PyTorch, bit for bit. Exit status 1: some bit differs."""
-    from tapestream.cli.targets import Wish, check_target
+    from tapestream.cli.targets import TargetOptions, check_target
 
     checks.maybe_size("--budget", budget)
     checks.check_homes(checks.known_device(device), home, folder, host_budget)
-    wish = Wish(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
+    wish = TargetOptions(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
     check_target(target, wish)
     with importing():
         from tapestream.cli.verify import verified

@@ -62,38 +62,46 @@ class AllocatorWatch:
         there = self._streamed_there()
         allowed = sum(other.budget.device_nbytes or 0 for other in there)
         now, most, self._most = allocator_bytes(handle.device), self._most, None
-        allocated, unasked = 0 if most is None else most.peak, 0 if most is None else most.peak - most.peak_requested
-        allocated, reserved = allocated - self._others_before, now.reserved - self._reserved_before
-        if self._above(allocated, reserved, allowed):
+        allocated = 0 if most is None else most.peak - self._others_before
+        unasked = 0 if most is None else most.peak - most.peak_requested
+        reserved = now.reserved - self._reserved_before
+        if self._too_much_allocated(allocated, allowed) or self._too_much_reserved(reserved, allowed):
             more = max(0, now.allocated - sum(map(_held_nbytes, there)) - self._others_before)  # that others have
-            self._warn(allocated - more, unasked, reserved - more, allowed)
+            self._warn_of_allocated(allocated - more, unasked, allowed)
+            self._warn_of_reserved(reserved - more, allowed)
 
     def _streamed_there(self) -> list["Streamed"]:
         return [handle for handle in _streamed if handle.device == self._device]
 
-    def _above(self, allocated: int, reserved: int, allowed: int) -> bool:
-        return (self._allocated and allocated > _ALLOCATED_SHARE * allowed + _ALLOCATED_SLACK_NBYTES) or (
-            self._reserved and reserved > _RESERVED_SHARE * allowed + _RESERVED_SLACK_NBYTES
+    def _too_much_allocated(self, nbytes: int, allowed: int) -> bool:
+        return self._allocated and nbytes > _ALLOCATED_SHARE * allowed + _ALLOCATED_SLACK_NBYTES
+
+    def _too_much_reserved(self, nbytes: int, allowed: int) -> bool:
+        return self._reserved and nbytes > _RESERVED_SHARE * allowed + _RESERVED_SLACK_NBYTES
+
+    def _warn_of_allocated(self, nbytes: int, unasked: int, allowed: int) -> None:
+        """If it would not be too much without what nobody asked for."""
+        if not self._too_much_allocated(nbytes, allowed) or self._too_much_allocated(nbytes - unasked, allowed):
+            return
+        self._allocated = False
+        warnings.warn(
+            f"tensors have taken {format_nbytes(nbytes)} ({nbytes} bytes) of {self._device} for a budget of "
+            f"{format_nbytes(allowed)}, and had asked for {format_nbytes(unasked)} less: PyTorch's allocator "
+            f"leaves them what remains of a piece of memory, up to 1 MiB each. Set {_EXPANDABLE}, which splits it "
+            f"off, or allow {format_nbytes(nbytes - allowed)} less",
+            stacklevel=4,
         )
 
-    def _warn(self, allocated: int, unasked: int, reserved: int, allowed: int) -> None:
-        if self._above(allocated, 0, allowed) and not self._above(allocated - unasked, 0, allowed):
-            self._allocated = False
-            warnings.warn(
-                f"tensors have taken {format_nbytes(allocated)} ({allocated} bytes) of {self._device} for a budget of "
-                f"{format_nbytes(allowed)}, and had asked for {format_nbytes(unasked)} less: PyTorch's allocator "
-                f"leaves them what remains of a piece of memory, up to 1 MiB each. Set {_EXPANDABLE}, which splits it "
-                f"off, or allow {format_nbytes(allocated - allowed)} less",
-                stacklevel=4,
-            )
-        if self._above(0, reserved, allowed):
-            self._reserved = False
-            warnings.warn(
-                f"PyTorch's allocator has reserved {format_nbytes(reserved)} of {self._device} for a budget of "
-                f"{format_nbytes(allowed)}: pieces of memory that fit nothing, or that something else has left. Set "
-                f"{_EXPANDABLE}; torch.{self._device.type}.empty_cache() gives back what is unused",
-                stacklevel=4,
-            )
+    def _warn_of_reserved(self, nbytes: int, allowed: int) -> None:
+        if not self._too_much_reserved(nbytes, allowed):
+            return
+        self._reserved = False
+        warnings.warn(
+            f"PyTorch's allocator has reserved {format_nbytes(nbytes)} of {self._device} for a budget of "
+            f"{format_nbytes(allowed)}: pieces of memory that fit nothing, or that something else has left. Set "
+            f"{_EXPANDABLE}; torch.{self._device.type}.empty_cache() gives back what is unused",
+            stacklevel=4,
+        )
 
 
 def _present_nbytes(handle: "Streamed") -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tapestream.cli import checks
-from tapestream.cli.targets import Numbers, numbers_of
+from tapestream.cli.targets import GPTShape, gpt_shape
 from tapestream.errors import InputError
 from tapestream.models.shapes import RESNET_SIZES, DRANetConfig, ResNetConfig
 
@@ -16,7 +16,7 @@ CLASSES = {"digits": 10, "shapes": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class NetworkOptions:
     """The options that say what is trained; None: what the model usually has."""
 
     model: str
@@ -48,7 +48,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainingOptions:
     """The other options of ``tapestream train``, as they are written."""
 
     budget: str | None
@@ -88,10 +88,10 @@ class Asked:
             raise InputError(f"--saves {self.saves} is a file; name a folder")
 
 
-def check_wanted(wanted: Wanted) -> None:
+def check_network(wanted: NetworkOptions) -> None:
     """Raise InputError where options are not enough, contradict each other, or name data that are not there."""
     if wanted.kind == "gpt":
-        text_numbers(wanted)
+        text_shape(wanted)
         if wanted.source != "stdlib" and not Path(wanted.source).exists():
             raise InputError(
                 f"no file or folder {wanted.source}; give --data the path of a text file or of a folder with text files"
@@ -105,27 +105,27 @@ def check_wanted(wanted: Wanted) -> None:
         check_norms(backbone, wanted.batch or 16, side_of(wanted, backbone))
 
 
-def text_numbers(wanted: Wanted) -> Numbers:
+def text_shape(wanted: NetworkOptions) -> GPTShape:
     """The GPT, of bytes."""
     _refuse(wanted, size=wanted.size, classes=wanted.classes, workers=wanted.workers)
-    return numbers_of(
+    return gpt_shape(
         wanted.model, wanted.layers, wanted.width, wanted.heads, context=wanted.seq or 256, vocabulary=BYTES
     )
 
 
-def side_of(wanted: Wanted, backbone: ResNetConfig) -> int:
+def side_of(wanted: NetworkOptions, backbone: ResNetConfig) -> int:
     """Pixels of an image's side."""
     usual = 64 if wanted.kind == "dranet" else 32 if backbone.stem == "cifar" else 224
     return wanted.size or (8 if wanted.source == "digits" else usual)
 
 
-def _refuse(wanted: Wanted, **options: int | None) -> None:
+def _refuse(wanted: NetworkOptions, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None:
             raise InputError(f"--{name} {value} was asked for; it means nothing to {wanted.model}: leave it out")
 
 
-def backbone_of(wanted: Wanted) -> ResNetConfig:
+def backbone_of(wanted: NetworkOptions) -> ResNetConfig:
     """The ResNet that the options name, before it is known what its images are."""
     _refuse(wanted, seq=wanted.seq, heads=wanted.heads)
     name, layers, width = wanted.model.lower(), wanted.layers, wanted.width
@@ -143,7 +143,7 @@ def backbone_of(wanted: Wanted) -> ResNetConfig:
     return (ResNetConfig.deep if name == "dranet" else ResNetConfig.cifar)(layers, width=width or 16)
 
 
-def segmenting(backbone: ResNetConfig, wanted: Wanted, classes: int) -> DRANetConfig:
+def segmenting(backbone: ResNetConfig, wanted: NetworkOptions, classes: int) -> DRANetConfig:
     """The DRANet on this backbone."""
     try:
         return DRANetConfig.on(backbone, classes)
@@ -172,7 +172,7 @@ def check_norms(backbone: ResNetConfig, batch: int, size: int) -> None:
         )
 
 
-def _check_images(wanted: Wanted) -> None:
+def _check_images(wanted: NetworkOptions) -> None:
     data, segments = wanted.source, wanted.kind == "dranet"
     owner = {"stdlib": "gpt", "digits": "resnet", "shapes": "dranet"}.get(data, wanted.kind)
     if owner != wanted.kind:
