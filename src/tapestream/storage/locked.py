@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from tapestream.system.locks import BESIDE, Lock, lock_file
 LOCK = "lock"
 """The file in a run's folder that is locked while it lives, and then names its process."""
 _BESIDE = LOCK + BESIDE
+_MOMENTS, _MOMENT_SECONDS = 50, 0.02
 
 
 def locked_folder(parent: Path, prefix: str) -> tuple[Path, Lock]:
@@ -85,6 +87,12 @@ def wait_for(path: Path) -> None:
     """Return when nobody holds the lock of this folder, or it is gone."""
     with suppress(OSError):
         lock_file(path / LOCK, wait=True).close()
+    for _ in range(_MOMENTS):  # who removes a folder removes its lock first, and the empty folder a moment later
+        if not path.exists() or (path / LOCK).exists():
+            return
+        with suppress(OSError):
+            _remove_empty(path)
+        time.sleep(_MOMENT_SECONDS)
 
 
 def owner_of(path: Path) -> str | None:

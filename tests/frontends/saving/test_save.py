@@ -136,6 +136,14 @@ def test_removal_goes_on_behind_and_the_next_save_waits_for_it(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["000003"]
 
 
+def test_what_is_pushed_out_has_gone_when_it_is_waited_for(tmp_path: Path) -> None:
+    """Also where its lock has just gone, and the empty folder goes next."""
+    save = ts.save(tmp_path, step=1)
+    (tmp_path / ".saving-000007-1").mkdir()
+    Saves(tmp_path).settle()
+    assert list(tmp_path.iterdir()) == [save]
+
+
 def test_a_save_whose_removal_was_cut_short_goes_with_the_next(tmp_path: Path) -> None:
     first = ts.save(tmp_path, step=1)
     first.rename(tmp_path / ".saving-000001-77")  # as a run leaves it that is killed while it removes
