@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.capture.buffers import held
 from tapestream.ir.actions import (
     Action,
     Backward,
@@ -22,7 +23,6 @@ from tapestream.ir.actions import (
     renumbered,
 )
 from tapestream.ir.schedule import Schedule
-from tapestream.runner.buffers import held
 from tapestream.runner.depth import SHALLOW
 from tapestream.runner.fused import Fused, fused_traits
 from tapestream.runner.stage import Stage, Traits

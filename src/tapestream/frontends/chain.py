@@ -191,7 +191,8 @@ class Chain(nn.Module):
             profile, traits, last = profile_stages(stages, initial, device)
             if not any(trait.mutates for trait in traits[1:]):
                 return profile, traits, last
-            with as_recompute(), undisturbed(stages, device):
+            cells = [cell for trait in traits for cell in trait.cells]
+            with as_recompute(), undisturbed(stages, device, cells=cells):
                 written = views_written(stages, initial, device)
             if not written.stretches:
                 return profile, with_dense(traits, written), last

@@ -11,6 +11,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.capture.buffers import BufferSnapshot
+from tapestream.capture.cells import Cell, Contents
+from tapestream.capture.observe import Observation, UnknownModules, observed
+from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
@@ -22,7 +26,6 @@ from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 from tapestream.runner.belongings import Belongings, Change, unchanged, undo
 from tapestream.runner.bits import same_bits
-from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.depth import check_depth
 from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
@@ -32,7 +35,7 @@ from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import as_a_stage
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
-from tapestream.runner.stage import Stage, Traits, is_compiled
+from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
@@ -120,9 +123,10 @@ def profile_stage(
     `recomputing` is true in these runs: none of them is the user's.
     """
     check_modules(stage.name, stage.modules)
-    snapshot, device, alike = BufferSnapshot.take(stage.buffer_slots()), watch.device, profiled.alike
+    device, alike = watch.device, profiled.alike
+    snapshot, found = _discovered(stage, state, device, profiled.changes)
+    traits, escapes, looks, out, steady, ending = found
     try:
-        traits, escapes, looks, out, steady, ending = _discover(stage, state, device, snapshot, profiled.changes)
         check_depth(len(looks[0]), device)
         uneven, saves = may_be_uneven(looks[0]), nbytes_of(looks[1])
         runner = Runner([stage], [traits], device)
@@ -210,40 +214,62 @@ class _Discovered(NamedTuple):
     ending_seconds: float
 
 
+def _discovered(
+    stage: Stage, state: State, device: torch.device, changes: list[Change]
+) -> tuple[Snapshot, _Discovered]:
+    """What was there before the stage first ran, and what that run shows; the stage learns what modules it calls."""
+    while True:
+        snapshot = Snapshot.of(stage.modules)
+        try:
+            return snapshot, _discover(stage, state, device, snapshot, changes)
+        except UnknownModules as unknown:
+            snapshot.put_back()
+            stage.reaches(unknown.modules)
+        except BaseException:
+            snapshot.put_back()
+            raise
+
+
 def _discover(
-    stage: Stage, state: State, device: torch.device, snapshot: BufferSnapshot, changes: list[Change]
+    stage: Stage, state: State, device: torch.device, snapshot: Snapshot, changes: list[Change]
 ) -> _Discovered:
     """Run the stage under observation. What it changes besides its buffers is added to ``changes``; raises InputError
     where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
-    host, observed, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
+    host, graph, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
     everything = Traits(mutates=frozenset(range(len(state.tensors))))
     probe = Runner([stage], [everything], device)
-    watching, casting = saved_tensors_hooks(observed.pack, observed.unpack), probe.autocast.entered(cache=False)
+    watching, casting = saved_tensors_hooks(graph.pack, graph.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
     with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
-        tree = _called(stage, state.tree(inputs), reading)
-        observed.ended()
+        try:
+            tree, seen = _called(stage, state, inputs, reading)
+        except UnknownModules:
+            undo(belongings.changes(Belongings(stage.modules, stage.function)))
+            raise
+        graph.ended()
+    snapshot.observations.append(seen)
     mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     check_passable(stage.name, out, live)
     _check_aliases(stage.name, state, mutated)
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
-    looks = (node_names(live), tuple(observed.shapes))
+    looks = (node_names(live), tuple(graph.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
-    observed.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
+    graph.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
     del tree, live, inputs, reached, edges
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
     known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(
         mutates=mutated,
-        buffers=snapshot.changed(),
+        buffers=snapshot.buffers.changed(),
+        cells=seen.cells,
         draws_host=not host.equals(HostGenerators.capture()),
-        calls_autograd=observed.called,
+        calls_autograd=graph.called,
         requires=out.requires,
         leaves=tuple(known.values()),
         casts=casts if probe.autocast.enabled else frozenset(),
@@ -255,7 +281,7 @@ def _discover(
         nodes=len(looks[0]),
     )
     drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
-    lives = observed.something_lives()
+    lives = graph.something_lives()
 
     def again() -> bool:
         generators.restore()
@@ -265,18 +291,18 @@ def _discover(
             found, _ = take_apart(stage.function(state.tree(probe.guarded(0, state)[0])))
         return found.same_structure(out) and all(map(same_bits, found.tensors, out.tensors))
 
-    drawn = check_runs_alike(stage, belongings, again, changes)
+    drawn = check_runs_alike(stage, belongings, again, changes, seen)
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
-    steady = not drew and not drawn and not traits.buffers
-    return _Discovered(traits, lives, looks, own, steady, observed.ending_seconds)
+    steady = not drew and not drawn and not traits.buffers and not traits.cells
+    return _Discovered(traits, lives, looks, own, steady, graph.ending_seconds)
 
 
-def _called(stage: Stage, tree: Any, reading: Reading) -> Any:
+def _called(stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading) -> tuple[Any, Observation]:
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
-    compiled = any(map(is_compiled, stage.modules)) or getattr(stage.function, "_torchdynamo_orig_callable", None)
-    with contextlib.nullcontext() if compiled else reading:
-        return stage.function(tree)
+    compiled, tree = stage.is_compiled(), state.tree(inputs)
+    with observed(inputs, stage.modules, compiled=compiled) as seen, contextlib.nullcontext() if compiled else reading:
+        return stage.function(tree), seen
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
@@ -292,15 +318,20 @@ def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(stages: Sequence[Stage], device: torch.device, own: Sequence[object] = ()) -> Iterator[None]:
-    """Random generators (``own``: and these), the stages' buffers and what else they hold are afterwards as before."""
+def undisturbed(
+    stages: Sequence[Stage], device: torch.device, own: Sequence[object] = (), cells: Sequence[Cell] = ()
+) -> Iterator[None]:
+    """Random generators (``own``: and these), the stages' buffers, ``cells`` and what else they hold are afterwards as
+    before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
+    contents = Contents.take(cells)
     try:
         with unchanged_generators(device, own), algorithms_not_tried(device), contextlib.ExitStack() as stack:
             for stage in stages:
                 stack.enter_context(unchanged(stage.modules, stage.function))
             yield
     finally:
+        contents.put_back()
         for snapshot in snapshots:
             snapshot.put_back()
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tapestream.capture.cells import among
+from tapestream.capture.observe import Observation
 from tapestream.errors import InputError
 from tapestream.runner.ambient import GENERATORS
 from tapestream.runner.belongings import Belongings, Change, undo
@@ -16,29 +18,37 @@ _ROUNDING = 100  # times the relative accuracy of a dtype
 
 
 def check_runs_alike(
-    stage: Stage, before: Belongings, again: Callable[[], bool], changes: list[Change]
+    stage: Stage, before: Belongings, again: Callable[[], bool], changes: list[Change], seen: Observation
 ) -> tuple[Any, ...]:
     """The random generators of its own from which a run of the stage drew, whose states recomputes have to restore.
 
-    ``before``: what it had before that run; ``again``: runs it once more with torch's, Python's and NumPy's generators
+    ``before``: what it had before that run, in which ``seen`` was observed; ``again``: runs it once more with torch's,
+    Python's and NumPy's generators
     and buffers as they were, and tells whether it returns the same. Where the two leave the same behind (the last
     attention, a table made at first use), what has changed is added to ``changes``. Raises InputError, with everything
     put back, where it goes further with each run (a list that grows, a mean that is no buffer) or where the output is
     another one.
     """
     after = Belongings(stage.modules, stage.function, before)
-    found = before.changes(after)
+    found = [change for change in before.changes(after) if not _written(change, seen)]
     drawn = [change for change in found if isinstance(change.holder, GENERATORS)]
+    own = {id(change.holder): change.holder for change in drawn} | {id(one): one for one, _ in seen.generators}
     if len(drawn) < len(found):
         undo(drawn)
         same = again()
         last = Belongings(stage.modules, stage.function, before)
-        further = [change for change in after.changes(last) if not before.has_number(change)]
+        changed = [change for change in after.changes(last) if not _written(change, seen)]
+        further = [change for change in changed if not before.has_number(change)]
         if further or not same:
             undo(found)
             raise InputError(_refusal(stage.name, (further or found)[0].name, further=bool(further)))
     changes += found
-    return tuple(change.holder for change in drawn)
+    return tuple(own.values())
+
+
+def _written(change: Change, seen: Observation) -> bool:
+    """Whether a tensor was written into, which recomputes find as it was."""
+    return isinstance(change.holder, torch.Tensor) and change.key is None and among(seen.cells, change.holder)
 
 
 def check_repeats(name: str, first: State, again: State) -> None:

@@ -11,11 +11,11 @@ import torch
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import timed
+from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
 from tapestream.planning.uneven import Skewed, skewed
 from tapestream.runner.bits import same_bits
-from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.inside import nbytes_of
 from tapestream.runner.runner import Runner, Tape
 from tapestream.runner.stage import Stage, Traits
@@ -138,7 +138,7 @@ def _cotangents(tape: Tape, out: State) -> list[torch.Tensor | None]:
 
 
 def measure_skewed(
-    stage: Stage, state: State, out: State, traits: Traits, watch: MemoryWatch, snapshot: BufferSnapshot
+    stage: Stage, state: State, out: State, traits: Traits, watch: MemoryWatch, snapshot: Snapshot
 ) -> Skewed | None:
     """What the stage takes when its tokens are all alike; None where it cannot be run on such."""
     state = skewed(state, out)

@@ -17,9 +17,9 @@ import numpy
 import torch
 from torch import nn
 
+from tapestream.capture.buffers import NUMBERS
 from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
 from tapestream.runner.bits import same_bits
-from tapestream.runner.buffers import NUMBERS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(_PLAIN)

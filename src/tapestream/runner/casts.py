@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tapestream.runner.buffers import Slot
+from tapestream.capture.buffers import Slot
 from tapestream.runner.stage import Stage, Traits
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tapestream.runner.buffers import Slot
+from tapestream.capture.buffers import Slot
 from tapestream.runner.captured import InTurn
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import Watch
@@ -86,6 +86,7 @@ def fused_traits(parts: Sequence[Traits], *, reads_input: bool) -> Traits:
         buffers=tuple(dict.fromkeys(slot for part in parts for slot in part.buffers)),
         draws_host=any(part.draws_host for part in parts),
         generators=tuple(generators.values()),
+        cells=tuple({cell.key: cell for part in parts for cell in part.cells}.values()),
         plain_forward=all(part.plain_forward for part in parts),
         leaves=tuple(leaves.values()),
         end=end,

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tapestream.accelerator.device import is_accelerator
+from tapestream.capture.cells import among
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
@@ -158,6 +159,10 @@ class Runner:
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
+        cells = self.traits[k].cells
+        if cells and k in self.seen:  # what they hold is another when the run has ended
+            pack, unpack = hooks or _with_versions(self.stages[k].name)
+            hooks = (lambda tensor: pack(tensor.clone() if among(cells, tensor) else tensor)), unpack
         if end is not None:
             return end_left_out(end, *(hooks or _with_versions(self.stages[k].name)), self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
@@ -202,7 +207,7 @@ class Runner:
 
     def ran(self, k: int) -> None:
         """Stage ``k`` has been run elsewhere, drew no random numbers and wrote no buffers: what follows recomputes."""
-        self.seen[k] = Seen(None, None, None, self._versions(k), self._look(k))
+        self.seen[k] = Seen(None, None, None, None, self._versions(k), self._look(k))
 
     def forget(self, k: int) -> None:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
@@ -254,7 +259,7 @@ class Runner:
         """Note the only run of a stage in ``once``."""
         if k in self.seen:
             raise ScheduleError(f"{self.stages[k].name} was to run once, and was asked for again")
-        self.seen[k] = Seen(None, None, None, (), None)
+        self.seen[k] = Seen(None, None, None, None, (), None)
 
     @contextlib.contextmanager
     def _surroundings(self, k: int) -> Iterator[None]:
@@ -297,7 +302,8 @@ class Runner:
         return next(users, self.stages[k].name)
 
     def _look(self, k: int) -> Look:
-        return self.stages[k].stills.look(self.stages[k].function, written(self.stages[k], self.traits[k]))
+        stage, traits = self.stages[k], self.traits[k]
+        return stage.stills.look(stage.function, written(stage, traits), traits.cells)
 
     def _dropping(self, k: int, *, keep: bool) -> tuple[Pack, Unpack]:
         kept: list[torch.Tensor] = []

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tapestream.capture.buffers import BufferSnapshot, Slot
+from tapestream.capture.cells import Contents
 from tapestream.errors import GradientError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, host_mark
-from tapestream.runner.buffers import BufferSnapshot, Slot
 from tapestream.runner.guards import Mark
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.stills import Look
@@ -18,18 +19,22 @@ Versions = tuple[int | Mark, ...]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """States of generators and buffers, where the run has changed them; versions of parameters; the rest: `Look`."""
+    """States of generators, buffers and other memory, where the run has changed them; versions of parameters; the rest:
+    `Look`."""
 
     torch_generators: TorchGenerators | None
     host_generators: HostGenerators | None
     buffers: BufferSnapshot | None
+    contents: Contents | None
     versions: Versions
     look: Look | None
 
     def restore(self, stack: contextlib.ExitStack, device: torch.device) -> None:
-        """Have generators and buffers as they were."""
+        """Have generators, buffers and other memory as they were."""
         if self.buffers is not None:
             stack.enter_context(self.buffers.substituted())
+        if self.contents is not None:
+            stack.enter_context(self.contents.exchanged())
         if self.torch_generators is not None:
             stack.callback(TorchGenerators.capture(device).restore)
             self.torch_generators.restore()
@@ -58,7 +63,8 @@ def first_run(
     host = HostGenerators.capture(traits.generators) if draws_host else None
     marked = None if draws_host else host_mark()
     buffers = BufferSnapshot.for_recomputes(own) if own else None
-    before, then = stage.stills.look(stage.function, own), versions()
+    contents = Contents.take(traits.cells) if traits.cells else None
+    before, then = stage.stills.look(stage.function, own, traits.cells), versions()
     yield found
     drew = not generators.equals(TorchGenerators.capture(device))
     if host is not None and host.equals(HostGenerators.capture(traits.generators)):
@@ -76,7 +82,7 @@ def first_run(
             f"{stage.name} has changed one of its own parameters, which it did not do when it was profiled, so "
             "that a recompute would use the new one; change parameters outside of the stage"
         )
-    after = stage.stills.look(stage.function, own)
+    after = stage.stills.look(stage.function, own, traits.cells)
     try:
         late = stage.stills.changed_by_itself(stage.name, before, after, own)
     except GradientError:
@@ -85,4 +91,4 @@ def first_run(
         raise
     if late is not None:
         buffers = late if buffers is None else buffers.also(late)
-    found.append(Seen(generators if drew else None, host, buffers, then, after))
+    found.append(Seen(generators if drew else None, host, buffers, contents, then, after))

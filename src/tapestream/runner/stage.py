@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.capture.buffers import Slot, buffer_slots
+from tapestream.capture.cells import Cell
 from tapestream.errors import InputError
-from tapestream.runner.buffers import Slot, buffer_slots
 from tapestream.runner.captured import cell_contents
 from tapestream.runner.stills import Stills
 from tapestream.runner.unneeded import End
@@ -22,7 +23,8 @@ class Traits:
 
     ``mutates``: input tensors that it changes in place; ``dense``: those of them whose cotangents leave it contiguous,
     as they are views in plain PyTorch. ``buffers``: buffers that it writes. ``draws_host``: it may draw from Python's
-    or NumPy's generator; ``generators``: those that are objects of its own, from which it draws. ``calls_autograd``: it
+    or NumPy's generator; ``generators``: those that are objects of its own, from which it draws. ``cells``: what it
+    writes into besides arguments and buffers of its modules. ``calls_autograd``: it
     differentiates inside itself, so its tape must live until it ends. ``plain_forward``: running it under ``no_grad``
     gave the same bits. ``casts_twice``: under autocast it casts one weight for several uses; ``casts``: ids of leaves
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
@@ -37,6 +39,7 @@ class Traits:
     buffers: tuple[Slot, ...] = ()
     draws_host: bool = True
     generators: tuple[Any, ...] = ()
+    cells: tuple[Cell, ...] = ()
     calls_autograd: bool = False
     plain_forward: bool = False
     casts_twice: bool = True
@@ -68,6 +71,12 @@ class Stage:
             label = getattr(function, "__name__", label)
         self.name = f"stage {index} ({label})"
 
+    def reaches(self, modules: Sequence[nn.Module]) -> None:
+        """It calls these, too."""
+        below = dict.fromkeys(found for module in modules for found in modules_below(module))
+        self.modules = tuple(dict.fromkeys((*self.modules, *below)))
+        self.stills = Stills(self.modules)
+
     @property
     def parts(self) -> "tuple[Stage, ...]":
         """The stages that it runs, in order: itself (see `Fused`)."""
@@ -79,6 +88,10 @@ class Stage:
         other.index, other.modules, other.name, other.function = self.index, self.modules, self.name, function
         other.stills = self.stills
         return other
+
+    def is_compiled(self) -> bool:
+        """Whether any of it is compiled code."""
+        return any(map(is_compiled, self.modules)) or hasattr(self.function, "_torchdynamo_orig_callable")
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the stage can reach, each once."""

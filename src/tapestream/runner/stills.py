@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every
 
+from tapestream.capture.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
+from tapestream.capture.cells import Cell, among
 from tapestream.errors import GradientError
-from tapestream.runner.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
 from tapestream.runner.captured import InTurn, cell_contents, globals_named
 
 _EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
@@ -75,9 +76,9 @@ class Stills:
         self._functions = list[_Reads]()
         self._plain = list[nn.Parameter]()
 
-    def look(self, function: Any, written: Sequence[Slot]) -> Look:
-        """At what the stage ``function`` with these modules sees now. ``written``: what it writes into itself, which
-        recomputes get back in another way (see `BufferSnapshot`)."""
+    def look(self, function: Any, written: Sequence[Slot], cells: Sequence[Cell]) -> Look:
+        """At what the stage ``function`` with these modules sees now. ``written`` and ``cells``: what it writes into
+        itself, which recomputes get back in another way (see `BufferSnapshot`)."""
         if self._held is None or not _identical([*chain.from_iterable(map(dict.values, self._dicts))], self._held):
             self._find()
         buffers = chain.from_iterable(map(dict.values, self._dicts[_BUFFERS : _PLACES * len(self.modules) : _PLACES]))
@@ -86,7 +87,7 @@ class Stills:
         still += [p for p in self._plain if not p.requires_grad]
         captured, marks = list[Any](), list[Any]()
         for reads in (*self._functions, *_reads_of(function)):
-            reads.into(captured, marks)
+            reads.into(captured, marks, cells)
         assert self._held is not None
         return Look(self._held, self._keys, self._ends, still, [_version(t) for t in still], captured, marks)
 
@@ -247,7 +248,7 @@ class _Reads:
     names: tuple[str, ...]
     writes: bool
 
-    def into(self, captured: list[Any], marks: list[Any]) -> None:
+    def into(self, captured: list[Any], marks: list[Any], cells: Sequence[Cell]) -> None:
         """Add what it reads now, and of tensors that get no gradient and small containers what is in them."""
         first = len(captured)
         captured += self.given
@@ -257,9 +258,9 @@ class _Reads:
             kind = type(value)
             if kind in _CONTAINERS and not self.writes and len(value) <= _MOST:
                 for one in value.values() if kind is dict else value:
-                    marks += _mark(one)
+                    marks += _mark(one, cells)
             elif isinstance(value, torch.Tensor):
-                marks += _mark(value)
+                marks += _mark(value, cells)
 
 
 def _reads_of(function: Any) -> Iterator[_Reads]:
@@ -277,11 +278,11 @@ def _reads_of(function: Any) -> Iterator[_Reads]:
         yield _Reads(function, given, globals_named(function.__code__), _may_write(function.__code__))
 
 
-def _mark(value: Any) -> Iterator[Any]:
+def _mark(value: Any, cells: Sequence[Cell]) -> Iterator[Any]:
     if type(value) in NUMBERS:
         yield value
     elif isinstance(value, torch.Tensor) and not value.requires_grad:
-        yield id(value), _version(value)
+        yield id(value), 0 if among(cells, value) else _version(value)
 
 
 @functools.lru_cache(1024)

@@ -1,4 +1,4 @@
-"""Restart checkpoints of a loop: the state, and the generators and buffers that go with it."""
+"""Restart checkpoints of a loop: the state, and the generators, buffers and cells that go with it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import numpy
 import torch
 
+from tapestream.capture.buffers import BufferSnapshot, copied, put
+from tapestream.capture.cells import Contents
 from tapestream.errors import GradientError
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.traits import Body
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
-from tapestream.runner.buffers import BufferSnapshot, copied, put
 from tapestream.runner.guards import check_versions
 from tapestream.runner.state import replica
 
@@ -24,6 +25,7 @@ class Kept:
     torch_generators: TorchGenerators | None
     host_generators: HostGenerators | None
     buffers: BufferSnapshot | None
+    contents: Contents | None
 
 
 class Keeper:
@@ -49,8 +51,9 @@ class Keeper:
                 self._torch = generators
         host = HostGenerators.capture(traits.generators) if self._draws_host else None
         buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
+        contents = Contents.take(traits.cells) if traits.cells else None
         kept = self._unshared(state)
-        return Kept(kept, versions(self._form, self._places, kept), generators, host, buffers)
+        return Kept(kept, versions(self._form, self._places, kept), generators, host, buffers, contents)
 
     def restore(self, kept: Kept, last: bool) -> Any:
         """The state of ``kept``, with generators and buffers as they were then."""
@@ -64,6 +67,8 @@ class Keeper:
         if kept.buffers is not None:
             for slot, copy in zip(kept.buffers.slots, kept.buffers.copies, strict=True):
                 put(slot, copied(copy))
+        if kept.contents is not None:
+            kept.contents.show()
         return state if last else self._unshared(state)
 
     def own(self, state: Any) -> Any:

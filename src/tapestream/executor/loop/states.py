@@ -68,13 +68,15 @@ def _aligned(kept: Kept, form: Form) -> Kept:
 
 
 def _tensors(kept: Kept, form: Form, drawn: bool) -> list[torch.Tensor]:
-    """All that moves, each tensor once and in a fixed order: of the state, generators (if ``drawn``), buffers."""
+    """All that moves, each tensor once and in a fixed order: of the state, generators (if ``drawn``), buffers,
+    cells."""
     leaves = form.leaves(kept.state)
     moved = {id(leaves[i]): leaves[i] for i in form.tensors}.values()
     generators = (kept.torch_generators.cpu,) if drawn and kept.torch_generators is not None else ()
     buffers = () if kept.buffers is None else kept.buffers.copies
     tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf) for leaf in moved]
-    return [*tensors, *generators, *buffers]
+    contents = () if kept.contents is None else kept.contents.copies
+    return [*tensors, *generators, *buffers, *contents]
 
 
 def _without(kept: Kept, form: Form, drawn: bool) -> Kept:
@@ -83,12 +85,14 @@ def _without(kept: Kept, form: Form, drawn: bool) -> Kept:
     number = {key: i for i, key in enumerate(dict.fromkeys(id(leaves[i]) for i in form.tensors))}
     for i in form.tensors:
         leaves[i] = number[id(leaves[i])]
-    generators, buffers = kept.torch_generators, kept.buffers
+    generators, buffers, contents = kept.torch_generators, kept.buffers, kept.contents
     if drawn and generators is not None:
         generators = replace(generators, cpu=torch.empty(0, device="cpu"))
     if buffers is not None:
         buffers = replace(buffers, copies=())
-    return Kept(form.build(leaves), [], generators, kept.host_generators, buffers)
+    if contents is not None:
+        contents = replace(contents, copies=())
+    return Kept(form.build(leaves), [], generators, kept.host_generators, buffers, contents)
 
 
 def _with(rest: Kept, form: Form, tensors: list[torch.Tensor]) -> Kept:
@@ -98,10 +102,13 @@ def _with(rest: Kept, form: Form, tensors: list[torch.Tensor]) -> Kept:
         found = tensors[leaves[i]]
         leaves[i] = found if form.parts[i].kind is torch.Tensor else found.numpy()
     beside = tensors[count:]
-    generators, buffers = rest.torch_generators, rest.buffers
+    generators, buffers, contents = rest.torch_generators, rest.buffers, rest.contents
     if generators is not None and not generators.cpu.numel():
         generators = replace(generators, cpu=beside.pop(0))
     if buffers is not None:
-        buffers = replace(buffers, copies=tuple(beside))
+        count = len(buffers.slots)
+        buffers, beside = replace(buffers, copies=tuple(beside[:count])), beside[count:]
+    if contents is not None:
+        contents = replace(contents, copies=tuple(beside))
     state = form.build(leaves)
-    return Kept(state, versions(form, form.tensors, state), generators, rest.host_generators, buffers)
+    return Kept(state, versions(form, form.tensors, state), generators, rest.host_generators, buffers, contents)

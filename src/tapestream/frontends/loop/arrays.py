@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch.utils import _pytree as pytree
 
+from tapestream.capture.observe import Observation
 from tapestream.costs import StageCost
 from tapestream.executor.loop.arrays import Adjoint, ArraySteps
 from tapestream.executor.loop.form import Form
@@ -104,7 +105,7 @@ def _again(stage: Stage, start: Any, given: tuple[Any, ...], host: HostGenerator
 def _check_first(
     stage: Stage, before: Belongings, state: Any, again: Callable[[], Any], form: Form, verify: bool
 ) -> None:
-    check_runs_alike(stage, before, lambda: first_difference(state, again(), form) is None, [])
+    check_runs_alike(stage, before, lambda: first_difference(state, again(), form) is None, [], Observation())
     if verify:
         check_repeats(state, again(), form)
 

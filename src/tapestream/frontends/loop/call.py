@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tapestream.capture.buffers import BufferSnapshot
+from tapestream.capture.cells import Contents
 from tapestream.executor.loop.driver import LoopDriver
 from tapestream.executor.loop.program import Program
 from tapestream.executor.loop.states import ParcelStates
@@ -17,7 +19,6 @@ from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
 from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
 from tapestream.runner.belongings import unchanged
-from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.guards import hooks_off
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings
@@ -146,10 +147,13 @@ class TensorCall:
                 stack.enter_context(unchanged(self._modules, self.task.body.function))
             if traits.buffers:
                 stack.enter_context(BufferSnapshot.take(traits.buffers).substituted())
+            if traits.cells:
+                stack.enter_context(Contents.take(traits.cells).exchanged())
             yield
 
     def _look(self) -> Look:
-        return self._stage.stills.look(self.task.body.function, self.task.body.traits.buffers)
+        traits = self.task.body.traits
+        return self._stage.stills.look(self.task.body.function, traits.buffers, traits.cells)
 
     def _as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Enters again what holds here: in plain PyTorch, kernels of backward are chosen, and cast, by that."""

@@ -11,13 +11,13 @@ import torch
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import timed
+from tapestream.capture.buffers import held
 from tapestream.costs import StageCost
 from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
-from tapestream.runner.buffers import held
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import hooks_off
 from tapestream.runner.stage import Stage
@@ -53,7 +53,8 @@ def cost_of(
     number = 0 if steps is not None and steps < 2 * chunk else 1
     most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps - 1, _MOST_STEPS)) // chunk)
     traits = body.traits
-    with undisturbed((stage,), device, traits.generators), hooks_off(traits.leaves), watch_memory(device) as watch:
+    unchanged = undisturbed((stage,), device, traits.generators, traits.cells)
+    with unchanged, hooks_off(traits.leaves), watch_memory(device) as watch:
         runner = make(body, None)
         runner.first_run = False
         own, state = runner.keeper.own, runner.detached(state)
@@ -73,7 +74,8 @@ def cost_of(
     written = (held(slot) for slot in traits.buffers)
     buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
     objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
-    beside = buffers + (0 if is_accelerator(device) else objects)
+    cells = sum(cell.nbytes for cell in traits.cells)
+    beside = buffers + cells + (0 if is_accelerator(device) else objects)
     return replace(
         cost,
         forward_seconds=seconds,

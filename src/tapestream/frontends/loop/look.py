@@ -1,13 +1,16 @@
 """Watching the first two steps of a loop: what they write, draw and reach, and whether they need a graph to run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 import torch
 from torch.utils import _pytree as pytree
 
+from tapestream.capture.buffers import Slot
+from tapestream.capture.observe import UnknownModules, observed
+from tapestream.capture.snapshot import Snapshot
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.form import Form, Leaf
 from tapestream.executor.loop.sweep import NAME
@@ -18,7 +21,6 @@ from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.belongings import Belongings, Change
-from tapestream.runner.buffers import BufferSnapshot
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.guards import refusing_backward
 from tapestream.runner.stage import Stage
@@ -44,57 +46,104 @@ def look_at(
 ) -> Look:  # fmt: skip
     """Watch one step for each of ``given`` (at most two), from ``state``; one alone where ``ended`` accepts its state.
 
-    Generators and buffers are as before afterwards. Raises InputError where the form of the state changes, and with
-    ``verify`` GradientError where a step gives two results for one input.
+    Generators, buffers and other memory that it writes are as before afterwards. Raises InputError where the form of
+    the state changes, and with ``verify`` GradientError where a step gives two results for one input.
     """
-    step, first, own = stage.function, requires_of(form.leaves(state)), tuple(generators_behind(stage.function))
-    with undisturbed((stage,), device, own):
-        torch_before, host_before = TorchGenerators.capture(device), HostGenerators.capture(own)
-        buffers = BufferSnapshot.take(stage.buffer_slots())
+    while True:
+        snapshot = Snapshot.of(stage.modules)
+        try:
+            own = tuple(generators_behind(stage.function))
+            with undisturbed((stage,), device, own):
+                looking = _Looking(stage, form, split, device, snapshot, own)
+                return looking.look(state, given, ended, verify=verify)
+        except UnknownModules as unknown:
+            stage.reaches(unknown.modules)
+        finally:
+            snapshot.put_back()
 
-        def again() -> None:
-            torch_before.restore()
-            host_before.restore()
-            buffers.put_back()
 
-        belongings = Belongings(stage.modules, step)
+@dataclass(slots=True)
+class _Looking:
+    """Watches steps of one kind. ``own``: generators of their own; others are found on the way."""
+
+    stage: Stage
+    form: Form
+    split: Split
+    device: torch.device
+    snapshot: Snapshot
+    own: tuple[Any, ...]
+    torch_before: TorchGenerators = field(init=False)
+    host_before: HostGenerators = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.torch_before, self.host_before = TorchGenerators.capture(self.device), HostGenerators.capture(self.own)
+
+    def look(
+        self, state: Any, given: Sequence[tuple[Any, ...]], ended: Callable[[Any], bool] | None, *, verify: bool
+    ) -> Look:
+        """See `look_at`."""
+        stage, form, split, step = self.stage, self.form, self.split, self.stage.function
+        first, belongings = requires_of(form.leaves(state)), Belongings(stage.modules, step)
         given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
         versions = [t._version for t in tensors_in(given)]
         with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
-            found = [watch(step, state, first, form, given[0], split, 0)]
+            found = [self._watch(state, first, given[0], 0)]
         _check_unwritten(versions, given)
-        first_written = buffers.changed()
+        first_written = self.snapshot.buffers.changed()
 
         def repeats() -> bool:
-            again()
+            self.again()
             once_more = watch(step, state, first, form, given[0], split, 0)
             return _same([(list(form.leaves(once_more.state)), _outputs(once_more))], found)
 
         left: list[Change] = []
-        of_generators = check_runs_alike(stage, belongings, repeats, left)
+        of_generators = check_runs_alike(stage, belongings, repeats, left, self.snapshot.observations[0])
         mask = found[0].requires
         twice = len(given) > 1 and not (ended is not None and ended(found[0].state))
         for _ in range(2 * twice):
-            found.append(watch(step, found[0].state, mask, form, given[1], split, 1))
+            found.append(self._watch(found[0].state, mask, given[1], 1))
             if _either(mask, found[-1].requires) == mask:
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
-        drew = not torch_before.equals(TorchGenerators.capture(device))
-        drew_host = not host_before.equals(HostGenerators.capture(own))
-        written = tuple(dict.fromkeys((*first_written, *buffers.changed())))  # two steps may undo each other
-        traits = _merged(stage, found, first, mask, device)
-        traits = replace(traits, buffers=written, draws_torch=drew, draws_host=drew_host, generators=own)
+        traits = self._drawn_and_written(_merged(stage, found, first, mask, self.device), first_written)
         traits = replace(traits, leaves_behind=len(left) > len(of_generators))
-        again()
+        self.again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
         if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, given, split, len(runs)), runs):
             traits = replace(traits, sweep=Sweep.PLAIN)
         if verify or traits.sweep is not Sweep.PLAIN:  # else the bare runs have shown it
-            again()
+            self.again()
             check_repeats(found[0].state, watch(step, state, first, form, given[0], split, 0).state, form)
-    outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
-    return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
+        outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
+        return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
+
+    def again(self) -> None:
+        """Have generators, buffers and other memory as they were before the first step."""
+        self.torch_before.restore()
+        self.host_before.restore()
+        self.snapshot.put_back()
+
+    def _watch(self, state: Any, requires: Mask, given: tuple[Any, ...], number: int) -> Watched:
+        arguments = [*tensors_in([given, *self.form.leaves(state)])]
+        with observed(arguments, self.stage.modules, compiled=self.stage.is_compiled()) as seen:
+            self.snapshot.observations.append(seen)
+            return watch(self.stage.function, state, requires, self.form, given, self.split, number)
+
+    def _drawn_and_written(self, traits: StepTraits, first_written: Sequence[Slot]) -> StepTraits:
+        """With what the steps that were watched have drawn from and written into."""
+        seen = self.snapshot.observations
+        generators = {id(one): one for one in (*self.own, *(one for each in seen for one, _ in each.generators))}
+        drew = len(generators) > len(self.own) or not self.host_before.equals(HostGenerators.capture(self.own))
+        written = dict.fromkeys((*first_written, *self.snapshot.buffers.changed()))  # two steps may undo each other
+        return replace(
+            traits,
+            buffers=tuple(written),
+            cells=tuple({cell.key: cell for each in seen for cell in each.cells}.values()),
+            draws_torch=not self.torch_before.equals(TorchGenerators.capture(self.device)),
+            draws_host=drew,
+            generators=tuple(generators.values()),
+        )
 
 
 def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> None:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.accelerator.streams import stopwatch
+from tapestream.capture.buffers import BufferSnapshot, buffer_slots
 from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
@@ -31,7 +32,6 @@ from tapestream.planning.profile import Profiled, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.belongings import unchanged
-from tapestream.runner.buffers import BufferSnapshot, buffer_slots
 from tapestream.runner.graph import leaves_behind, root_of_graph
 from tapestream.runner.guards import Guard, hooks_off
 from tapestream.runner.private import tensors_in

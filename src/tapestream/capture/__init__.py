@@ -1,0 +1,1 @@
+"""What a computation reads, writes, draws from and calls beside its arguments."""

@@ -1,0 +1,104 @@
+"""`Cell`: memory that a computation writes into, other than its arguments and what it makes; and what it held."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Cell:
+    """A storage, which is not held, and the tensors through which it was written."""
+
+    __slots__ = ("_storage", "_tensors", "key", "nbytes")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.key, self.nbytes = storage._cdata, storage.nbytes()
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """It was written through ``tensor``."""
+        whole = tensor if tensor._base is None else tensor._base
+        self._tensors.setdefault(id(whole), weakref.ref(whole))
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody holds the memory."""
+        return not self._storage.expired()  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are still there."""
+        return [tensor for reference in self._tensors.values() if (tensor := reference()) is not None]
+
+    def read(self) -> torch.Tensor:
+        """A copy of its bytes."""
+        return self._bytes().clone()
+
+    def write(self, content: torch.Tensor) -> None:
+        """Put ``content`` there. No version counter tells of it."""
+        self._bytes().copy_(content)
+
+    def _bytes(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, "a cell is used only while somebody holds its memory"
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """Equal for tensors of one memory; None for tensors without any (sparse ones, those of subclasses)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def among(cells: Sequence[Cell], tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` is one of these cells."""
+    return bool(cells) and any(cell.key == key_of(tensor) for cell in cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What ``cells`` held at one moment, byte by byte, and the versions of their tensors then."""
+
+    cells: tuple[Cell, ...]
+    copies: tuple[torch.Tensor, ...]
+    versions: list[Any] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def take(cls, cells: Sequence[Cell]) -> "Contents":
+        """What they hold now; those that are gone are left out."""
+        there = tuple(cell for cell in cells if cell.alive)
+        return cls(there, tuple(cell.read() for cell in there), [v for cell in there for v in versions_of(cell)])
+
+    def show(self) -> None:
+        """Let the cells hold it again; versions stay."""
+        for cell, copy in zip(self.cells, self.copies, strict=True):
+            if cell.alive:
+                cell.write(copy)
+
+    def put_back(self) -> None:
+        """Let all be as it was: to who has saved one of the tensors, nothing has happened."""
+        self.show()
+        for version in self.versions:
+            version.__exit__()
+
+    @contextlib.contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Inside, the cells hold this; afterwards all is as it was before."""
+        now = Contents.take(self.cells)
+        try:
+            self.show()
+            yield
+        finally:
+            now.put_back()
+
+
+def versions_of(cell: Cell) -> list[Any]:
+    """What puts back the versions that the tensors of ``cell`` have now."""
+    return [_unsafe_preserve_version_counter(t) for t in cell.tensors() if not t.is_inference()]

@@ -1,0 +1,109 @@
+"""Every way to reach a thing, by what is there, by front end: exact, or refused by name; never silently different."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reaching
+import torch
+from reaching import EXACT, THINGS, WAYS, WIDTH, Block, Network, left_in
+
+import tapestream as ts
+from tapestream.errors import BudgetError, TapestreamError
+
+STAGES, TURNS = 6, 2
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def steps_of(way: str, thing: str, count: int) -> tuple[list[Any], list[Any]]:
+    """Things, and steps that use them."""
+    make, use = THINGS[thing]
+    torch.manual_seed(1)
+    things = [make() for _ in range(count)]
+    return things, [WAYS[way](use, one) for one in things]
+
+
+def trained(run: Run, things: list[Any], model: Any = None) -> list[Any]:
+    """Losses, gradients and what is left."""
+    x, found = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).requires_grad_(), list[Any]()
+    for _ in range(TURNS):
+        loss = run(x).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    own = [] if model is None else [p.grad.clone() for p in model.parameters()]
+    return [*found, x.grad, *own, *(one for thing in things for one in left_in(thing))]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def in_turn(steps: list[Any]) -> Run:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return run
+
+
+def chain(way: str, thing: str, budget: int | None) -> list[Any]:
+    things, steps = steps_of(way, thing, STAGES)
+    return trained(in_turn(steps) if budget is None else ts.Chain(steps, budget=budget), things)
+
+
+def loop(way: str, thing: str, budget: int | None) -> list[Any]:
+    things, steps = steps_of(way, thing, 1)
+    if budget is None:
+        return trained(in_turn(steps * STAGES), things)
+    looped = ts.Loop(steps[0], budget=budget)
+    return trained(lambda x: looped(x, steps=STAGES), things)
+
+
+def program(way: str, thing: str, budget: int | None) -> list[Any]:
+    things, steps = steps_of(way, thing, STAGES)
+    return trained(in_turn(steps) if budget is None else ts.Program(in_turn(steps), budget=budget), things)
+
+
+def stream(way: str, thing: str, budget: int | None) -> list[Any]:
+    things, steps = steps_of(way, thing, STAGES)
+    torch.manual_seed(2)
+    model = Network([Block(step) for step in steps])
+    if budget is None:
+        return trained(model, things, model)
+    ts.stream(model, device="cpu", budget=budget, home="device")
+    return trained(model, things, model)
+
+
+FRONTS = {"Chain": chain, "Loop": loop, "Program": program, "stream": stream}
+
+
+def outcome(front: str, way: str, thing: str) -> str:
+    """Of a run at the least budget, beside plain PyTorch's: exact, refused, WRONG or RAW."""
+    run = FRONTS[front]
+    wanted = run(way, thing, None)
+    reaching.KEPT.clear()
+    budget, got = 1, list[Any]()
+    while not got:
+        try:
+            got = run(way, thing, budget)
+        except BudgetError as error:
+            assert error.least_nbytes is not None
+            assert error.least_nbytes > budget
+            budget = error.least_nbytes
+        except TapestreamError as error:
+            return f"refused: {error}"
+        except Exception as error:
+            return f"RAW: {type(error).__name__}: {error}"
+    differing = [k for k, pair in enumerate(zip(wanted, got, strict=True)) if not same(*pair)]
+    return f"WRONG: {len(differing)} of {len(wanted)}: {differing}" if differing else "exact"
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("front", FRONTS)
+def test_every_way_to_reach_a_thing(front: str, thing: str) -> None:
+    found = {way: outcome(front, way, thing) for way in WAYS}
+    allowed = ("exact",) if thing in EXACT else ("exact", "refused")
+    assert {way: said for way, said in found.items() if not said.startswith(allowed)} == {}
