@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tapestream as ts
+from tapestream.capture.buffers import BufferSnapshot, buffer_slots
 from tapestream.errors import InputError
 from tapestream.models import ResNet, ResNetConfig
 from tapestream.models.grouped import Group
 from tapestream.models.resnet import Bottleneck
-from tapestream.capture.buffers import BufferSnapshot, buffer_slots
 
 # Width 3: no tensor fills whole registers, so that there is padding everywhere.
 CONFIGS = [

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tapestream.capture.python_state import containers_behind
 from tapestream.errors import GradientError
-from tapestream.runner.private import Before, containers_behind, copies_of, may_change, take_over, tensors_in
+from tapestream.runner.private import Before, copies_of, may_change, take_over, tensors_in
 
 
 @dataclass

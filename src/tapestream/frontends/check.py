@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from tapestream.capture.cells import Cell
+from tapestream.capture.observe import UnknownModules, observed
+from tapestream.capture.snapshot import Snapshot
 from tapestream.errors import GradientError
 from tapestream.planning.profile import undisturbed
 from tapestream.runner.belongings import Belongings
@@ -16,11 +19,13 @@ def check_deterministic(stages: Sequence[Stage], state: State, device: torch.dev
     """Run every stage twice with the same RNG and buffers; raise GradientError naming the first that differs."""
     for stage in stages:
         own = tuple(Belongings(stage.modules, stage.function).generators)
-        with undisturbed((stage,), device, own):
+        cells = _written(stage, state, device, own)
+        with undisturbed((stage,), device, own, cells):
             cautious = Traits(
                 mutates=frozenset(range(len(state.tensors))),
                 buffers=stage.buffer_slots(),
                 generators=own,
+                cells=cells,
                 leaves=tuple(p for p in stage.parameters() if p.requires_grad),
                 calls_autograd=True,
             )
@@ -38,3 +43,20 @@ def check_deterministic(stages: Sequence[Stage], state: State, device: torch.dev
                     "global generator"
                 )
         state = first
+
+
+def _written(stage: Stage, state: State, device: torch.device, own: Sequence[object]) -> tuple[Cell, ...]:
+    """What a run of the stage writes into besides its input and buffers."""
+    everything = Traits(mutates=frozenset(range(len(state.tensors))), calls_autograd=True)
+    while True:
+        snapshot = Snapshot.of(stage.modules)
+        with undisturbed((stage,), device, own):
+            try:
+                with observed(state.tensors, stage.modules, compiled=stage.is_compiled()) as seen:
+                    Runner([stage], [everything], device, once=(0,)).forward(0, [state])
+                seen.put_back()
+                return seen.cells
+            except UnknownModules as unknown:
+                stage.reaches(unknown.modules)
+            finally:
+                snapshot.put_back()

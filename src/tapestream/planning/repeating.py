@@ -7,8 +7,8 @@ import torch
 
 from tapestream.capture.cells import among
 from tapestream.capture.observe import Observation
+from tapestream.capture.python_state import GENERATORS
 from tapestream.errors import InputError
-from tapestream.runner.ambient import GENERATORS
 from tapestream.runner.belongings import Belongings, Change, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.stage import Stage

@@ -39,13 +39,15 @@ def as_recompute() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TorchGenerators:
-    """States of torch's default generators: the CPU's and those of accelerators."""
+    """States of torch's default generators, the CPU's and those of accelerators; ``own``: of others, which a
+    computation was given."""
 
     cpu: torch.Tensor
     others: tuple[tuple[torch.device, torch.Tensor], ...]
+    own: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
     @classmethod
-    def capture(cls, device: torch.device | None = None) -> "TorchGenerators":
+    def capture(cls, device: torch.device | None = None, own: Iterable[torch.Generator] = ()) -> "TorchGenerators":
         """The states as they are now. ``device``: whose beside the CPU's; None: every accelerator's, once they are in
         use."""
         if device is not None:
@@ -53,24 +55,45 @@ class TorchGenerators:
         else:
             kind = in_use()
             found = [] if kind is None else devices(kind)
-        return cls(torch.get_rng_state(), tuple((one, rng_state(one)) for one in found))
+        return cls(
+            torch.get_rng_state(),
+            tuple((one, rng_state(one)) for one in found),
+            tuple((one, one.get_state()) for one in own),
+        )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.others:
             set_rng_state(state, device)
+        for one, state in self.own:
+            one.set_state(state)
 
     def equals(self, other: "TorchGenerators") -> bool:
         """Nothing was drawn in between."""
         if len(self.others) != len(other.others) or not torch.equal(self.cpu, other.cpu):
             return False
-        return all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(self.others, other.others, strict=True))
+        if [id(one) for one, _ in self.own] != [id(one) for one, _ in other.own]:
+            return False
+        pairs = zip((*self.others, *self.own), (*other.others, *other.own), strict=True)
+        return all(torch.equal(mine[1], theirs[1]) for mine, theirs in pairs)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all states."""
-        return self.cpu.nbytes + sum(state.nbytes for _, state in self.others)
+    def states(self) -> list[torch.Tensor]:
+        """Of all generators."""
+        return [self.cpu, *(state for _, state in (*self.others, *self.own))]
+
+    def sharing(self, other: "TorchGenerators") -> "TorchGenerators":
+        """The same, with the very states of ``other`` that are equal."""
+        known = {id(one): state for one, state in other.own} | dict(other.others)
+        return TorchGenerators(
+            _one_of(self.cpu, other.cpu),
+            tuple((one, _one_of(state, known.get(one))) for one, state in self.others),
+            tuple((one, _one_of(state, known.get(id(one)))) for one, state in self.own),
+        )
+
+
+def _one_of(state: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+    return known if known is not None and torch.equal(state, known) else state
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +181,6 @@ def _numpy_state(mark: tuple[bytes | str, bytes]) -> Any:
     if host_mark().numpy != mark:
         raise _Drawn
     return state
-
-
-GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
-"""Random generators that are objects of their own."""
 
 
 def same_states(one: Any, other: Any) -> bool:

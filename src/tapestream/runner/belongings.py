@@ -3,13 +3,10 @@
 something else the next time."""
 
 import contextlib
-import functools
-import inspect
-import io
-import logging
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +15,16 @@ import torch
 from torch import nn
 
 from tapestream.capture.buffers import NUMBERS
-from tapestream.runner.ambient import GENERATORS, same_states, set_state, state_of
+from tapestream.capture.python_state import GENERATORS, LISTS, SETS, held_by
+from tapestream.runner.ambient import same_states, set_state, state_of
 from tapestream.runner.bits import same_bits
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(_PLAIN)
-_LISTS, _SETS = (list, tuple, deque), (set, frozenset)
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("tapestream.", "torch.")
 """Whose own objects are none of a stage's belongings: what a compiler keeps, say."""
-_NONE_OF_ITS = (type, types.ModuleType, nn.Module, logging.Logger, io.IOBase)
-"""Modules are looked at by themselves; what is logged, counted or cached by the others no result depends on."""
-_DEEPEST, _MOST, _MOST_IN_ALL, _MOST_NBYTES = 4, 10_000, 100_000, 2**20
+_DEEPEST, _MOST, _MOST_IN_ALL, _MOST_NBYTES = 8, 10_000, 100_000, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +79,14 @@ class Change:
         elif isinstance(holder, type):  # whose attributes cannot be put into its dictionary
             delattr(holder, self.key) if value is _Absent else setattr(holder, self.key, value)
         elif isinstance(holder, (dict, types.FunctionType)) or hasattr(holder, "__dict__"):
-            place = holder if isinstance(holder, dict) else _place_of(holder)
+            place, key = _place_of(holder, self.key)
             if value is _Absent:
-                place.pop(self.key, None)
+                place.pop(key, None)
             else:
-                place[self.key] = value
-        elif value is not _Absent:
+                place[key] = value
+        elif isinstance(holder, ContextVar):
+            holder.set(value)
+        elif value is not _Absent and not isinstance(holder, types.GeneratorType):
             setattr(holder, self.key, value)
 
 
@@ -174,8 +171,8 @@ class Belongings:
         elif isinstance(value, numpy.ndarray):
             thing.mark = value.copy() if value.nbytes <= _MOST_NBYTES and value.dtype.kind != "O" else None
         elif deep > 0:
-            items = _items(value)
-            if isinstance(value, (*_LISTS, *_SETS)) or len(items) > _MOST:
+            items = held_by(value)
+            if isinstance(value, (*LISTS, *SETS)) or len(items) > _MOST:
                 thing.mark = len(items)
             if len(items) <= _MOST:
                 thing.inside = {key: self._look(item, deep - 1) for key, item in items.items()}
@@ -193,59 +190,11 @@ def _plain(value: Any) -> bool:
     return all(type(item) in _PLAIN_TYPES for item in value) if kind is tuple else isinstance(value, _PLAIN)
 
 
-def _items(value: Any) -> dict[Any, Any]:
-    """What ``value`` holds, by key; nothing where that is none of a stage's business."""
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, _LISTS):
-        return dict(enumerate(value))
-    if isinstance(value, _SETS):
-        return dict.fromkeys(value)
-    if isinstance(value, functools.partial):
-        return {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if isinstance(value, types.MethodType):
-        return {"__func__": value.__func__, "__self__": value.__self__}
-    if isinstance(value, types.FunctionType):
-        return _named(value)
-    if isinstance(value, types.CellType):
-        return {"cell_contents": next(iter(_content(value)), None)}
-    if (
-        str(type(value).__module__).startswith(_LIBRARIES)
-        or isinstance(value, _NONE_OF_ITS)
-        or inspect.isbuiltin(value)
-    ):
-        return {}
-    slots = (name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name))
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
-
-
-def _slots_of(cls: type) -> Sequence[str]:
-    slots = vars(cls).get("__slots__", ())
-    return [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
-
-
-def _named(function: types.FunctionType) -> dict[Any, Any]:
-    """Cells and defaults by number, and numbers, lists, dictionaries, sets, tensors and generators by global name."""
-    kinds = (*_PLAIN, list, dict, set, deque, torch.Tensor, numpy.ndarray, *GENERATORS)
-    known = function.__globals__
-    named = {name: known[name] for name in function.__code__.co_names if name in known}
-    found: dict[Any, Any] = {name: value for name, value in named.items() if isinstance(value, kinds)}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return found | {(name, "closed over"): cell for name, cell in cells} | dict(enumerate(function.__defaults__ or ()))
-
-
-def _content(cell: types.CellType) -> Iterator[Any]:
-    try:
-        yield cell.cell_contents
-    except ValueError:  # empty
-        return
-
-
 def _inside(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
     """How one object has changed; ``name``: how it is reached."""
     if old.mark is not None and not _same_mark(old, new):
         yield Change(old.value, None, old, name)
-    if isinstance(old.value, (*_LISTS, *_SETS)):
+    if isinstance(old.value, (*LISTS, *SETS)):
         if old.mark == new.mark:
             yield from _inside_list(old, new, name)
         return
@@ -262,7 +211,7 @@ def _inside(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
 
 
 def _called(owner: str, key: Any) -> str:
-    if isinstance(key, tuple) and len(key) == 2:  # see `_named`
+    if isinstance(key, tuple) and len(key) == 2:  # see `held_by`
         key = key[0]
     return f"{owner}.{key}" if isinstance(key, (str, _Buffer)) else owner
 
@@ -309,8 +258,13 @@ def _equal(old: Any, new: Any) -> bool:
     return old.inside.keys() == new.inside.keys() and all(_equal(before, after) for before, after in pairs)
 
 
-def _place_of(holder: Any) -> Any:
-    return holder.__globals__ if isinstance(holder, types.FunctionType) else vars(holder)
+def _place_of(holder: Any, key: Any) -> tuple[Any, Any]:
+    """Where the holder has what `held_by` gives under ``key``, and under which name."""
+    if isinstance(holder, dict):
+        return holder, key
+    if isinstance(key, tuple):
+        return (holder.__kwdefaults__ if key[1] == "default" else vars(holder)), key[0]
+    return (holder.__globals__ if isinstance(holder, types.FunctionType) else vars(holder)), key
 
 
 def _refill(holder: Any, before: _Thing) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.capture.python_state import GENERATORS
 from tapestream.errors import InputError
-from tapestream.runner.ambient import GENERATORS
 from tapestream.runner.state import State
 
 _DISABLED = torch._C._disabled_torch_function_impl

@@ -2,7 +2,6 @@
 
 import copy
 import enum
-import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -88,33 +87,6 @@ def refill(container: Any, contents: Any) -> None:
     elif isinstance(container, deque):
         container.clear()
         container.extend(contents)
-
-
-def containers_behind(functions: Sequence[Any]) -> list[Any]:
-    """Dictionaries, lists and sets that ``functions`` reach: in closures, as attributes, within each other."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    waiting = list(functions)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, functools.partial):
-            waiting.extend((thing.func, *thing.args, *thing.keywords.values()))
-        elif isinstance(thing, types.MethodType):
-            waiting.append(thing.__self__)
-        elif isinstance(thing, types.FunctionType):
-            cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
-            waiting.extend((*cells, *(thing.__defaults__ or ())))
-        elif isinstance(thing, _FIXED):
-            continue
-        elif isinstance(thing, (dict, list, set)):
-            found.append(thing)
-            waiting.extend(thing.values() if isinstance(thing, dict) else thing)
-        else:
-            waiting.append(getattr(thing, "__dict__", None))
-    return found
 
 
 def _copied(things: Sequence[Any], of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:

@@ -1,8 +1,6 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +9,8 @@ from torch import nn
 
 from tapestream.capture.buffers import Slot, buffer_slots
 from tapestream.capture.cells import Cell
+from tapestream.capture.python_state import modules_behind
 from tapestream.errors import InputError
-from tapestream.runner.captured import cell_contents
 from tapestream.runner.stills import Stills
 from tapestream.runner.unneeded import End
 
@@ -64,7 +62,7 @@ class Stage:
             raise InputError(f"stage {index} must be a module or function, found {type(function).__name__}")
         self.index = index
         self.function = function
-        self.modules = tuple(_modules_of(function))
+        self.modules = tuple(modules_behind(function))
         self.stills = Stills(self.modules)
         label = type(function).__name__
         if not isinstance(function, nn.Module):
@@ -140,38 +138,3 @@ def modules_below(root: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
-
-
-def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
-    """Modules that ``function`` is, is bound to, closes over, or names as globals; each once."""
-    seen: set[int] = set()
-    waiting: list[Any] = [function]
-    while waiting:
-        item = waiting.pop(0)
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            for module in item.modules():
-                if id(module) not in seen or module is item:
-                    seen.add(id(module))
-                    yield module
-        elif isinstance(item, functools.partial):
-            waiting.extend((item.func, *item.args, *item.keywords.values()))
-        elif inspect.ismethod(item):
-            waiting.extend((item.__self__, item.__func__))
-        elif inspect.isfunction(item):
-            waiting.extend(cell_contents(item))
-            waiting.extend(
-                found for name in item.__code__.co_names if isinstance(found := item.__globals__.get(name), nn.Module)
-            )
-        elif isinstance(item, (list, tuple)):
-            waiting.extend(item)
-        elif isinstance(item, dict):
-            waiting.extend(item.values())
-        elif not isinstance(item, type) and _is_plain_callable(item):
-            waiting.extend(vars(item).values())
-
-
-def _is_plain_callable(item: Any) -> bool:
-    return callable(item) and hasattr(item, "__dict__") and not inspect.isbuiltin(item)

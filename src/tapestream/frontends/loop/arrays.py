@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tapestream.capture.observe import Observation
+from tapestream.capture.python_state import GENERATORS, things_behind
 from tapestream.costs import StageCost
 from tapestream.executor.loop.arrays import Adjoint, ArraySteps
 from tapestream.executor.loop.form import Form
@@ -18,7 +19,6 @@ from tapestream.executor.loop.traits import Body, StepTraits, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Called, Inputs, Rows, source_of
 from tapestream.frontends.loop.look import check_repeats, first_difference
-from tapestream.frontends.loop.reach import generators_behind
 from tapestream.planning.profile import undisturbed
 from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import HostGenerators, as_recompute
@@ -66,7 +66,7 @@ def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify
     most = 2 if steps is None else min(steps, 2)
     source = task.body.source
     given: Sequence[tuple[Any, ...]] = [()] * most if source is None else [(x,) for x in source.read(0, most)]
-    own = tuple(generators_behind(stage.function))
+    own = tuple(things_behind(stage.function, GENERATORS))
     with undisturbed((stage,), torch.device("cpu"), own):
         host = HostGenerators.capture(own)
         state = _copied(start)

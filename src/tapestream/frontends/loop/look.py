@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 
 from tapestream.capture.buffers import Slot
 from tapestream.capture.observe import UnknownModules, observed
+from tapestream.capture.python_state import GENERATORS, things_behind
 from tapestream.capture.snapshot import Snapshot
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.form import Form, Leaf
 from tapestream.executor.loop.sweep import NAME
 from tapestream.executor.loop.traits import StepTraits, Sweep
-from tapestream.frontends.loop.reach import generators_behind, tensors_behind
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.planning.repeating import check_runs_alike
@@ -52,7 +52,7 @@ def look_at(
     while True:
         snapshot = Snapshot.of(stage.modules)
         try:
-            own = tuple(generators_behind(stage.function))
+            own = tuple(things_behind(stage.function, GENERATORS))
             with undisturbed((stage,), device, own):
                 looking = _Looking(stage, form, split, device, snapshot, own)
                 return looking.look(state, given, ended, verify=verify)
@@ -83,7 +83,8 @@ class _Looking:
     ) -> Look:
         """See `look_at`."""
         stage, form, split, step = self.stage, self.form, self.split, self.stage.function
-        first, belongings = requires_of(form.leaves(state)), Belongings(stage.modules, step)
+        first, behind = requires_of(form.leaves(state)), _leaves_behind(stage)
+        belongings = Belongings(stage.modules, step)
         given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
         versions = [t._version for t in tensors_in(given)]
         with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
@@ -105,7 +106,9 @@ class _Looking:
             if _either(mask, found[-1].requires) == mask:
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
-        traits = self._drawn_and_written(_merged(stage, found, first, mask, self.device), first_written)
+        still = {id(leaf) for leaf in _leaves_behind(stage)}
+        behind = [leaf for leaf in behind if id(leaf) in still]  # others are results that a step has left, and replaces
+        traits = self._drawn_and_written(_merged(behind, found, first, mask, self.device), first_written)
         traits = replace(traits, leaves_behind=len(left) > len(of_generators))
         self.again()
         # With a third run the generators were elsewhere when the second began.
@@ -154,10 +157,18 @@ def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> N
         )
 
 
-def _merged(stage: Stage, found: list[Watched], first: Mask, mask: Mask, device: torch.device) -> StepTraits:
+def _leaves_behind(stage: Stage) -> list[torch.Tensor]:
+    """Tensors that the step reaches and that may get a gradient, each once."""
+    found = (*stage.parameters(), *things_behind(stage.function, (torch.Tensor,)))
+    return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
+
+
+def _merged(
+    behind: Sequence[torch.Tensor], found: list[Watched], first: Mask, mask: Mask, device: torch.device
+) -> StepTraits:
     autocast = Autocast.capture(device)
     leaves = {id(leaf): leaf for one in found for leaf in (*one.leaves, *one.captured)}
-    leaves |= {id(leaf): leaf for leaf in (*stage.parameters(), *tensors_behind(stage.function)) if leaf.requires_grad}
+    leaves |= {id(leaf): leaf for leaf in behind}
     stand_ins = [(i, leaf.dtype) for i, leaf in enumerate(leaves.values()) if leaf.grad_fn is not None]
     if autocast.enabled:
         casts = frozenset[int]().union(*(one.casts for one in found)).difference(*(one.uncast for one in found))

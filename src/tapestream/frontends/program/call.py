@@ -139,11 +139,11 @@ class Replays:
             stack.enter_context(algorithms_not_tried(self.steps.device))
             if self.steps.draws:
                 stack.enter_context(heard_by(Deaf()))
-                stack.enter_context(unchanged_generators())
+                stack.enter_context(unchanged_generators(own=[one for one, _ in self.record.own.values()]))
             if self.steps.users_code:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:
-                self._generators.restore()
+                self.record.restore(self._generators)
             if not self._reached(stage, operation):
                 self._kept, self._last = {0: self._first}, None
                 if self._moves is not None:
@@ -154,7 +154,7 @@ class Replays:
                     raise ScheduleError(f"the schedule never records stage {stage}")
             self._heed()
             if self.record.draws_nbytes:
-                self._generators = TorchGenerators.capture()
+                self._generators = self.record.generators()
 
     def _heed(self) -> None:
         """What moves has to go on when backward comes to another stretch, even if all is there for that."""

@@ -62,7 +62,7 @@ def explained(
     notes = _Notes(tape, online)
     notes.recorder = online.recorder = recorder = Recorder(record, keeper, tape, notes)
     recorder.spare = online.spare
-    with unchanged_generators(), keeper.undone():
+    with unchanged_generators(), _own_unchanged(record), keeper.undone():
         found = sweep(function, record, keeper, recorder)
         notes.look()
         if not found_in(found.result):
@@ -135,11 +135,21 @@ class _Notes:
         self._looked = next(reversed(self._tape.saved), self._looked)
 
 
+@contextlib.contextmanager
+def _own_unchanged(record: Record) -> Iterator[None]:
+    """Generators that operations were given are afterwards as before."""
+    try:
+        yield
+    finally:
+        for one, state in record.own.values():
+            one.set_state(state)
+
+
 class _Untouched(Keeper):
     """Puts back what operations write into tensors of others: their bytes and their versions."""
 
     def __init__(self, device: torch.device, record: Record) -> None:
-        super().__init__(device)
+        super().__init__(device, record.generators)
         self._record, self._versions = record, contextlib.ExitStack()
         self._copies: dict[int, Entry] = {}
 

@@ -1,24 +1,18 @@
 """The modules that a function calls, as far as they can be found without calling it, and which of them are blocks."""
 
-import contextlib
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import nn
 
+from tapestream.capture.python_state import walk
 from tapestream.errors import InputError
 from tapestream.executor.program.noting.taken import TakingWhole
 from tapestream.executor.program.record.last import Place
 from tapestream.frontends.module.blocks import repeated_children
 
 Opaque: TypeAlias = type[nn.Module] | nn.Module | Iterable[type[nn.Module] | nn.Module] | Literal["auto"]
-
-_DEEPEST = 4  # functions named in functions; libraries begin soon
-_LONGEST = 4096  # items of a container that may be modules
 
 
 def taking_whole(function: Callable[..., Any], opaque: Opaque) -> TakingWhole:
@@ -54,41 +48,7 @@ def places_in(function: Callable[..., Any]) -> dict[int, Place]:
 
 
 def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """Those that ``function`` is, is a method of, closes over, has as default, names as global, or holds there in lists
-    and dictionaries: the outermost ones, each once."""
-    found = list(dict.fromkeys(_reached(function, set(), 0)))
+    """The outermost modules that ``function`` reaches, each once."""
+    found = [one for one in walk([function]) if isinstance(one, nn.Module)]
     inner = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inner]
-
-
-def _reached(value: Any, seen: set[int], depth: int) -> Iterator[nn.Module]:
-    if id(value) in seen or depth > _DEEPEST:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        yield value
-    else:
-        for one in _inside(value):
-            yield from _reached(one, seen, depth + 1)
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if inspect.ismethod(value):
-        return [value.__self__, value.__func__]
-    if inspect.isfunction(value):
-        found = [value.__globals__.get(name) for name in value.__code__.co_names]
-        found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not set yet
-                found.append(cell.cell_contents)
-        return found
-    if isinstance(value, (list, tuple)):
-        return list(value[:_LONGEST])
-    if type(value) is dict:
-        return list(value.values())[:_LONGEST]
-    if inspect.isclass(value) or inspect.ismodule(value) or isinstance(value, torch.Tensor):
-        return []
-    held = getattr(value, "__dict__", None)
-    return list(held.values()) if type(held) is dict else []

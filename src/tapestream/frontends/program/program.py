@@ -132,7 +132,8 @@ class Program:
         if self._below is not None:
             self._below.settle()
         room, key = self._room(device), kind_of((args, kwargs))
-        record, keeper, tape = Record(self._kinds), Keeper(device), Tape()
+        record, tape = Record(self._kinds), Tape()
+        keeper = Keeper(device, record.generators)
         online = Online(record, keeper, tape, room.device_nbytes or 0)
         prepared, known = self._prepared.get(key), self._courses.of(key, room)
         watch: Online | Planned = online

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from tapestream.accelerator.device import default_generators
 from tapestream.errors import InputError
@@ -26,7 +27,8 @@ _MOST_CALLS = 1 << 12
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """One call without its tensors. ``kind`` is equal for calls that differ in constants alone. ``key``: equal for
-    equal calls; ``foreign``: the objects that it is given."""
+    equal calls; ``foreign``: the objects that it is given; ``generators``: random generators that are not torch's own
+    among its arguments."""
 
     function: Callable[..., Any]
     args: Any
@@ -34,6 +36,7 @@ class Pattern:
     kind: int
     key: Any
     foreign: tuple[Foreign, ...]
+    generators: tuple[torch.Generator, ...] = ()
 
     def call(self, tensors: Iterator[torch.Tensor]) -> Any:
         """The very same call, on ``tensors``."""
@@ -160,7 +163,7 @@ class Patterns:
         needs = [one[2] for one in shapes]
         into, attribute = _into(pattern, tensors), attribute_of(function)
         buffers, showing = buffers_in((args, kwargs)), shown_of(pattern.foreign)
-        lasting = not (pattern.foreign or buffers) and is_lasting(function)
+        lasting = not (pattern.foreign or buffers or pattern.generators) and is_lasting(function)
         like = (key, shapes) if lasting else None
         quiet = like in self.kinds.quiet
         number = self._numbers.get(key)
@@ -177,7 +180,9 @@ class Patterns:
             return self.all[number]
         kind, foreign = self.kinds.number(_without_constants((_kind_of(function), *key[1:]))), list[Foreign]()
         kept = {name: taken_apart(value, foreign) for name, value in kwargs.items()} if kwargs else None
-        return Pattern(function, tuple(taken_apart(a, foreign) for a in args), kept, kind, key, tuple(foreign))
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Generator)]
+        own = tuple(one for one in given if not _is_default(one))
+        return Pattern(function, tuple(taken_apart(a, foreign) for a in args), kept, kind, key, tuple(foreign), own)
 
     def draws_nothing(self, call: Call) -> None:
         """Such a call has drawn no random numbers, and none will."""
@@ -269,12 +274,7 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is slice:
         return kind, tuple([_key(item, tensors) for item in (value.start, value.stop, value.step)])
     if isinstance(value, torch.Generator):
-        if _is_default(value):
-            return kind, str(value.device)
-        raise InputError(
-            "Program: an operation draws from a torch.Generator of its own, whose state is not kept; draw from torch's "
-            "global generator (leave generator= out)"
-        )
+        return kind, str(value.device) if _is_default(value) else id(value)
     if isinstance(value, NUMBERS):
         return kind, value.tobytes()
     if isinstance(value, BUFFERS):

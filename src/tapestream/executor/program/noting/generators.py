@@ -1,5 +1,7 @@
 """torch's random generators while a program runs: which operations draw, and whether anything unseen has."""
 
+from dataclasses import replace
+
 import torch
 
 from tapestream.errors import GradientError
@@ -27,16 +29,23 @@ class Draws:
 
     def __init__(self, record: Record) -> None:
         self._record, self._state, self._seed = record, TorchGenerators.capture(), torch.initial_seed()
+        self._nbytes: dict[int, int] = {}  # of the states of generators that are drawn from
 
     def before(self, call: Call) -> TorchGenerators | None:
         """The states before a call; None where it does not draw."""
-        return None if call.quiet else TorchGenerators.capture()
+        if call.quiet:
+            return None
+        for one in call.pattern.generators:
+            if id(one) not in self._record.own:
+                self._record.own[id(one)] = one, one.get_state()
+                self._state = replace(self._state, own=(*self._state.own, self._record.own[id(one)]))
+        return self._record.generators()
 
     def after(self, before: TorchGenerators, call: Call) -> bool:
         """Whether the call has drawn, or has set a generator."""
         function = call.pattern.function
         name = getattr(function, "__name__", "")
-        now, sets = TorchGenerators.capture(), name in _SETTING
+        now, sets = self._record.generators(), name in _SETTING
         if sets:
             self._seed = torch.initial_seed()
         elif isinstance(function, Whole) and torch.initial_seed() != self._seed:
@@ -54,5 +63,7 @@ class Draws:
                 "generator's own set_state, another thread, an extension, or where CUDA is used for the first time; "
                 "torch.manual_seed() and torch.set_rng_state() can be seen)"
             )
-        self._state, self._record.draws_nbytes = now, now.nbytes
+        pairs = enumerate(zip(now.states(), before.states(), strict=False))
+        self._nbytes |= {k: state.nbytes for k, (state, was) in pairs if not torch.equal(state, was)}
+        self._state, self._record.draws_nbytes = now, sum(self._nbytes.values())
         return True

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from tapestream.capture.python_state import GENERATORS
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.calls.foreign import PLAIN
 from tapestream.executor.program.calls.patterns import tensors_of
@@ -21,7 +22,7 @@ from tapestream.executor.program.calls.samples import Samples
 from tapestream.executor.program.calls.seams import listener_now
 from tapestream.executor.program.calls.whole import Attributes, Slot, State, Whole
 from tapestream.executor.program.noting.recorder import Recorder
-from tapestream.runner.ambient import GENERATORS, HostGenerators
+from tapestream.runner.ambient import HostGenerators
 from tapestream.runner.depth import SHALLOW, deeper
 from tapestream.runner.graph import next_sequence_number
 

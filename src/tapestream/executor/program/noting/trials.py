@@ -154,7 +154,7 @@ class Trials:
         """
         seen = [t for t in tensors if id(t) in written and t._is_view() and t._base is not None]
         views = sum(t._base.nbytes for t in seen if t._base is not None)
-        generators, cache = TorchGenerators.capture(), torch.is_autocast_cache_enabled()
+        generators, cache = TorchGenerators.capture(own=pattern.generators), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             hooks = saved_tensors_hooks(torch.Tensor.detach, _same)  # a result that is saved would hold itself

@@ -62,8 +62,9 @@ class Keeper:
     that of the live storage.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, capture: Callable[[], TorchGenerators]) -> None:
+        """``capture`` takes the states of generators."""
+        self.device, self._capture = device, capture
         self.begin()
         self.addresses: dict[int, int] = {}
         self.unread = frozenset[int]()
@@ -73,7 +74,7 @@ class Keeper:
 
     def begin(self) -> None:
         """Operation 0 is to come."""
-        first = self._generators = TorchGenerators.capture()
+        first = self._generators = self._capture()
         self.kept = {0: Kept(0, {}, first)}
 
     def keep(
@@ -111,9 +112,7 @@ class Keeper:
 
     def generators(self) -> TorchGenerators:
         """The states of torch's generators; equal ones are held once."""
-        now = TorchGenerators.capture()
-        if not now.equals(self._generators):
-            self._generators = now
+        self._generators = self._capture().sharing(self._generators)
         return self._generators
 
     def drop(self, operation: int) -> None:
@@ -215,7 +214,7 @@ def held_nbytes(kept: Iterable[Kept], record: Record) -> dict[int, int]:
     found: dict[int, int] = {}
     for one in kept:
         if one.generators is not None and one.operation:
-            found[-id(one.generators)] = one.generators.nbytes
+            found |= {-id(state): state.nbytes for state in one.generators.states()}
         for entry in one.entries.values():
             others = record.storage_external[entry.storage] == OTHERS and not entry.private
             if entry.tensor.layout is torch.strided and not others:

@@ -16,6 +16,7 @@ from tapestream.executor.program.calls.patterns import Kinds, Pattern, Patterns
 from tapestream.executor.program.calls.users import by_user
 from tapestream.executor.program.calls.values import Ref, address_of
 from tapestream.executor.program.record.unread import Unread, unread_in
+from tapestream.runner.ambient import TorchGenerators
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
@@ -114,7 +115,8 @@ class Record:
     before which the program let go of it (`ALIVE`: it has not), its storage, the bytes of its cotangent. An argument
     is a value's number, or ``~k`` for external tensor k. ``writes``: by storage, the operations that write into it.
     ``drawn``: the operations that draw; ``draws_nbytes``: what a restart checkpoint takes for the states of generators,
-    0 where the program draws nothing.
+    0 where the program draws nothing; ``own``: generators that are not torch's, by id, with their states before
+    operations were given them first.
     ``switched``: it has said of tensors of others that they need a gradient or not; ``needs``: by operation, which of
     them had another need then than at first.
     ``untried``: the operations of which it is not known for good what they take.
@@ -155,6 +157,7 @@ class Record:
     drawn: "array[int]" = field(default_factory=lambda: array("I"))
     untried: "array[int]" = field(default_factory=lambda: array("I"))
     draws_nbytes: int = 0
+    own: dict[int, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
     switched: bool = False
     needs: dict[int, dict[int, bool]] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=Arrays)
@@ -188,6 +191,17 @@ class Record:
         if self._unread is None:
             self._unread = unread_in(self)
         return self._unread
+
+    def generators(self) -> TorchGenerators:
+        """The states, now, of torch's generators and of others that operations were given."""
+        return TorchGenerators.capture(own=[one for one, _ in self.own.values()])
+
+    def restore(self, generators: TorchGenerators) -> None:
+        """Set generators to these states; those that operations were given only afterwards, to that before the first
+        of these."""
+        for one, state in self.own.values():
+            one.set_state(state)
+        generators.restore()
 
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""

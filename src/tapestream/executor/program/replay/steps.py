@@ -102,7 +102,7 @@ class ProgramSteps:
 
     def _generators(self) -> TorchGenerators:
         if self._first is None or self.program.draws_nbytes:
-            self._first = TorchGenerators.capture()
+            self._first = self.program.generators()
         return self._first
 
     def restore(self, kept: Kept) -> None:
@@ -111,7 +111,7 @@ class ProgramSteps:
         kept.check()
         if self.draws:
             assert kept.generators is not None
-            kept.generators.restore()
+            self.program.restore(kept.generators)
         self._live, self._own = Kept(kept.operation, kept.entries, saves=kept.saves), frozenset()
 
     def state(self) -> list[torch.Tensor]:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tapestream.capture.python_state import containers_behind
 from tapestream.errors import InputError
 from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard
-from tapestream.runner.private import containers_behind, refill
+from tapestream.runner.private import refill
 from tapestream.runner.state import State, take_apart
 
 _KEY = -1  # no handle of a registered hook is negative

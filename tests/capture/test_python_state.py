@@ -1,8 +1,11 @@
-"""What a step reaches without being given it."""
+"""What code reaches without being given it."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from tapestream.frontends.loop.reach import tensors_behind
+from tapestream.capture.python_state import things_behind
 
 SCALE = torch.ones(3, requires_grad=True)
 OFFSET = torch.zeros(3, requires_grad=True)
@@ -14,6 +17,10 @@ def helper(state: torch.Tensor) -> torch.Tensor:
 
 def step(state: torch.Tensor) -> torch.Tensor:
     return helper(state) + OFFSET
+
+
+def tensors_behind(function: Callable[..., Any]) -> list[torch.Tensor]:
+    return things_behind(function, (torch.Tensor,))
 
 
 def test_tensors_of_helpers_beside_the_step_are_found() -> None:
