@@ -66,7 +66,7 @@ def test_the_least_budget_is_told_before_any_child_starts(
     options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--budget", budget]
     result = CliRunner().invoke(make_app(), ["demo", *options])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"--budget {budget} was asked for; the demo's model trains within 43MiB at least")
+    assert result.stderr.startswith(f"--budget {budget} was asked for; the demo's model needs at least 43MiB")
     check_budget(_job(True, "cpu", "43MiB", tmp_path))
 
 

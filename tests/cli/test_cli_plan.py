@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_planned(
 def test_a_file_that_may_not_be_written_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everything
     result = ask(*MODEL, "--budget", "40MiB", "--save", str(tmp_path / "plan.json"))
-    assert (result.exit_code, "may not be written to" in result.stderr) == (2, True)
+    assert (result.exit_code, "writing there is not permitted" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_file_that_is_none_of_metrics_stays(resume: bool, there: bytes, tmp_pa
     (tmp_path / "metrics.jsonl").write_bytes(there)
     found = train(tmp_path, *options)
     assert found.exit_code == 2
-    assert "is no file of metrics" in " ".join(found.stderr.split())
+    assert "is no metrics file" in " ".join(found.stderr.split())
     assert "moving" not in found.stderr
     assert (tmp_path / "metrics.jsonl").read_bytes() == there
 
@@ -217,7 +217,7 @@ def test_what_is_wrong_in_the_midst_ends_the_run_saved_and_mended_it_goes_on(wor
     failed = train(tmp_path, *options, str(tmp_path / "saves"))
     assert failed.exit_code == 2
     assert f"{bad.name} holds the label 254" in failed.stderr
-    assert "(for step 3; the run is saved after step 2: when this is mended, go on with --resume)" in failed.stderr
+    assert "(for step 3; the run is saved after step 2: fix this, then go on with --resume)" in failed.stderr
     assert losses() == expected[:2]
     bad.write_bytes(good)
     found = train(tmp_path, *options, str(tmp_path / "saves"), "--resume")
@@ -344,5 +344,5 @@ def test_a_full_output_is_one_line(tmp_path: Path) -> None:
     command = f"{Path(sys.executable).parent / 'tapestream'} plan gpt2-124m --budget 4GiB > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("cannot write what was to be shown")
+    assert done.stderr.strip().splitlines()[-1].startswith("cannot write the output")
     assert "Traceback" not in done.stderr

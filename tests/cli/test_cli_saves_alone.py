@@ -66,7 +66,7 @@ def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path: Path) -> None:
     resume = ("--saves", str(first), "--resume", "--steps", "3")
     refused = train(tmp_path, *resume)
     assert refused.exit_code == 2
-    assert f"does not hold step 1 as the run in {first} took it" in " ".join(refused.stderr.split())
+    assert f"does not hold step 1 of the run in {first}" in " ".join(refused.stderr.split())
     assert "moving" not in refused.stderr
     assert metrics.read_text() == there
     for before in (lines + there.splitlines()[2] + "\n", ""):  # with a step after the save; a new file

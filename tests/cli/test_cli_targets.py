@@ -269,7 +269,7 @@ ERRORS = [
     (["factories:bare"], "(model, example_batch)"),
     (["factories:broken"], "raised ValueError: no weights here"),
     (["factories:number"], "returned int"),
-    (["factories:scalar_batch"], "no tensor with a dimension of samples"),
+    (["factories:scalar_batch"], "no tensor with a batch dimension"),
     (["missing_module:net"], "set PYTHONPATH"),
     (["unsound:net"], "nothing_of_that_name"),
     (["misspelt:net"], "misspelt.py has a syntax error in line 2: "),
@@ -399,7 +399,7 @@ def test_a_model_beyond_all_memory_is_refused_unmade() -> None:
     ("target", "told"),
     [
         (["gpt", "--layers", "2", "--width", "64", "--vocabulary", "5000", "--seq", "64"], "--vocabulary, --seq and"),
-        (["factories:wide"], "that: it grows with --batch"),
+        (["factories:wide"], "the loss): it grows with --batch"),
     ],
 )
 def test_a_refusal_for_logits_names_options_not_calls(target: list[str], told: str) -> None:

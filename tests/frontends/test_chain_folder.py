@@ -189,9 +189,9 @@ def test_host_memory_is_a_tier_too(tmp_path: Path) -> None:
         ({"home": "device", "folder": "x"}, "leaves nothing for folder='x'"),
         (
             {"home": "device", "planner": "offload", "tail": 1},
-            "moves states to a slower tier, and this chain has none such",
+            "moves states to a slower tier, and this chain has none",
         ),
-        ({"engine": "cuda", "folder": "x", "planner": "offload", "machine": DISKS, "tail": 1}, "does not serve"),
+        ({"engine": "cuda", "folder": "x", "planner": "offload", "machine": DISKS, "tail": 1}, "does not support"),
     ],
 )
 def test_homes_that_cannot_be_are_refused(
@@ -205,7 +205,7 @@ def test_homes_that_cannot_be_are_refused(
 def test_a_given_plan_that_moves_needs_its_tiers(tmp_path: Path) -> None:
     net = Chain(stages_of(), folder=tmp_path, **KNOBS)
     net(rows())
-    with pytest.raises(InputError, match="this chain has none such; give it folder="):
+    with pytest.raises(InputError, match="this chain has none; add folder="):
         Chain(stages_of(), plan=net.plan)(rows())
     assert_exact(again := Chain(stages_of(), plan=net.plan, folder=tmp_path), list(again.stages))
 

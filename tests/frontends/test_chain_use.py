@@ -276,5 +276,5 @@ def test_another_structure_than_profiled_is_refused() -> None:
 
 def test_a_planner_that_moves_states_is_refused() -> None:
     chain = Chain([torch.nn.Linear(8, 8) for _ in range(12)], planner="offload", tail=2, ahead=1)
-    with pytest.raises(InputError, match="'offload' moves states to a slower tier, and this chain has none such"):
+    with pytest.raises(InputError, match="'offload' moves states to a slower tier, and this chain has none"):
         chain(torch.randn(4, 8))

@@ -68,7 +68,7 @@ def test_every_kind_is_where_it_was_asked_to_be(home: ts.Home, tmp_path: Path) -
 
 
 def test_some_kinds_on_the_device_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"the device for some alone \(.*give those kinds the host or the disk"):
+    with pytest.raises(InputError, match=r"only some of them are the device \(.*give those kinds the host or the disk"):
         ts.stream(CASE.model(), device="cpu", home=ts.Home(parameters="device"), folder=tmp_path)
 
 

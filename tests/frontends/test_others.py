@@ -107,7 +107,7 @@ def test_unstream_between_a_call_and_its_backward(tmp_path: Path) -> None:
         net = streamed(budget, tmp_path)
         loss = net(X).sum()
         ts.unstream(net)
-        with pytest.raises(GradientError, match=r"unstream\(\) came between this call"):
+        with pytest.raises(GradientError, match=r"unstream\(\) was called between this call"):
             loss.backward()
         net(X).sum().backward()
         assert all(p.grad is not None for p in net.parameters())

@@ -93,7 +93,7 @@ def test_a_disk_too_small_for_a_step_is_told_before_it_with_the_total(
             return handle_of(model).pool.peak_nbytes(Tier.DISK)
 
     monkeypatch.setattr(os, "statvfs", small)
-    told = r"a step keeps .* \(\d+ bytes\) of .*, the last \d+ of which find no room: .*make room"
+    told = r"a step keeps .* \(\d+ bytes\) of .*, and the last \d+ bytes do not fit: .*make room"
     needed = trained()
     size = 4 * needed // 5
     with pytest.raises(StorageError, match=told):

@@ -57,5 +57,5 @@ def test_sixteen_bits_add_a_master() -> None:
 
 
 def test_an_unknown_optimizer_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="'lion' was asked for; those known are adamw"):
+    with pytest.raises(InputError, match="'lion' was asked for; the known ones are adamw"):
         optimizer_state_factor("lion")

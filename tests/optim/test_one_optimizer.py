@@ -197,7 +197,7 @@ def test_a_save_before_the_step_of_an_update_within_backward_is_refused(
     parts: dict[str, Any]
     path = tmp_path_factory.mktemp("run") / "saves"
     for parts in ({"model": model}, {"optimizer": optimizer}):
-        with pytest.raises(GradientError, match=r"ts.save\(\) came after a backward whose optimizer.step\(\)"):
+        with pytest.raises(GradientError, match=r"ts.save\(\) came after a backward without its optimizer.step\(\)"):
             ts.save(path, **parts)
     assert not path.exists()
     optimizer.step()

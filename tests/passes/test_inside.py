@@ -116,7 +116,7 @@ def test_it_is_never_slower_and_keeps_to_the_budget(data: st.DataObject) -> None
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InputError, match="inside_nbytes=101 are among the saved_nbytes=100"):
+    with pytest.raises(InputError, match="inside_nbytes=101 are a part of saved_nbytes=100"):
         replace(COST, inside_nbytes=101)
     with pytest.raises(InputError, match="inside_seconds"):
         replace(COST, inside_seconds=-1.0)

@@ -69,13 +69,13 @@ def test_joint_is_never_slower_where_the_first_stage_needs_less(drawn):
 @pytest.mark.parametrize(
     ("profile", "says"),
     [
-        (with_first(replace(STAGE, saved_nbytes=9), 5), "stage 0 has saved_nbytes 9 where stage 1 has 8"),
+        (with_first(replace(STAGE, saved_nbytes=9), 5), "stage 0 has saved_nbytes 9, stage 1 has 8"),
         (with_first(replace(STAGE, backward_extra_nbytes=8), 5), "stage 0 has backward_extra_nbytes 8"),
-        (Profile((*[STAGE] * 4, replace(STAGE, forward_seconds=1.5)), 0), "stage 4 has forward_seconds 1.5 where"),
+        (Profile((*[STAGE] * 4, replace(STAGE, forward_seconds=1.5)), 0), "stage 4 has forward_seconds 1.5,"),
         (Profile([STAGE] * 5, 5), "state 0 takes 5 bytes, the next 4"),
         (Profile([STAGE] * 5, 0, carried=(Carried(0, 3, 2),)), "1 storages pass through several states"),
     ],
 )
 def test_what_differs_is_named(name, profile, says):
-    with pytest.raises(InputError, match=rf"{name} is for equal stages .*of these 5 {says}"):
+    with pytest.raises(InputError, match=rf"{name} is for equal stages .*of these 5, {says}"):
         planners[name](profile, None, LINKS)

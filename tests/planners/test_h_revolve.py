@@ -99,8 +99,8 @@ def least_seconds_by_revolve(n, slots):
     [
         ({"slots": (3, 0)}, r"slots\[1\] must be a whole number of at least 1, not 0"),
         ({"slots": (-1, 2)}, r"slots\[0\] must be"),
-        ({"slots": (3, 3, 3, 3)}, "3 such were given"),
-        ({"slots": (3,), "tiers": ("host",)}, "0 such were given for the tiers"),
+        ({"slots": (3, 3, 3, 3)}, "3 were given"),
+        ({"slots": (3,), "tiers": ("host",)}, "0 were given for the slower tiers"),
         ({"slots": (3, 3), "tiers": ("tape",)}, "a slower tier is 'host' or 'disk', not 'tape'"),
         ({"slots": (3, 3), "tiers": (Tier.DEVICE,)}, "a slower tier is"),
         ({"slots": (3, 3, 3), "tiers": ("disk", "host")}, "fastest first"),

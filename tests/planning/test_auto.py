@@ -137,14 +137,14 @@ def test_what_cannot_win_is_not_tried() -> None:
     stages = tuple(StageCost(1.0, 1.0, 4, 40, block=0) for _ in range(30))
     assert candidates(Profile(stages, 4, (BlockCost(9),)), near) == CANDIDATES
     stored = make_plan(chain, None, near)
-    assert all("not tried: nothing is recomputed" in text for _, _, text in stored.alternatives[1:])
+    assert all("not tried: a plan that neither recomputes" in text for _, _, text in stored.alternatives[1:])
 
 
 def test_the_plan_says_how_far_it_is_from_the_fastest_that_can_be() -> None:
     chain = Profile(tuple(StageCost(1.0 + k % 2, 1.0, 4, 40) for k in range(30)), 4)
     text = str(make_plan(chain, 500, MACHINES[0]))
     assert "the next best, " in text
-    assert "above the fastest that can be" in text
+    assert "above the fastest possible" in text
 
 
 @pytest.mark.parametrize(("home", "update"), [(DEVICE, "step"), (DEVICE, None), (DISK, "step")])

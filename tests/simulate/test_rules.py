@@ -139,9 +139,9 @@ PLAIN_CASES: dict[str, tuple[list[Action], int, str]] = {
     "nothing recorded, backwards missing": ([FORWARD, Forward(0, 2), BACKWARD], 3, "Backward(1) and those below"),
     "inside of another": ([FORWARD, KeepInside(1)], 1, "live state must be 1 and is 0"),
     "inside of another run": (
-        [FORWARD, Keep(0), Forward(0, 1), KeepInside(1), Restore(0), Forward(0, 1)], 5, "KeepInside(1) is for a",
+        [FORWARD, Keep(0), Forward(0, 1), KeepInside(1), Restore(0), Forward(0, 1)], 5, "KeepInside(1) must be",
     ),
-    "inside of a record": ([FORWARD, KeepInside(0), Record(0)], 2, "KeepInside(0) is for a Forward of that stage"),
+    "inside of a record": ([FORWARD, KeepInside(0), Record(0)], 2, "KeepInside(0) must be followed by a Forward"),
     "inside of what is recorded": (
         [FORWARD, Keep(0), Record(0), Restore(0), KeepInside(0)], 4, "stage 0 is recorded, or its inside kept",
     ),
@@ -185,7 +185,7 @@ BLOCK_CASES: dict[str, tuple[list[Action], int, str]] = {
     "last optimizer state": ([FORWARD, Free(Value(OPTIMIZER, 0), HOST)], 1, "its last current copy"),
     "gradient overwritten": ([*WHOLE[:9], *TO_HOST, Backward(0)], 12, "would be overwritten instead of added to"),
     "gradient forgotten": (
-        [*WHOLE[:9], Free(Value(GRADIENT, 0), DEVICE), Backward(0)], 10, "was freed with what earlier backwards added",
+        [*WHOLE[:9], Free(Value(GRADIENT, 0), DEVICE), Backward(0)], 10, "was freed with the sum of earlier backwards",
     ),
     "gradient added to in flight": (
         [*WHOLE[:9], Offload(Value(GRADIENT, 0), DEVICE, HOST), Backward(0)], 10, "writes GRADIENT 0 while it is in",
@@ -200,7 +200,7 @@ BLOCK_CASES: dict[str, tuple[list[Action], int, str]] = {
     ),
     "stale copy at the end": (
         [*WHOLE, *TO_HOST, Free(Value(Kind.BUFFERS, 0), DEVICE), STEP, Update(0), Free(Value(GRADIENT, 0), HOST)],
-        17, "PARAMETERS 0 is current in HOST, stale in DEVICE at the end; where the step started it was: HOST",
+        17, "PARAMETERS 0 is current in HOST, stale in DEVICE at the end; at the start of the step it was: HOST",
     ),
     "stale copies cannot be read": (
         [*WHOLE, *TO_HOST, STEP, Update(0), Offload(Value(PARAMETERS, 0), DEVICE, DISK)], 15, "stale in DEVICE",

@@ -301,7 +301,7 @@ def test_signals_do_not_cut_transfers(folder):
 
 
 def test_a_folder_that_cannot_be_made_was_not_removed():
-    with pytest.raises(StorageError, match="it may not be written to; choose another folder"):
+    with pytest.raises(StorageError, match="writing is not permitted; choose another folder"):
         DiskFolder("/proc/tapestream")
 
 

@@ -333,7 +333,7 @@ def test_pieces_in_use_that_leave_no_room_are_said(locked):
     held = [pool.allocate(Tier.HOST, 2**20) for _ in range(10)]
     for region in held[::2]:
         pool.release(region)  # 5 MiB are free, in pieces
-    with pytest.warns(UserWarning, match="between pieces in use are too small for what is needed"):
+    with pytest.warns(UserWarning, match="are free in gaps too small to use"):
         pool.allocate(Tier.HOST, 3 * 2**20)
     pool.close()
 

@@ -40,12 +40,12 @@ def backend_of(device: torch.device) -> Backend | None:
         return Backend(device.type)
     if device.type == "mps":
         raise InputError(
-            "the device 'mps' shares one memory with the CPU, so nothing can be moved out of its way, and its kernels "
-            "are not tested here; use device='cpu', with folder= or home='disk' for what RAM does not hold"
+            "the device 'mps' shares one memory with the CPU, so moving tensors to the host frees nothing, and it is "
+            "not tested; use device='cpu', with folder= or home='disk' if RAM is too small"
         )
     raise InputError(
-        f"the device {str(device)!r} is not served; devices are 'cpu', {', '.join(repr(b.kind) for b in _BACKENDS)} "
-        "and backends that PyTorch knows as PrivateUse1"
+        f"the device {str(device)!r} is not supported; devices are 'cpu', "
+        f"{', '.join(repr(b.kind) for b in _BACKENDS)} and backends that PyTorch knows as PrivateUse1"
     )
 
 

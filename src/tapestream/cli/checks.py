@@ -143,4 +143,4 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"cannot write {str(path)!r}: it is a folder; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"cannot write {str(path)!r}: it may not be written to; choose another place")
+        raise InputError(f"cannot write {str(path)!r}: writing there is not permitted; choose another place")

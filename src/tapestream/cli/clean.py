@@ -22,9 +22,11 @@ def cleaned(folder: Path, remove: bool, json_: bool) -> None:
         show.as_json({"removed": remove, "found": {str(path): nbytes for path, nbytes in found.items()}})
         return
     if not found:
-        show.line(f"Nothing in {folder} is left of runs that are gone.")
+        show.line(f"Nothing in {folder} was left by runs that have ended.")
         return
-    show.table("left by runs that are gone", [(str(p), format_nbytes(n)) for p, n in found.items()], ("folder", "size"))
+    show.table(
+        "left by runs that have ended", [(str(p), format_nbytes(n)) for p, n in found.items()], ("folder", "size")
+    )
     total = format_nbytes(sum(found.values()))
     show.line(f"Removed: {total}." if remove else f"{total} in all; --remove removes them.")
 

@@ -76,7 +76,7 @@ def check_fits(job: Job, limit_nbytes: int) -> None:
     if job.batch * each > limit_nbytes:
         raise InputError(
             f"--batch {job.batch} was asked for: its images of {job.sequence} x {job.sequence} pixels alone take "
-            f"{format_nbytes(job.batch * each)}, and the budget, for them and all that is made of them, is "
+            f"{format_nbytes(job.batch * each)}, but the budget, for images and all that is made of them, is "
             f"{format_nbytes(limit_nbytes)}; far fewer than --batch {max(1, limit_nbytes // each)} fit"
         )
 

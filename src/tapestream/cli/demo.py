@@ -86,8 +86,7 @@ def check_budget(job: Job) -> None:
     if missing is not None and missing.least_nbytes is not None:
         least = -(-missing.least_nbytes // 2**20)
         raise BudgetError(
-            f"--budget {job.budget} was asked for; the demo's model trains within {least}MiB at least: "
-            f"--budget {least}MiB",
+            f"--budget {job.budget} was asked for; the demo's model needs at least {least}MiB: --budget {least}MiB",
             least_nbytes=missing.least_nbytes,
         )
 
@@ -112,7 +111,8 @@ def _play(job: Job, lines: TextIO, compared: int) -> Story:
     )
     plain = plain_nbytes(job)
     show.line(
-        f"Everything stored takes {format_nbytes(plain)}; the budget is {format_nbytes(parse_nbytes(job.budget or 0))}."
+        f"With everything stored, a step takes {format_nbytes(plain)}; the budget is "
+        f"{format_nbytes(parse_nbytes(job.budget or 0))}."
     )
     show.line("1. plain PyTorch in a process that may take the budget and no more", "bold")
     _try_plain(job, story)

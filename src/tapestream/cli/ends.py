@@ -38,7 +38,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             if error.errno not in _UNWRITABLE:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what waits to be written would fail again at the end
-            _failure(f"cannot write what was to be shown: {error.strerror}")
+            _failure(f"cannot write the output: {error.strerror}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             _failure("stopped")

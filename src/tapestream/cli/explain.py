@@ -62,7 +62,7 @@ def _raised(target: str, error: Exception) -> InputError:
 
 def _document(target: str, found: Explanation, rows: int) -> dict[str, Any]:
     return {
-        "program": target, "operations": found.operations, "stretches": len(found.cuts) - 1,
+        "program": target, "operations": found.operations, "segments": len(found.cuts) - 1,
         "restart_checkpoints": list(found.restarts), "budget_nbytes": found.budget_nbytes,
         "peak_nbytes": found.peak_nbytes, "stored_peak_nbytes": max(found.stored_nbytes),
         "sums": {fate: {"tensors": n, "nbytes": nbytes} for fate, (n, nbytes) in found.sums().items()},

@@ -84,8 +84,8 @@ class HardwareOptions:
         checks.one_of("--device", device, ("cpu", "cuda"))
         if measured is not None and measured.device != device:
             raise InputError(
-                f"--machine {self.machine} was measured with --device {measured.device} and knows nothing of --device "
-                f"{device}; leave --device out"
+                f"--machine {self.machine} was measured with --device {measured.device} and holds no speeds of "
+                f"--device {device}; leave --device out"
             )
         self._check_effects(device)
         allowed = self.budget or self.gpu or (self.ram if device == "cpu" else None)

@@ -111,8 +111,8 @@ def arguments(cls: type[nn.Module], config: Any, batch: int, sequence: int) -> d
         found["input_ids"] = _words(config, batch, sequence)
     else:
         raise InputError(
-            f"{cls.__name__} takes {main!r}, and what shape that has is not known here; write a function that returns "
-            "(model, example_batch) and name it as module:factory"
+            f"{cls.__name__} takes {main!r}, whose shape is not known here; write a function that returns (model, "
+            "example_batch) and name it as module:factory"
         )
     if "use_cache" in takes:
         found["use_cache"] = False

@@ -97,7 +97,7 @@ class Record:
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The torch optimizer of this name. Raises InputError for one that is not known."""
     if name not in _OPTIMIZERS:
-        raise InputError(f"--optimizer {name} was asked for; those known are {', '.join(_OPTIMIZERS)}")
+        raise InputError(f"--optimizer {name} was asked for; the known ones are {', '.join(_OPTIMIZERS)}")
     return _OPTIMIZERS[name]
 
 

@@ -19,17 +19,19 @@ Target = Annotated[
     ),
 ]
 Layers = Annotated[int | None, typer.Option(min=1, help="Transformer blocks.")]
-Width = Annotated[int | None, typer.Option(min=1, help="Numbers per token between blocks.")]
+Width = Annotated[int | None, typer.Option(min=1, help="Hidden size: numbers per token between blocks.")]
 TrainedLayers = Annotated[
     int | None,
-    typer.Option("--layers", min=1, help="Transformer blocks, or layers of a ResNet as papers count them: 250002."),
+    typer.Option(
+        "--layers", min=1, help="Transformer blocks, or layers of a ResNet as papers count them, such as 250002."
+    ),
 ]
 TrainedWidth = Annotated[
     int | None,
-    typer.Option("--width", min=1, help="Numbers per token between blocks, or channels of a ResNet's first stage."),
+    typer.Option("--width", min=1, help="Hidden size of a GPT, or channels of a ResNet's first stage."),
 ]
 Heads = Annotated[
-    int | None, typer.Option(min=1, help="Attention heads; by default of size 64, from width 2048 on 128.")
+    int | None, typer.Option(min=1, help="Attention heads; by default of size 64, or of 128 from width 2048 on.")
 ]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Processes that read images beside this one; by default none.")
@@ -51,12 +53,14 @@ Samples = Annotated[
     int | None, typer.Option("--batch", min=1, help="Samples per step; by default 1, or the example's.")
 ]
 Tokens = Annotated[
-    int | None, typer.Option("--seq", min=1, help="Tokens per sequence; by default 2048, or what the model has.")
+    int | None, typer.Option("--seq", min=1, help="Tokens per sequence; by default 2048, or the model's own.")
 ]
-Vocabulary = Annotated[int | None, typer.Option(min=1, help="Tokens known to a GPT; by default GPT-2's 50257.")]
+Vocabulary = Annotated[
+    int | None, typer.Option(min=1, help="Vocabulary of a GPT, in tokens; by default GPT-2's 50257.")
+]
 Blocks = Annotated[
     list[str] | None,
-    typer.Option(help="Class or name of the blocks to stream, where they are not found; may be repeated."),
+    typer.Option(help="Class or name of the blocks to stream, if they are not found; may be repeated."),
 ]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16 (with fp32 masters).")]
 Batch = Annotated[
@@ -72,7 +76,7 @@ Update = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        min=0, max=2**63 - 1, help="Of initial values, dropout and the order of data: equal seeds give equal runs."
+        min=0, max=2**63 - 1, help="Seed of initial values, dropout and the order of data: equal seeds give equal runs."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

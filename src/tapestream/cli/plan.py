@@ -94,7 +94,7 @@ def _write(found: Answer, save: Path | None, plot: Path | None) -> None:
     if len(found.chains) > 1:
         raise InputError(
             f"--save and --plot are for one plan; this model has {len(found.chains)} chains of blocks, each with its "
-            "own"
+            "own plan"
         )
     if save is not None:
         found.chains[0].save(save)

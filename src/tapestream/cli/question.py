@@ -134,7 +134,7 @@ class Question:
             if room is not None and answer.peak_nbytes(tier) > room:  # each part by itself fits
                 raise BudgetError(
                     f"the {len(profiles)} parts of a step together take {format_nbytes(answer.peak_nbytes(tier))} of "
-                    f"{_PLACES[tier][0]}, where there are {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
+                    f"{_PLACES[tier][0]}, which has {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
                 )
         return answer
 

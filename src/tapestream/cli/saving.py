@@ -84,8 +84,8 @@ class Saver:
         there = [line.rstrip("\n") for line in lines if self._told]
         if there and self._told not in there:
             raise InputError(
-                f"--metrics {path} does not hold step {self._step - 1} as the run in {self._folder} took it: it is of "
-                "another run, or has lost its end; name the file of that run, or a new one"
+                f"--metrics {path} does not hold step {self._step - 1} of the run in {self._folder}: it is of another "
+                "run, or its end is missing; name the file of that run, or a new one"
             )
 
     def holds(self, parts: dict[str, Any], progress: Report, *, load: bool) -> None:
@@ -126,8 +126,8 @@ class Saver:
                     raise
                 self._save()
                 raise InputError(
-                    f"{error} (for step {self._step + 1}; the run is saved after step {self._step}: when this is "
-                    "mended, go on with --resume)"
+                    f"{error} (for step {self._step + 1}; the run is saved after step {self._step}: fix this, then go "
+                    "on with --resume)"
                 ) from error
             yield batch
 
@@ -138,7 +138,7 @@ class Saver:
             return what
         self._step, self._told = step, ""
         self._save()
-        return f"{what} (the run is saved after step {self._step}: when this is mended, go on with --resume)"
+        return f"{what} (the run is saved after step {self._step}: fix this, then go on with --resume)"
 
     def _save(self) -> None:
         if self._folder is not None:
@@ -156,8 +156,8 @@ class Saver:
         found = Saves(self._folder).complete() if self._folder is not None else []
         if found:
             raise InputError(
-                f"{self._folder} holds saves of an earlier run, the last of them {found[-1].name}, which those of a "
-                "new one would push out; go on with it (--resume), or name another folder"
+                f"{self._folder} holds saves of an earlier run, the last of them {found[-1].name}, which a new run "
+                "would remove; go on with it (--resume), or name another folder"
             )
 
     @contextmanager

@@ -102,8 +102,8 @@ def _made(target: str, wish: TargetOptions) -> Subject:
         config = getattr(model, "config", None)
         if getattr(model, "main_input_name", None) is None or config is None:
             raise InputError(
-                f"{target} returned a {type(model).__name__} and nothing that it could be called with; let it return "
-                "(model, example_batch), the batch a tensor, a tuple of arguments or a dict of named ones"
+                f"{target} returned a {type(model).__name__} without an example batch; return (model, example_batch), "
+                "the batch a tensor, a tuple of arguments or a dict of named ones"
             )
         return _hugging_face(target, wish, config, type(model), make)
     if wish.sequence is not None:
@@ -146,7 +146,7 @@ def _called(target: str, factory: Callable[[], Any]) -> tuple[nn.Module, Any]:
 def _batch_size(target: str, example: Any) -> int:
     sizes = [t.shape[0] for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 0]
     if not sizes:
-        raise InputError(f"the example batch of {target} holds no tensor with a dimension of samples; add one")
+        raise InputError(f"the example batch of {target} holds no tensor with a batch dimension; add one")
     return int(sizes[0])
 
 

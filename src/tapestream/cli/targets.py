@@ -118,8 +118,8 @@ def gpt_shape(
         )
     if heads is not None and width % heads:
         raise InputError(
-            f"--width {width} was asked for with --heads {heads}, of which it is no multiple; the next width that is "
-            f"one: --width {width + heads - width % heads}"
+            f"--width {width} was asked for, which is no multiple of --heads {heads}; the next multiple: --width "
+            f"{width + heads - width % heads}"
         )
     return GPTShape(layers, width, heads or _heads(width), vocabulary or 50257, context or 2048)
 

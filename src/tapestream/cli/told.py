@@ -10,7 +10,7 @@ _WORDS = (
     (_WHERE.format("HOST"), r"the plan takes \1 of RAM, and \2 are allowed (--host-budget)"),
     (_WHERE.format("DISK"), r"the plan takes \1 of the disk, and \2 are free"),
     (rf"^(?:{_WHO})(?:\(\))?: ", ""),
-    (r": if it is a linear layer and F\.cross_entropy, stream\(.*?\) never makes all logits", ""),
+    (r": for a linear head and F\.cross_entropy, stream\(.*?\) never makes all logits", ""),
     (r"(is some block not deterministic\?) stream\(\.\.\., verify=True\) finds it", r"\1"),
     (r", or say how many await their backward at once: Budget\(\.\.\., calls=\)", ""),
     (r", or plan it as it is, in Python: tapestream\.plan\(model, batch\)", ""),

@@ -85,10 +85,10 @@ def _ended(job: Job, records: Sequence[Record], metrics: Path, earlier: Path | N
     else:
         show.line(f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(records)} steps; each step is in {metrics}")
         if earlier is not None:
-            show.line(f"those of an earlier run, which were there, are in {earlier}")
+            show.line(f"the steps of an earlier run, found there, are in {earlier}")
     if not math.isfinite(last.loss):
         since = max((record.step + 1 for record in records if math.isfinite(record.loss)), default=first.step)
-        show.warning(f"the loss is no finite number since step {since}; is --rate {job.rate:g} too high?")
+        show.warning(f"the loss has not been finite since step {since}; is --rate {job.rate:g} too high?")
     return last.step + 1
 
 
@@ -105,8 +105,8 @@ def writing(path: Path, *, append: bool = False) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         if append and path.is_file() and not _are_metrics(path):
             raise InputError(
-                f"--metrics {path} is there already and is no file of metrics of a run of `tapestream train`, which "
-                "would write over it; name another file"
+                f"--metrics {path} exists and is no metrics file of `tapestream train`, which would overwrite it; name "
+                "another file"
             )
         lines = path.open("a+" if append else "w", encoding="utf-8")
         try:

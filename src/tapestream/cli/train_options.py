@@ -122,7 +122,7 @@ def side_of(wanted: NetworkOptions, backbone: ResNetConfig) -> int:
 def _refuse(wanted: NetworkOptions, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None:
-            raise InputError(f"--{name} {value} was asked for; it means nothing to {wanted.model}: leave it out")
+            raise InputError(f"--{name} {value} was asked for; it does not apply to {wanted.model}: leave it out")
 
 
 def backbone_of(wanted: NetworkOptions) -> ResNetConfig:
@@ -152,8 +152,8 @@ def segmenting(backbone: ResNetConfig, wanted: NetworkOptions, classes: int) -> 
             raise
         fitting = (w for w in range(backbone.width, backbone.width + 65) if not _with(backbone, w).features[-1] % 64)
         raise InputError(
-            f"--width {backbone.width} was asked for, with which {wanted.model} ends in {backbone.features[-1]} "
-            f"channels, which its attentions cannot divide; the next width that is right: --width {next(fitting)}"
+            f"--width {backbone.width} was asked for: {wanted.model} then ends in {backbone.features[-1]} channels, "
+            f"which its attentions cannot divide; the next width that works: --width {next(fitting)}"
         ) from error
 
 
@@ -167,8 +167,8 @@ def check_norms(backbone: ResNetConfig, batch: int, size: int) -> None:
     stride = min(stride, backbone.output_stride or stride)
     if batch == 1 and size <= stride:
         raise InputError(
-            f"--batch 1 was asked for with --size {size}, of which the last stage leaves one pixel: norms over a batch "
-            f"need more than one value per channel in training; use --batch 2, or --size {stride + 1}"
+            f"--batch 1 was asked for with --size {size}: the last stage has one pixel, and norms over a batch need "
+            f"more than one value per channel in training; use --batch 2, or --size {stride + 1}"
         )
 
 

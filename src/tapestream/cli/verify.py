@@ -85,14 +85,14 @@ def _check_room(subject: Subject, device: str) -> None:
     if stored + 2 * gradients > free:
         raise InputError(
             f"{subject.name} takes about {format_nbytes(stored + 2 * gradients)} for plain PyTorch's step of "
-            f"{subject.step(subject.batch)} and two copies of its gradients, and {format_nbytes(free)} are free; "
+            f"{subject.step(subject.batch)} and two copies of its gradients, but {format_nbytes(free)} are free; "
             "verify fewer layers of it, or a smaller --batch or --seq"
         )
 
 
 def _advised(error: BudgetError, subject: Subject) -> BudgetError:
     """``error``, with options in place of arguments of Python."""
-    text, calls, _ = str(error).partition(": if it is a linear layer")
+    text, calls, _ = str(error).partition(": for a linear head")
     options = "--batch" if subject.sequence is None else "--seq and --batch"
     if subject.config is not None:
         options = f"--vocabulary, {options}"

@@ -30,7 +30,9 @@ class Budget:
         if self.device_nbytes == 0:
             raise InputError("a device budget of 0 bytes leaves no room for anything")
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
-            raise InputError(f"Budget(calls={calls!r}): how many calls await their backward at once is 1, 2, ..")
+            raise InputError(
+                f"Budget(calls={calls!r}): the number of calls that await their backward at once must be 1 or more"
+            )
         self.calls = calls
 
     @classmethod

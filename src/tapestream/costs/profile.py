@@ -64,7 +64,7 @@ class Profile:
             object.__setattr__(self, "stages", tuple(self.stages))
         object.__setattr__(self, "ends", tuple(self.ends))  # from a file it is a list
         if any(stop - start < 1 for start, stop in self.spans):
-            raise InputError(f"Profile: ends={self.ends} leave a branch of {len(self)} stages without any stage")
+            raise InputError(f"Profile: ends={self.ends} leave a branch without any stage, of {len(self)} stages")
         distinct = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         for cost in distinct:
             if not isinstance(cost, StageCost):

@@ -63,7 +63,7 @@ class StageCost:
         duration("StageCost", "inside_seconds", self.inside_seconds)
         if self.inside_nbytes > self.saved_nbytes:
             raise InputError(
-                f"StageCost: inside_nbytes={self.inside_nbytes} are among the saved_nbytes={self.saved_nbytes} and "
+                f"StageCost: inside_nbytes={self.inside_nbytes} are a part of saved_nbytes={self.saved_nbytes} and "
                 "cannot be more"
             )
         if self.gradient_nbytes and self.block is not None:

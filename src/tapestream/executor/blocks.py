@@ -202,8 +202,8 @@ class BlockStore:
         thawed = [block for block in self.blocks if block.thawed]
         if thawed and live:
             raise InputError(
-                "requires_grad was switched on for a parameter that was frozen at stream(), between a forward and its "
-                "backward: its block cannot be laid out anew while that forward's tape lasts; call backward() first"
+                "requires_grad was switched on between a forward and its backward, for a parameter that was frozen at "
+                "stream(): its block cannot change while that forward's tape exists; call backward() first"
             )
         if thawed:
             self.settle()

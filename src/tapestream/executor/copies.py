@@ -212,9 +212,9 @@ class BlockCopies:
             found, was = parameters[number], views[number]
             if (found.dtype, found.shape) != (was.dtype, was.shape):
                 raise InputError(
-                    f"a streamed parameter's data was replaced by {found.dtype} of shape {list(found.shape)}, it "
-                    f"was {was.dtype} of {list(was.shape)}; convert or resize the model before stream(), or call "
-                    "tapestream.unstream(model), which keeps what was put there, and stream it again"
+                    f"a streamed parameter's data was replaced by {found.dtype} of shape {list(found.shape)}, it was "
+                    f"{was.dtype} of {list(was.shape)}; convert or resize the model before stream(), or call "
+                    "tapestream.unstream(model), which keeps the new data, and stream it again"
                 )
         if looked_at:
             before = self.bytes_at(value, home)

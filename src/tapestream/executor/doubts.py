@@ -66,7 +66,7 @@ class Doubts:
         written = [name for name, flag in zip(asked.names, asked.answers.tolist(), strict=True) if flag]
         if written:
             raise GradientError(
-                f"{written[0]} wrote into its parameters by way of .data in a call without gradients, which it did not "
-                "do in the first such call, so what it wrote was not copied home and is lost; write into the "
-                "parameter itself (p.copy_(..) under torch.no_grad()), which can be seen, or outside of the model"
+                f"{written[0]} wrote into its parameters through .data in a call without gradients, but not in the "
+                "first such call. The write was not copied home and is lost; write into the parameter itself "
+                "(p.copy_(..) under torch.no_grad()), or outside of the model"
             )

@@ -32,9 +32,9 @@ class SteppedGradient(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             raise GradientError(
-                f"{name} was called on the gradient of a streamed parameter, but with update='backward' each "
-                f"block's gradient is used as soon as it "
-                "arrives and then gone. Clipping by global norm, GradScaler and reading .grad need update='step'"
+                f"{name} was called on the gradient of a streamed parameter, but with update='backward' each block's "
+                "gradient is used as soon as it arrives and then dropped. Clipping by global norm, GradScaler and "
+                "reading .grad need update='step'"
             )
         if name in _CHANGING_NOTHING:
             return args[0]

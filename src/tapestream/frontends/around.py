@@ -36,7 +36,7 @@ def uncompiled(method: Callable[P, R]) -> Callable[P, R]:
 
 def check_around(what: str) -> None:
     """Raise InputError inside a `Program` and inside hooks on saved tensors."""
-    check_no_program(f"ts.{what}", "give the program the plain function, for which its budget holds too")
+    check_no_program(f"ts.{what}", "use the plain function, which the program's budget covers too")
     check_no_hooks(what)
 
 
@@ -49,6 +49,6 @@ def check_no_program(what: str, instead: str) -> None:
     """Raise InputError inside a `Program`, for which such a call would be one that it can neither see nor repeat."""
     if listener_now() is not None:
         raise InputError(
-            f"a {what} is called inside a ts.Program, which cannot run it again; call it outside and hand its result "
+            f"a {what} is called inside a ts.Program, which cannot run it again; call it outside and pass its result "
             f"in, or {instead}"
         )

@@ -199,6 +199,6 @@ def check_lanes(plan: Plan, below: Below) -> None:
 
 def _nowhere(planner: str) -> InputError:
     return InputError(
-        f"planner {planner!r} moves states to a slower tier, and this chain has none such; give it folder='path/on/a/"
-        "fast/disk' (on a GPU host memory does), or use one that only recomputes, 'rotor' or 'auto' say"
+        f"planner {planner!r} moves states to a slower tier, and this chain has none; add folder='path/on/a/fast/disk' "
+        "(on a GPU, host memory is one), or use a planner that only recomputes, such as 'rotor' or 'auto'"
     )

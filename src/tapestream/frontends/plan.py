@@ -139,8 +139,8 @@ def verify(model: nn.Module, batch: Any) -> None:
     unsteady = [name for name in plain if _differ(plain[name], again[name])]
     if len(unsteady) == len(plain):
         raise GradientError(
-            "verify: plain PyTorch itself differs in all that a second run gives, so nothing can be compared: "
-            "the model is not deterministic; draw its random numbers from PyTorch's generators, and see whether "
+            "verify: two runs of plain PyTorch itself differ in everything, so nothing can be compared: the model is "
+            "not deterministic; draw its random numbers from PyTorch's generators, and see whether "
             "torch.use_deterministic_algorithms(True) helps"
         )
     if unsteady:

@@ -19,7 +19,7 @@ def home_tiers(home: Tier | HomeTiers) -> HomeTiers:
     if len({tier is Tier.DEVICE for tier in home.values()}) > 1:
         names = ", ".join(f"{kind.value} in {tier.name}" for kind, tier in home.items())
         raise InputError(
-            f"a home for each kind was asked for, the device for some alone ({names}); plans keep on the device what "
-            "fits: give those kinds the host or the disk, or all kinds the device"
+            f"a home for each kind was asked for, but only some of them are the device ({names}); plans keep on the "
+            "device what fits: give those kinds the host or the disk, or all kinds the device"
         )
     return home

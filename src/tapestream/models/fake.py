@@ -147,8 +147,8 @@ def _scalar(tensor: torch.Tensor) -> bool:
         return False
     raise NeedsNumbers(
         f"the model's forward reads a number of type {tensor.dtype} out of a tensor (.item(), int(), a loop over "
-        "tensors), and what it does depends on it, so that it cannot be planned without running it: use "
-        "tapestream.plan(model, batch) in Python"
+        "tensors) and depends on it, so it cannot be planned without running it: use tapestream.plan(model, batch) in "
+        "Python"
     )
 
 

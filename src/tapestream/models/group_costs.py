@@ -19,7 +19,7 @@ _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 def optimizer_state_factor(optimizer: str) -> int:
     """Tensors of a parameter's shape that an optimizer keeps. Raises InputError for one that is not known."""
     if optimizer not in _STATE_TENSORS:
-        raise InputError(f"optimizer {optimizer!r} was asked for; those known are {', '.join(_STATE_TENSORS)}")
+        raise InputError(f"optimizer {optimizer!r} was asked for; the known ones are {', '.join(_STATE_TENSORS)}")
     return _STATE_TENSORS[optimizer]
 
 

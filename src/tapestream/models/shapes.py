@@ -103,7 +103,7 @@ class ResNetConfig:
         if depth % 2 or blocks < stages:
             raise InputError(
                 f"a ResNet for small images has 2 layers and 2 more per block, in {stages} stages of a block or more; "
-                f"{depth} layers were asked for: the nearest that can be is {max(2 + 2 * stages, depth + depth % 2)}"
+                f"{depth} layers were asked for: the nearest possible is {max(2 + 2 * stages, depth + depth % 2)}"
             )
         each = tuple(blocks // stages + (n < blocks % stages) for n in range(stages))
         return cls("basic", each, **{"width": width, "stem": "cifar", "classes": 10, **changes})
@@ -116,7 +116,7 @@ class ResNetConfig:
         if left or blocks < 11:
             raise InputError(
                 f"a ResNet of bottlenecks has 2 layers and 3 more per block, 11 blocks or more; {depth} layers were "
-                f"asked for: the nearest that can be is {2 + 3 * max(11, round((depth - 2) / 3))}"
+                f"asked for: the nearest possible is {2 + 3 * max(11, round((depth - 2) / 3))}"
             )
         return cls("bottleneck", (3, 4, blocks - 10, 3), **{"width": width, **changes})
 

@@ -27,8 +27,8 @@ class Scaled:
         if self.reads_below and not self._by_ours:
             raise InputError(
                 "torch.amp.GradScaler reads its scale in RAM before it has arrived there, and this model's gradients "
-                "live in RAM or on a disk; use ts.GradScaler, which is the same and waits, or bfloat16, which needs no "
-                "scaler. Gradients that were unscaled are wrong: call zero_grad()"
+                "live in RAM or on a disk; use ts.GradScaler, which waits and is otherwise the same, or bfloat16, "
+                "which needs no scaler. Gradients that were unscaled are wrong: call zero_grad()"
             )
         return False
 

@@ -85,7 +85,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         try:
             super().__init__(filled, dict(small.defaults))
         except (TypeError, ValueError) as error:
-            raise InputError(f"these groups of parameters are not for an optimizer: {error}") from error
+            raise InputError(f"an optimizer cannot take these groups of parameters: {error}") from error
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
         self._mine = frozenset(map(id, parameters))
@@ -168,8 +168,8 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self._check_current("step()")
         if self._gone and not self._rule.updated:
             raise GradientError(
-                "step() came after a state was loaded over the updates of the last backward (update='backward'), whose "
-                "gradients of blocks are gone; run a backward first"
+                "step() came after a state was loaded over the updates of the last backward (update='backward'), and "
+                "the gradients of blocks are gone; run a backward first"
             )
         loss = None
         if closure is not None:
@@ -186,10 +186,9 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         """Raise GradientError where ``what`` comes while blocks are a step ahead of the rest of the model."""
         if self.update == "backward" and self._rule.updated:
             raise GradientError(
-                f"{what} came after a backward whose optimizer.step() has not come: with update='backward' that "
-                "backward has updated the blocks already, so that gradients are not accumulated over several "
-                "backwards, and no step can be left out; call optimizer.step() after each backward, or use "
-                "update='step'"
+                f"{what} came after a backward without its optimizer.step(): with update='backward' that backward has "
+                "updated the blocks already, so gradients cannot be accumulated over several backwards, and no step "
+                "can be left out; call optimizer.step() after each backward, or use update='step'"
             )
 
     def check_forward(self) -> None:
@@ -199,8 +198,8 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
             return
         if self.update == "backward" and self._outside is not None and self._outside.has_taken():
             raise GradientError(
-                "a forward came after optimizer.step() without zero_grad(), so that gradients would be accumulated but "
-                "for those of blocks, which update='backward' updates at once; call optimizer.zero_grad() before it"
+                "a forward came after optimizer.step() without zero_grad(): gradients would be accumulated, except "
+                "those of blocks, which update='backward' updates at once; call optimizer.zero_grad() before it"
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,10 +274,10 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         other = self._handle.optimizer
         if other is not None and not other._used and other._mine.isdisjoint(self._mine):
             raise InputError(
-                f"an optimizer for {len(self._mine)} parameters of a streamed model was asked for, which has one for "
-                f"{len(other._mine)} others that was never stepped; there is one at a time, and a new one replaces "
-                "it: make one with groups=[{'params': [...], 'lr': ...}, {'params': [...], ...}], or, where classes "
-                "differ, use torch's own for the smaller part, whose state stays in memory"
+                f"an optimizer for {len(self._mine)} parameters of a streamed model was asked for, but the model has "
+                f"one for {len(other._mine)} others that was never stepped; there is one at a time, and a new one "
+                "replaces it: make one with groups=[{'params': [...], 'lr': ...}, {'params': [...], ...}], or, for "
+                "different classes, use torch's own for the smaller part (its state stays in memory)"
             )
 
     def _check_current(self, what: str) -> None:

@@ -17,8 +17,8 @@ def equal_stages(name: str, profile: Profile, instead: str = "rotor") -> StageCo
     different = _difference(profile, cost)
     if different:
         raise InputError(
-            f"{name} is for equal stages (of the same seconds and bytes, without carried storages, state 0 no larger "
-            f"than the others), and of these {len(profile)} {different}; use planner {instead!r}, which takes any chain"
+            f"{name} is for equal stages (the same seconds and bytes, no carried storages, state 0 no larger than the "
+            f"others), but of these {len(profile)}, {different}; use planner {instead!r}, which takes any chain"
         )
     for what in ("forward_seconds", "backward_seconds", "recorded_seconds"):
         finite(name, what, getattr(cost, what))
@@ -47,7 +47,7 @@ def _difference(profile: Profile, cost: StageCost) -> str:
         unlike = [name for name in names if k or not _may_differ(name, other, cost, no_cotangent)]
         if unlike:
             one, like = getattr(other, unlike[0]), getattr(cost, unlike[0])
-            return f"stage {k} has {unlike[0]} {one} where stage 1 has {like}"
+            return f"stage {k} has {unlike[0]} {one}, stage 1 has {like}"
     return ""
 
 

@@ -204,8 +204,8 @@ def _too_small(name: str, root: Node, peak: int, profile: Profile, limit: int) -
         stage = stage if error.stage is None else error.stage
     return BudgetError(
         f"{name}: a device budget of {format_nbytes(limit)} ({limit} bytes) was asked for, but the leanest schedule "
-        f"found needs {format_nbytes(peak)} ({peak} bytes), reached at stage {stage}; "
-        f"give at least {peak} bytes, or make that stage smaller (less batch, or two stages instead of one)",
+        f"found needs {format_nbytes(peak)} ({peak} bytes), reached at stage {stage}; give at least {peak} bytes, or "
+        "make that stage smaller (a smaller batch, or two stages instead of one)",
         least_nbytes=peak,
         stage=stage,
     )

@@ -78,8 +78,8 @@ def direct_tier(name: str, machine: Machine | None, tier: Tier | str | None) -> 
     if machine is not None:
         if len(machine.route(target)) > 2:
             raise InputError(
-                f"{name}: {target.name} is reached by way of HOST, and copies hide behind computation on a direct "
-                "link only; use tier='host'"
+                f"{name}: {target.name} is reached by way of HOST, and only copies on a direct link overlap with "
+                "computation; use tier='host'"
             )
         machine.link(DEVICE, target)
         machine.link(target, DEVICE)

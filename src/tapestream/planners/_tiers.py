@@ -136,8 +136,8 @@ class Two:
         if len(self.store.route) > 2:
             between = self.store.route[1].name
             raise InputError(
-                f"{self.name}: {self.store.tier.name} is reached by way of {between}, and copies hide behind "
-                f"computation on a direct link only; use tier={between.lower()!r} or planner 'h_revolve'"
+                f"{self.name}: {self.store.tier.name} is reached by way of {between}, and only copies on a direct link "
+                f"overlap with computation; use tier={between.lower()!r} or planner 'h_revolve'"
             )
         return self.store
 

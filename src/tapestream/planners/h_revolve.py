@@ -51,7 +51,9 @@ def plan(
     else:
         held = [positive(NAME, f"slots[{k}]", count, n) for k, count in enumerate(slots)]
     if n * n * sum(held[1:]) > _MOST_WORK * len(stores):
-        raise InputError(f"{NAME}: {n} stages with slots={tuple(held)} take too long; give less, or use 'disk_revolve'")
+        raise InputError(
+            f"{NAME}: {n} stages with slots={tuple(held)} take too long to plan; give fewer, or use 'disk_revolve'"
+        )
     levels = [_Level(store, count) for store, count in zip(stores, held[1:], strict=True) if count]
     nbytes = {Tier.DEVICE: device_nbytes(profile, held[0])} | {level.store.tier: 0 for level in levels}
     for level in levels:
@@ -78,8 +80,8 @@ def _stores(
         below = [*hosts, *disks][:count]
     if below != sorted(set(below)) or count not in (None, len(below)):
         raise InputError(
-            f"{NAME}: slots= is a count for the device, then one for each slower tier, fastest first; {count} "
-            f"such were given for the tiers {[tier.name for tier in below]}; give as many, or name the tiers (tiers=)"
+            f"{NAME}: slots= is a count for the device, then one for each slower tier, fastest first; {count} were "
+            f"given for the slower tiers {[tier.name for tier in below]}; give as many, or name the tiers (tiers=)"
         )
     return [Store.of(NAME, tier, cost.output_nbytes, machine) for tier in below]
 

@@ -176,7 +176,7 @@ class _Search:
         links = self.terms.machine.links if self.terms.machine else {}
         free = not simulation.bytes_moved or not any(link.busy_seconds for link in links.values())
         if free and simulation.stall_seconds == 0 and simulation.forwards == self.terms.profile.runs:
-            return "nothing is recomputed and nothing waits already"
+            return "a plan that neither recomputes nor waits was found"
         if self.bound and found.seconds <= self.bound * (1 + 1e-9):
             return "no schedule is faster at this budget"
         return ""
@@ -185,7 +185,7 @@ class _Search:
         """How far from the lower bound, for plans that recompute or wait."""
         if not self.bound or found.seconds <= self.bound * 1.0005:
             return ""
-        return f", at most {found.seconds / self.bound - 1:.1%} above the fastest that can be"
+        return f", at most {found.seconds / self.bound - 1:.1%} above the fastest possible"
 
     def _found(self, tapes: Tapes) -> Found | None:
         terms = self.terms

@@ -57,8 +57,8 @@ def check_repeats(name: str, first: State, again: State) -> None:
     if not all(map(_alike, first.tensors, again.tensors)):
         raise InputError(
             f"{name} returns something else when it runs again on the same input, so recomputing it would give wrong "
-            "gradients: it counts, draws from a generator of its own, or reads what changes, where this cannot be seen "
-            "(in a function's attributes, in a class, in slots, in a custom operation). Put that into the state, a "
+            "gradients: it counts, draws from a generator of its own, or reads something that changes, in a place that "
+            "is not checked (a function's attributes, a class, slots, a custom operation). Put that into the state, a "
             "buffer or a number that is an attribute of a module, or draw from the global generators"
         )
 
@@ -81,7 +81,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _refusal(stage: str, name: str, *, further: bool) -> str:
     what = "goes further with each run" if further else "changes what the next run returns"
     return (
-        f"{stage} changes {name!r}, which {what}: recomputed for its backward, it would not find what it found. Put it "
-        "into the state or return it, make it a buffer or a number that is an attribute of a module (recomputes find "
-        "those as they were), or change it only where tapestream.recomputing() is false"
+        f"{stage} changes {name!r}, which {what}: a recompute would not find the old value. Put it into the state or "
+        "return it, make it a buffer or a number that is an attribute of a module (recomputes find those as they "
+        "were), or change it only if tapestream.recomputing() is false"
     )

@@ -39,7 +39,7 @@ def check_depth(nodes: int, device: torch.device) -> None:
 
 def _too_deep(nodes: int, hint: str) -> GradientError:
     return GradientError(
-        f"one stage, step, block or opaque module builds a graph of more than {nodes} operations, which PyTorch cannot "
-        "free once it has been looked at; cut it into several, or call it within a ts.Program, whose graphs may be of "
-        f"any size{hint}"
+        f"one stage, step, block or leaf module builds a graph of more than {nodes} operations, which PyTorch cannot "
+        "free after it has been searched; split it, or call it within a ts.Program, whose graphs may be of any "
+        f"size{hint}"
     )

@@ -70,10 +70,10 @@ def reached_leaves(
         elif node._sequence_nr() < since:
             user = name if isinstance(name, str) else name(user_of(outputs, node))
             raise GradientError(
-                f"{user} uses a tensor that was computed before the stage and requires a gradient "
-                f"(made by {node.name()}); pass it through the state, so that its gradient is not lost, or detach(). "
-                "If a module keeps it from an earlier call (a cache), switch that off: use_cache=False, say; if it is "
-                "learned keys and values in one (prefix tuning), tune prompts or LoRA adapters instead"
+                f"{user} uses a tensor that was computed before the stage and requires a gradient (made by "
+                f"{node.name()}); pass it through the state, so that its gradient is not lost, or detach(). If a "
+                "module keeps it from an earlier call (a cache), switch that off: use_cache=False, say; if the cache "
+                "holds learned keys and values (prefix tuning), tune prompts or LoRA adapters instead"
             )
     return list(leaves.values())
 

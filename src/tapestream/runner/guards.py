@@ -129,7 +129,7 @@ def refusing_transforms(name: str) -> Iterator[None]:
         if "saved tensor hooks" not in str(error):
             raise
         raise InputError(
-            f"{name} calls torch.func's grad, vjp, jacrev or hessian, which cannot be used where saved tensors are "
+            f"{name} calls torch.func's grad, vjp, jacrev or hessian, which do not work while saved tensors are "
             "dropped and recomputed; make it a torch.autograd.Function that calls torch.autograd.grad in its forward"
         ) from error
 
@@ -145,14 +145,14 @@ def refuse_hooks(name: str, *harmless: str) -> None:
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if disabled is not None:
         raise InputError(
-            f"{name} is called where hooks on saved tensors are disabled ({disabled!r}), and it needs some; call it "
-            "outside of disable_saved_tensors_hooks and of torch.func's transforms"
+            f"{name} needs hooks on saved tensors, which are disabled here ({disabled!r}); call it outside of "
+            "disable_saved_tensors_hooks and of torch.func's transforms"
         )
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if top is not None and not str(getattr(top[0], "__module__", "")).startswith((*_HOOKS_OF, *harmless)):
         raise InputError(
-            f"{name} is called inside saved_tensors_hooks (save_on_cpu, say), which would see nothing of what it "
-            "saves; leave them out (folder= and home= say where that may go), or enter them inside the function"
+            f"{name} is called inside saved_tensors_hooks (save_on_cpu, say), which would miss the tensors that it "
+            "saves; leave them out (folder= and home= say where tensors go), or enter them inside the function"
         )
 
 

@@ -26,8 +26,8 @@ def refused(wanted: str) -> None:
     """In place of what puts it back: raise GradientError."""
     # PyTorch has two ways to set it, and some questions raise where both are used.
     raise GradientError(
-        f"an operation had the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
-        "allow_tf32) and is to run again with another; leave it as it is until after backward"
+        f"an operation ran with the precision {wanted!r} of float32 products (torch.set_float32_matmul_precision, "
+        "allow_tf32) and has to run again with another; do not change it until after backward"
     )
 
 

@@ -30,8 +30,8 @@ def check_passable(name: str, state: State, live: Sequence[torch.Tensor] = ()) -
     odd = taking_over(tensors) or next((str(t.layout) for t in tensors if t.layout is not torch.strided), None)
     if odd is not None:
         raise InputError(
-            f"{name}: the state holds a tensor of class or layout {odd}, which a recompute could not get as it was; "
-            "pass its parts (values, indices, mask) as plain tensors and put them together inside the stage"
+            f"{name}: the state holds a tensor of class or layout {odd}, which a recompute cannot restore; pass its "
+            "parts (values, indices, mask) as plain tensors and put them together inside the stage"
         )
     named = next((n for t in live if type(t) is torch.Tensor for n in vars(t) if not n.startswith("_")), None)
     if named is not None:
@@ -47,8 +47,8 @@ def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{name} holds {type(module).__name__}, made by torch.jit.script or trace, which runs another graph "
-                "from call to call, and other bits come out; use the module that it was made from"
+                f"{name} holds {type(module).__name__}, made by torch.jit.script or trace, whose graph, and with it "
+                "the bits, changes from call to call; use the module that it was made from"
             )
         if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise InputError(

@@ -73,14 +73,14 @@ def first_run(
         for other in stages:
             other.stills.draws_host = True
         raise GradientError(
-            f"{stage.name} drew from Python's or NumPy's generator, which it did not do when it was profiled, so "
-            "that a recompute would draw other numbers; from the next call on their states are kept: run the step "
+            f"{stage.name} drew from Python's or NumPy's generator, which it did not do when it was profiled, so a "
+            "recompute would draw other numbers; from the next call on the generators' states are kept: run the step "
             "again"
         )
     if versions() != then:
         raise GradientError(
-            f"{stage.name} has changed one of its own parameters, which it did not do when it was profiled, so "
-            "that a recompute would use the new one; change parameters outside of the stage"
+            f"{stage.name} has changed one of its own parameters, which it did not do when it was profiled, so a "
+            "recompute would use the new one; change parameters outside of the stage"
         )
     after = stage.stills.look(stage.function, own, traits.cells)
     try:

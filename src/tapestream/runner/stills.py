@@ -116,8 +116,8 @@ class Stills:
         found = self._differing(then, now, written)
         if found:
             raise GradientError(
-                f"{name}: {self._what(found[0])} was changed between the call and its backward, so that recomputing "
-                "would give other values; run backward first, or set back what was changed"
+                f"{name}: {self._what(found[0])} was changed between the call and its backward, so recomputing would "
+                "give other values; run backward first, or undo the change"
             )
 
     def changed_by_itself(self, name: str, before: Look, after: Look, written: Sequence[Slot]) -> BufferSnapshot | None:
@@ -133,8 +133,8 @@ class Stills:
             all_known = all(one.slot is not None for one in lost)
             raise GradientError(
                 f"{name}: {self._what(lost[0])} was changed by the stage itself, which it did not do when it was "
-                "profiled, so that a recompute would see the new one; "
-                + ("from the next call on the old one is kept: run the step again" if all_known else
+                "profiled, so a recompute would see the new value; "
+                + ("from the next call on the old value is kept: run the step again" if all_known else
                    "give it to the stage as an argument, or keep it as a buffer or number of a module")
             )  # fmt: skip
         slots = tuple(one.slot for one in found if one.slot is not None)

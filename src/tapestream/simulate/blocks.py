@@ -42,7 +42,7 @@ class Blocks:
                 "added to; Prefetch it first"
             )
         elif block in self.summed:
-            broken(f"GRADIENT {block} was freed with what earlier backwards added to it; Offload it, or do not free it")
+            broken(f"GRADIENT {block} was freed with the sum of earlier backwards in it; Offload it, or do not free it")
         else:
             places.make(Kind.GRADIENT, block)
             self.summed.add(block)

@@ -78,7 +78,9 @@ def _check_residency(judge: "Judge") -> None:
                     continue
             if found != goal or stale.get(number, 0):
                 places_wanted = ", ".join(tier.name for tier in Tier if goal >> tier & 1) or "nowhere"
-                broken(f"{places.whereabouts(kind, number)} at the end; where the step started it was: {places_wanted}")
+                broken(
+                    f"{places.whereabouts(kind, number)} at the end; at the start of the step it was: {places_wanted}"
+                )
     if judge.phase is PhaseKind.BACKWARD:
         for block in sorted(judge.blocks.summed):
             if not places.current[Kind.GRADIENT].get(block, 0):

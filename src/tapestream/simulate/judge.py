@@ -214,7 +214,7 @@ class Judge:
         if k in places.recorded:
             broken(f"stage {k} is recorded already")
         if self.keeping is not None:
-            broken(f"KeepInside({self.keeping}) is for a Forward of that stage, which comes next")
+            broken(f"KeepInside({self.keeping}) must be followed by a Forward of that stage")
         cost = self.stages[k]
         if cost.block is not None:
             self.blocks.need(cost.block)
@@ -287,7 +287,7 @@ class Judge:
     def _kept_inside(self, start: int) -> int | None:
         """What the Forward from ``start`` on is to keep."""
         if self.keeping not in (None, start):
-            broken(f"KeepInside({self.keeping}) is for a Forward of that stage, which comes next")
+            broken(f"KeepInside({self.keeping}) must be followed by a Forward of that stage")
         return self.keeping
 
     def restore(self, k: int) -> None:

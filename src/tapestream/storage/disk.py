@@ -284,7 +284,7 @@ def _failure(action: str, path: Path, error: OSError) -> StorageError:
         case errno.ENOTDIR | errno.EEXIST:
             advice = "a file is in the way; choose another folder"
         case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
-            advice = "it may not be written to; choose another folder"
+            advice = "writing is not permitted; choose another folder"
         case _:
             advice = "the device may be failing; choose another folder"
     return StorageError(f"could not {action}: {path}: {error.strerror or error}; {advice}")

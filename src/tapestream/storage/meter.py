@@ -136,8 +136,8 @@ def _start() -> None:
     # The newer profiler reports the same events, but writes to standard output each time it starts and stops.
     if profiling():
         raise InputError(
-            "memory cannot be measured inside track_memory() or a profiler; a first call with new shapes does: make it "
-            "once before, where no profiler runs"
+            "memory cannot be measured inside track_memory() or a profiler, but a first call with new shapes is "
+            "measured: make that call once before, without a profiler"
         )
     experimental = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]

@@ -147,9 +147,9 @@ class PageLockedMemory:
         slab = self._made(wanted)
         if slab is not None and room is not None and total + wanted > room + (len(self._taken) + 1) * UNIT:
             warnings.warn(
-                f"page-locked memory takes {format_nbytes(total + wanted)} where {format_nbytes(room)} of RAM are "
-                f"allowed: {format_nbytes(self.idle_nbytes - size)} between pieces in use are too small for what is "
-                "needed; lower the host budget by that much if RAM is short"
+                f"page-locked memory takes {format_nbytes(total + wanted)}, but {format_nbytes(room)} of RAM are "
+                f"allowed: {format_nbytes(self.idle_nbytes - size)} are free in gaps too small to use; lower the host "
+                "budget by that much if RAM is short"
             )
         return slab
 

@@ -95,7 +95,7 @@ class Pool:
         if limit is not None and (nbytes := sum(sizes)) > limit:
             raise BudgetError(
                 f"{what} take {format_nbytes(nbytes)} ({nbytes} bytes) in {tier.name}, where {limit} bytes are "
-                "allowed; allow at least that much, and room for what else a step keeps there"
+                "allowed; allow at least that much, and room for all else that a step keeps there"
             )
 
     def release(self, region: Region) -> None:

@@ -227,10 +227,10 @@ def test_names():
     assert [make_engine(name, CPU).name for name in NAMES] == NAMES
     with pytest.raises(InputError, match=r"'warp'; there are 'auto'"):
         make_engine("warp", CPU)
-    with pytest.raises(InputError, match="'cuda' does not serve the device cpu"):
+    with pytest.raises(InputError, match="'cuda' does not support the device cpu"):
         make_engine("cuda", CPU)
     for name in ("threads", "fake_streams"):
-        with pytest.raises(InputError, match=f"'{name}' does not serve the device cuda"):
+        with pytest.raises(InputError, match=f"'{name}' does not support the device cuda"):
             make_engine(name, torch.device("cuda"))
 
 

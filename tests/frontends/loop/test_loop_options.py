@@ -58,7 +58,7 @@ def test_a_dictionary_may_be_written_down_in_another_order(late, deep):
         return state["u"].detach(), state["v"].detach(), gradient
 
     assert all(map(same, final(True), final(False)))
-    with pytest.raises(InputError, match=r"step 4 returned state\['u'\] = no tensor where it was \(3,\)"):
+    with pytest.raises(InputError, match=r"step 4 returned state\['u'\] = no tensor instead of \(3,\)"):
         ts.Loop(lambda s, t: {"v": s["v"], "u": s["u"] * WEIGHT if t < 4 else 1})(
             {"u": torch.ones(3), "v": torch.zeros(3)}, inputs=range(9)
         )
@@ -70,8 +70,8 @@ def test_a_dictionary_may_be_written_down_in_another_order(late, deep):
         (lambda h: {"a": (h,), "b": [[1]]}, "returned the structure"),
         (lambda h: {"a": [h], "b": [1]}, "returned the structure"),
         (lambda h: {"a": (h, h), "b": [1]}, "returned the structure"),
-        (lambda h: {"a": (h[:1],), "b": [1]}, r"state\['a'\]\[0\] = \(1,\) float32 where it was \(3,\)"),
-        (lambda h: {"a": (h,), "b": [h]}, r"state\['b'\]\[0\] = \(3,\) float32 where it was no tensor"),
+        (lambda h: {"a": (h[:1],), "b": [1]}, r"state\['a'\]\[0\] = \(1,\) float32 instead of \(3,\)"),
+        (lambda h: {"a": (h,), "b": [h]}, r"state\['b'\]\[0\] = \(3,\) float32 instead of no tensor"),
     ],
     ids=["deeper", "kind", "longer", "shape", "tensor"],
 )

@@ -113,7 +113,7 @@ def test_refusals(grad):
             run(torch.ones(2), until=lambda h: h.sum() > 10, max_steps=7)
         with pytest.raises(InputError, match=r"shape \(2,\).*\.all\(\)"):
             run(torch.ones(2), until=lambda h: h > 10)
-        with pytest.raises(InputError, match="two things"):
+        with pytest.raises(InputError, match="were both given"):
             run(torch.ones(2), steps=3, until=lambda h: h.sum() > 10)
         with pytest.raises(InputError, match="max_steps"):
             run(torch.ones(2), steps=3, max_steps=3)

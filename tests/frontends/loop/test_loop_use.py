@@ -253,9 +253,9 @@ def renames(h, t):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (grows, r"step 5 returned state\['u'\] = \(4,\) float32 where it was \(2,\) float32"),
-        (casts, r"step 5 returned state\['v'\] = \(2,\) float64 where it was \(2,\) float32"),
-        (renames, r"step 5 returned the structure \{'u': \*, 'w': \*\} where it was \{'u': \*, 'v': \*\}"),
+        (grows, r"step 5 returned state\['u'\] = \(4,\) float32 instead of \(2,\) float32"),
+        (casts, r"step 5 returned state\['v'\] = \(2,\) float64 instead of \(2,\) float32"),
+        (renames, r"step 5 returned the structure \{'u': \*, 'w': \*\} instead of \{'u': \*, 'v': \*\}"),
     ],
 )
 def test_a_changed_state_is_named(step, message, grad):

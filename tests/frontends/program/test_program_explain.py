@@ -160,7 +160,7 @@ def test_calls_after_asking_have_the_bits_of_plain_pytorch() -> None:
 def test_it_is_text_and_a_picture(tmp_path: Path) -> None:
     found = tight(Net()).explain(image())
     text = str(found)
-    assert "kept in the first sweep" in text
+    assert "kept in the first run" in text
     assert "lighter ones" in text
     assert "test_program_explain.py:" in text
     assert isinstance(found, Explanation)

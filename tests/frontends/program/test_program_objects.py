@@ -200,7 +200,7 @@ def test_running_statistics_inside_a_function(hidden: bool) -> None:
             x = torch.tanh(Normed.apply(x @ W, a, b, training))  # type: ignore[no-untyped-call]
         return x
 
-    with pytest.raises(GradientError, match="running statistics were written into by Normed"):
+    with pytest.raises(GradientError, match="Normed wrote into running statistics"):
         gradients(tight(program))
     compare(lambda x: program(x, False), [W, X], given, modules=[norm])
     compare(program, [W, X], given, "1MiB", planner="auto", modules=[norm], reruns=False)

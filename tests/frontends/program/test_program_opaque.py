@@ -297,9 +297,9 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("writes", "Odd, taken as one operation, writes into an argument"),
-        ("captures", "Odd, taken as one operation, uses a"),
-        ("captures constants", "Odd, taken as one operation, uses a tensor"),
+        ("writes", "leaf module Odd writes into an argument"),
+        ("captures", "leaf module Odd uses a"),
+        ("captures constants", "leaf module Odd uses a tensor"),
         ("registers", "registers a buffer while it runs"),
         ("counts", "sets its attribute 'count'"),
         ("random", "draws from Python's"),

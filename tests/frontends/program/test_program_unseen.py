@@ -91,7 +91,7 @@ def written_by_a_thread(x: torch.Tensor) -> torch.Tensor:
 REFUSED: list[tuple[Callable[..., Any], str]] = [
     (counted, "not among its arguments"),
     (often(drawn), "Python's or NumPy's generator"),
-    (written_by_a_thread, "no torch call showed"),
+    (written_by_a_thread, "without a torch call"),
 ]
 
 

@@ -14,10 +14,10 @@ from tapestream.errors import InputError
 @reported
 def demo(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller, in under a minute, and compared bit for bit.")
+        bool, typer.Option("--quick", help="Run a smaller demo, in under a minute, and compare it bit for bit.")
     ] = False,
     device: Device = "auto",
-    budget: Annotated[str | None, typer.Option(help="Bytes allowed; by default 1GiB, with --quick 96MiB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes allowed; 1GiB by default, 96MiB with --quick.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
 ) -> None:
     """Train a GPT under a hard memory limit in which plain PyTorch fails."""

@@ -16,15 +16,15 @@ def explain(
     target: Annotated[
         str,
         typer.Argument(
-            help="module:function, a Python function that is called without arguments: the program itself, or one that "
-            "returns (program, arguments), the program being an nn.Module or any function."
+            help="module:function, a Python function without arguments. It is the program, or returns (program, "
+            "arguments); the program is an nn.Module or any function."
         ),
     ],
     budget: Budget = None,
     planner: Annotated[str, typer.Option(help="A planner's name, or auto.")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="Saved tensors shown, heaviest first.")] = 20,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw live bytes over the operations here (.png, .pdf, .svg).")
+        Path | None, typer.Option(help="Draw live bytes over the operations into this file (.png, .pdf, .svg).")
     ] = None,
     json_: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ def machine(
     device: Device = "auto",
     save: Annotated[
         Path | None,
-        typer.Option(help="Write it here, with RAM and free disk, for `tapestream plan --machine`."),
+        typer.Option(help="File to write the result to, with RAM and free disk, for `tapestream plan --machine`."),
     ] = None,
     json_: Json = False,
 ) -> None:

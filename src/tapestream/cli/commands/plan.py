@@ -42,27 +42,33 @@ def plan(
     update: Update = "step",
     device: Annotated[
         str | None,
-        typer.Option(help="cuda, or cpu: no GPU, RAM is the device; by default as --machine, or cuda."),
+        typer.Option(help="cuda, or cpu (no GPU: RAM is the device); by default that of --machine, or cuda."),
     ] = None,
     budget: Budget = None,
-    gpu: Annotated[str | None, typer.Option(help="Memory that the GPU has.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Memory of the GPU.")] = None,
     host_budget: HostBudget = None,
-    ram: Annotated[str | None, typer.Option(help="RAM that there is; by default this machine's.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Free disk; by default this machine's, of --folder.")] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of the machine; by default this machine's.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Free disk space; by default that of --folder on this machine.")
+    ] = None,
     home: Home = "auto",
     folder: Folder = None,
-    link: Annotated[str | None, typer.Option(help="RAM to GPU and back, each way; by default 25GB/s.")] = None,
-    disk_read: Annotated[str | None, typer.Option(help="Reading the disk; by default 3GB/s.")] = None,
-    disk_write: Annotated[str | None, typer.Option(help="Writing the disk; by default 2GB/s.")] = None,
-    flops: Annotated[str | None, typer.Option(help="Reached; by default 100TFLOP/s, on cpu 100GFLOP/s.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Speed of the link between RAM and GPU, each way; by default 25GB/s.")
+    ] = None,
+    disk_read: Annotated[str | None, typer.Option(help="Speed of reading the disk; by default 3GB/s.")] = None,
+    disk_write: Annotated[str | None, typer.Option(help="Speed of writing the disk; by default 2GB/s.")] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="FLOP/s that the device reaches; by default 100TFLOP/s, on cpu 100GFLOP/s.")
+    ] = None,
     machine: Annotated[
-        Path | None, typer.Option(help="Speeds, RAM and disk that `tapestream machine --save` wrote.")
+        Path | None, typer.Option(help="File with speeds, RAM and disk that `tapestream machine --save` wrote.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the plan here, with --compare the trade-off (.png, .pdf, .svg).")
+        Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show what every planner makes of the step.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the plan of every planner.")] = False,
     json_: Json = False,
 ) -> None:
     """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""

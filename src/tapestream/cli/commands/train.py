@@ -30,7 +30,7 @@ from tapestream.cli.options import (
     Workers,
 )
 
-_METRICS = "One line of JSON per step is written here; those of an earlier run stay beside it, in metrics-1.jsonl."
+_METRICS = "File for one line of JSON per step; that of an earlier run is kept beside it, as metrics-1.jsonl."
 
 
 @reported
@@ -57,8 +57,8 @@ def train(
     rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, reached after a tenth of the steps.")] = 3e-4,
     seed: Seed = 0,
     metrics: Annotated[Path, typer.Option(help=_METRICS)] = Path("metrics.jsonl"),
-    saves: Annotated[Path | None, typer.Option(help="The run is saved in this folder; the last two are kept.")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps from save to save; 0: at the end or a signal.")] = 0,
+    saves: Annotated[Path | None, typer.Option(help="Folder for saves of the run; the last two are kept.")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: only at the end or at a signal.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save.")] = False,
     json_: Json = False,
 ) -> None:

@@ -36,6 +36,6 @@ def make_engine(name: str, device: torch.device) -> CopyEngine:
         case "fake_streams" if not on_cuda:
             return CudaEngine(FakeStreams(), name="fake_streams")
         case "cuda" | "threads" | "fake_streams":
-            raise InputError(f"the copy engine {name!r} does not serve the device {device}; use engine='auto'")
+            raise InputError(f"the copy engine {name!r} does not support the device {device}; use engine='auto'")
         case _:
             raise InputError(f"no copy engine is named {name!r}; there are {', '.join(map(repr, ENGINES))}")

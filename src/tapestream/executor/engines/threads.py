@@ -108,8 +108,8 @@ class DiskLanes:
         """Raise InputError in a child that was forked: it has none of the threads, and the files are its parent's."""
         if os.getpid() != self._process:
             raise InputError(
-                "what lies in files was asked for in a forked child process, and these are its parent's; start the "
-                "process with the method 'spawn' and make the model there, or give the child a plain copy"
+                "a forked child process asked for data in files, which belong to its parent; start the process with "
+                "the method 'spawn' and make the model there, or give the child a plain copy"
             )
 
     def abandon(self) -> None:

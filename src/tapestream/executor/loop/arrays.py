@@ -64,7 +64,7 @@ class ArraySteps(TensorSteps):
         if found.spec != self.form.spec or any(part.kind and part.shape != was.shape for part, was in pairs):
             raise InputError(
                 f"Loop: adjoint= returned {self.form.differences(arrays)} at step {stage * self.body.chunk}; it must "
-                "return the cotangent of the state that it was given, in the same structure and shapes"
+                "return the cotangent of its state, in the same structure and shapes"
             )
 
     def _zeros(self, leaf: int) -> Any:

@@ -78,7 +78,7 @@ class Form:
 
     def differences(self, tree: Any) -> str:
         """How ``tree`` differs, for a message: the first leaf that does, or the structure."""
-        structure = f"the structure {_shown(pytree.tree_structure(tree))} where it was {_shown(self.spec)}"
+        structure = f"the structure {_shown(pytree.tree_structure(tree))} instead of {_shown(self.spec)}"
         try:
             leaves = self.spec.flatten_up_to(tree)
         except ValueError:
@@ -87,7 +87,7 @@ class Form:
             if not pytree.tree_is_leaf(leaf):
                 return structure
             if not part.fits(leaf):
-                return f"{part.name} = {Leaf.of(part.name, leaf)} where it was {part}"
+                return f"{part.name} = {Leaf.of(part.name, leaf)} instead of {part}"
         return "the same structure"
 
     def check(self, tree: Any, step: int) -> None:
@@ -98,8 +98,8 @@ class Form:
     def changed(self, tree: Any, step: int) -> InputError:
         """The error for a step that returned something of another form."""
         return InputError(
-            f"Loop: step {step} returned {self.differences(tree)}; every step must return a state of the structure, "
-            "shapes and dtypes that it was given (cast or pad the leaf inside the step)"
+            f"Loop: step {step} returned {self.differences(tree)}; every step must return the structure, shapes and "
+            "dtypes of its state (cast or pad the leaf inside the step)"
         )
 
 

@@ -81,7 +81,7 @@ class Keeper:
         self._draws_torch = not self._first.equals(TorchGenerators.capture(self._device))
         if not self._draws_host and not self._host.equals(HostGenerators.capture(self._traits.generators)):
             raise GradientError(
-                "Loop: a later step draws from Python's or NumPy's random generator or from one of its own, which the "
+                "Loop: a later step draws from Python's or NumPy's random generator or from one of its own, but the "
                 "first two steps did not; draw from torch's generator instead, or draw in every step"
             )
 

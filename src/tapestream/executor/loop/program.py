@@ -132,4 +132,4 @@ def _op(action: Action) -> Op:
         case Free(value, tier) if value.kind is Kind.STATE:
             return (FREE, value.index, 0, None) if tier is Tier.DEVICE else (DROP, value.index, 0, tier)
         case _:
-            raise ScheduleError(f"a loop has states alone to move, so it cannot obey {action}")
+            raise ScheduleError(f"a loop moves only states, so it cannot obey {action}")

@@ -232,8 +232,8 @@ class TensorSteps(Sweeps):
 
     def _late(self, leaf: int, last: int) -> GradientError:
         return GradientError(
-            f"Loop: {self.form.parts[leaf].name} begins to require a gradient at step {last - 1}, while it did not "
-            "in the first steps; let it require one from the start (requires_grad_() on the initial state)"
+            f"Loop: {self.form.parts[leaf].name} begins to require a gradient at step {last - 1}, but did not in the "
+            "first steps; let it require one from the start (requires_grad_() on the initial state)"
         )
 
     def _look(self, live: list[Any], roots: list[torch.Tensor], inside: Any, tape: _Tape, since: int) -> None:

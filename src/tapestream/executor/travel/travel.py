@@ -126,7 +126,7 @@ class Travel:
             self._saved.pop(value.index, None)
             del self.tapes[value.index]
         else:
-            raise ScheduleError(f"the executor does not know {value}: states and saved tensors alone move by stage")
+            raise ScheduleError(f"the executor does not know {value}: only states and saved tensors move by stage")
 
     def _pack(self, value: Value) -> None:
         parcels, k = self._parcels(), value.index

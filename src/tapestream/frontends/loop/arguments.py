@@ -29,7 +29,9 @@ def check_options(adjoint: object, plan: object, compile: object) -> None:
     if adjoint is not None and not callable(adjoint):
         raise InputError(f"Loop: adjoint= is a function of (state, cotangent), not {type(adjoint).__name__}")
     if adjoint is not None and compile:
-        raise InputError("Loop: compile= is for steps on tensors, those of adjoint= get NumPy arrays; leave one out")
+        raise InputError(
+            "Loop: compile= needs a step on tensors, but with adjoint= the step gets NumPy arrays; leave one out"
+        )
 
 
 def count_of(steps: object, source: Inputs | None, until: Callable[[Any], Any] | None, max_steps: object) -> int | None:
@@ -39,13 +41,13 @@ def count_of(steps: object, source: Inputs | None, until: Callable[[Any], Any] |
         raise InputError(f"Loop: until= is a function of the state, not {until!r}")
     if until is None:
         if max_steps is not None:
-            raise InputError(f"Loop: max_steps={max_steps!r} limits a run until=..., and none was given; use steps=")
+            raise InputError(f"Loop: max_steps={max_steps!r} limits a run with until=, which was not given; use steps=")
         if steps is None:
             if rows is None:
                 raise InputError("Loop: give steps=, inputs= with a length, or until=")
             return rows
     elif steps is not None:
-        raise InputError(f"Loop: steps={steps!r} and until= say two things; limit a run until=... with max_steps=")
+        raise InputError(f"Loop: steps={steps!r} and until= were both given; limit a run with until= by max_steps=")
     else:
         if max_steps is None:
             return rows
@@ -71,7 +73,7 @@ def fulfilled(condition: Callable[[Any], Any], state: Any) -> bool:
         if found.size != 1 if isinstance(found, numpy.ndarray) else found.numel() != 1:
             raise InputError(
                 f"Loop: until= returned {'a tensor' if isinstance(found, torch.Tensor) else 'an array'} of shape "
-                f"{tuple(found.shape)}; it must say one thing of the whole state (use .all() or .any())"
+                f"{tuple(found.shape)}; it must return one truth value for the whole state (use .all() or .any())"
             )
     elif not isinstance(found, (numpy.bool_, Real)):  # a forgotten return would never end the run
         raise InputError(f"Loop: until= returned {found!r}; it must return True or False")

@@ -67,8 +67,8 @@ def _explained(compiled: Chunk, state: Any, xs: list[Any]) -> tuple[Any, list[An
         return compiled(state, xs)
     except torch._dynamo.exc.TorchDynamoException as error:
         raise InputError(
-            f"Loop: compile=True was asked for, but torch.compile cannot take the step as one graph; leave it out, or "
-            f"change the step ({' '.join(str(error).split())[:300]})"
+            "Loop: compile=True was asked for, but torch.compile cannot take the step as one graph; leave compile out, "
+            f"or change the step ({' '.join(str(error).split())[:300]})"
         ) from error
 
 
@@ -97,12 +97,13 @@ def measured(task: Task, stage: Stage, compiler: Compiler, count: int, chunk: in
     body = task.body
     if body.traits.stand_ins:
         raise InputError(
-            "Loop: compile=True cannot take tensors that were computed before the loop and are captured, nor autocast; "
+            "Loop: compile=True supports neither captured tensors that were computed before the loop nor autocast; "
             "pass such tensors through the state (return them unchanged), or leave compile out"
         )
     if body.traits.mutates or body.traits.sweep is Sweep.GRAPH:
         raise InputError(
-            "Loop: compile=True needs a step that neither writes into its state nor differentiates inside; leave it out"
+            "Loop: compile=True needs a step that neither writes into its state nor differentiates inside; leave "
+            "compile out"
         )
     compiler.check(body.device)
     made, chunks = with_chunks(task, compiler), compiler.chunks(body)

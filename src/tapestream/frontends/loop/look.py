@@ -152,8 +152,8 @@ class _Looking:
 def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> None:
     if versions != [t._version for t in tensors_in(given)]:
         raise InputError(
-            "Loop: a step writes into its input (inputs=), which is the caller's and is given again when the step is "
-            "recomputed; clone() it in the step first"
+            "Loop: a step writes into its input (inputs=), which belongs to the caller and is given again when the "
+            "step is recomputed; clone() it in the step first"
         )
 
 

@@ -203,7 +203,7 @@ class Loop(nn.Module):
     ) -> Any:  # fmt: skip
         """A call with NumPy arrays inside."""
         if outputs is not None:
-            raise InputError("Loop: adjoint= knows no outputs=; make the output a part of the state")
+            raise InputError("Loop: adjoint= does not support outputs=; make the output a part of the state")
         cpu = torch.device("cpu")
         source = arrays.source_of_arrays(inputs)
         count = count_of(steps, source, until, max_steps)

@@ -49,6 +49,6 @@ class OpenCall(TensorCall):
 def exhausted(steps: int) -> InputError:
     """A run that should have ended."""
     return InputError(
-        f"Loop: after {steps} steps, as many as max_steps= or inputs= allow, until= was still not fulfilled; allow "
-        "more, or look whether the condition can be reached"
+        f"Loop: after {steps} steps, the most that max_steps= or inputs= allow, until= was still not fulfilled; allow "
+        "more, or check that the condition can be reached"
     )

@@ -109,7 +109,7 @@ def sink_of(outputs: Any, every: int, steps: int | None) -> Collected | None:
         raise InputError(f"Loop: every= is a whole number of at least 1, not {every!r}")
     if outputs is None:
         if every != 1:
-            raise InputError(f"Loop: every={every} says which outputs to take; give outputs= too")
+            raise InputError(f"Loop: every={every} selects outputs, but none were asked for; give outputs= too")
         return None
     if outputs not in ("stack", "sum") and not callable(outputs):
         raise InputError(f"Loop: outputs= is 'stack', 'sum' or a function of an output, not {outputs!r}")

@@ -121,8 +121,9 @@ def too_small(error: BudgetError, budget: Budget) -> BudgetError:
     least = error.least_nbytes or 0
     limit = budget.device_nbytes or 0
     return BudgetError(
-        f"Loop: a budget of {format_nbytes(limit)} ({limit} bytes) was asked for, but with a single restart checkpoint "
-        f"{format_nbytes(least)} ({least} bytes) are needed; allow that much, or make the state smaller (less batch)",
+        f"Loop: a budget of {format_nbytes(limit)} ({limit} bytes) was asked for, but {format_nbytes(least)} ({least} "
+        "bytes) are needed even with a single restart checkpoint; allow that much, or make the state smaller (a "
+        "smaller batch)",
         least_nbytes=least,
     )
 
@@ -166,9 +167,7 @@ def online_of(
 ) -> tuple[Online, int, int]:
     """For a run of unknown length: who chooses restart checkpoints, steps to a stage, bytes that both take."""
     if planner not in ("auto", "online"):
-        raise InputError(
-            f"Loop: planner {planner!r} needs to know the number of steps, and until= does not say it; use 'online'"
-        )
+        raise InputError(f"Loop: planner {planner!r} needs the number of steps, which until= leaves open; use 'online'")
     limit = budget.device_nbytes
     length = chunk or (1 if planner == "online" else few_steps(cost, limit))
     profile = profile_of(cost, 1 << 40, length)

@@ -34,8 +34,8 @@ def ends_of(
         if node._sequence_nr() < since:
             if (node, number) not in known:
                 raise GradientError(
-                    f"Loop: a step uses a tensor that was computed before the loop (made by {node.name()}) in a way "
-                    "that hides it; pass it through the state, so that its gradient is not lost, or detach() it"
+                    f"Loop: a step uses a tensor that was computed before the loop (made by {node.name()}) and that "
+                    "the loop cannot see; pass it through the state, so that its gradient is not lost, or detach() it"
                 )
             tensor = known[node, number]
             made[id(tensor)] = tensor

@@ -86,9 +86,9 @@ class AllocatorWatch:
         self._allocated = False
         warnings.warn(
             f"tensors have taken {format_nbytes(nbytes)} ({nbytes} bytes) of {self._device} for a budget of "
-            f"{format_nbytes(allowed)}, and had asked for {format_nbytes(unasked)} less: PyTorch's allocator "
-            f"leaves them what remains of a piece of memory, up to 1 MiB each. Set {_EXPANDABLE}, which splits it "
-            f"off, or allow {format_nbytes(nbytes - allowed)} less",
+            f"{format_nbytes(allowed)}, but had asked for {format_nbytes(unasked)} less: PyTorch's allocator gives a "
+            f"tensor the rest of its piece of memory, up to 1 MiB. Set {_EXPANDABLE}, which splits the rest off, or "
+            f"allow {format_nbytes(nbytes - allowed)} less",
             stacklevel=4,
         )
 
@@ -98,8 +98,8 @@ class AllocatorWatch:
         self._reserved = False
         warnings.warn(
             f"PyTorch's allocator has reserved {format_nbytes(nbytes)} of {self._device} for a budget of "
-            f"{format_nbytes(allowed)}: pieces of memory that fit nothing, or that something else has left. Set "
-            f"{_EXPANDABLE}; torch.{self._device.type}.empty_cache() gives back what is unused",
+            f"{format_nbytes(allowed)}: some pieces of memory fit no tensor, or were left by other code. Set "
+            f"{_EXPANDABLE}; torch.{self._device.type}.empty_cache() releases unused memory",
             stacklevel=4,
         )
 

@@ -30,8 +30,8 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
         found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
     if not found:
         raise InputError(
-            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential with children "
-            "that hold parameters, and no ModuleDict of such of one class; name them with blocks=[...]"
+            f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential whose children hold "
+            "parameters, and no ModuleDict of such children of one class; name them with blocks=[...]"
         )
     members = {id(m) for m in model.modules()}
     inner: dict[int, nn.Module] = {}

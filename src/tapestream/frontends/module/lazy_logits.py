@@ -81,7 +81,7 @@ class LazyLogits(Tensor):
         if self.made is not None and self.made[1] != made._version:
             raise GradientError(
                 "logits of a model streamed with loss_chunks were changed in place, then a tensor made from them "
-                "before that was read; make that tensor after the change, or pass loss_chunks=None"
+                "before the change was read; make that tensor after the change, or pass loss_chunks=None"
             )
         return made
 
@@ -100,8 +100,8 @@ class LazyLogits(Tensor):
         watched = pytree.tree_leaves(_watched(func, args, kwargs))
         if any(isinstance(leaf, LazyLogits) and leaf.projection.used for leaf in watched):
             raise GradientError(
-                "the gradient of logits was asked for, but their loss was made by chunks, which has none for them as "
-                "a whole; ask before the loss is made, or pass loss_chunks=None to stream()"
+                "the gradient of logits was asked for, but their loss was computed in chunks, which never hold it as a "
+                "whole; ask before the loss is computed, or pass loss_chunks=None to stream()"
             )
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.materialised, (args, kwargs))
         return func(*args, **kwargs)
@@ -153,13 +153,13 @@ def find_head(model: nn.Module, name: str | None, blocks: Sequence[nn.Module]) -
     found = f"which in this {type(model).__name__} is {'nothing' if head is None else f'a {type(head).__name__}'}"
     if not isinstance(head, nn.Linear) or getattr(head.forward, "__func__", None) is not nn.Linear.forward:
         raise InputError(
-            f"loss_chunks asks for a head whose forward is nn.Linear's own and looked for it at {asked}, {found}; name "
+            f"loss_chunks needs a head whose forward is nn.Linear's own and looked for it at {asked}, {found}; name "
             "the layer that makes the logits with head='name.of.module', or pass loss_chunks=None"
         )
     if any(head is module for block in blocks for module in block.modules()):
         raise InputError(
-            f"loss_chunks asks for a head outside the blocks, but {asked} lies in one; leave it out of blocks=[...], "
-            "or pass loss_chunks=None"
+            f"loss_chunks needs a head outside the blocks, but {asked} lies in one; leave it out of blocks=[...], or "
+            "pass loss_chunks=None"
         )
     return head
 
@@ -180,7 +180,7 @@ def _fits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _refuse(gradient: Tensor) -> Tensor:
     raise GradientError(
-        "a gradient arrived at logits that were not made: a custom autograd Function took them in the place of a "
+        "a gradient arrived at logits that were never computed: a custom autograd Function took them in place of a "
         "tensor; pass it logits.clone(), or loss_chunks=None to stream()"
     )
 

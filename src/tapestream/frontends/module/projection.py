@@ -50,7 +50,7 @@ class Projection:
         if self._versions != self._found():
             raise GradientError(
                 "logits of a model streamed with loss_chunks were read after the head's weight, bias or input had "
-                "changed (by optimizer.step(), say), so they cannot be made any more; read them before, or pass "
+                "changed (by optimizer.step(), say), so they can no longer be computed; read them before, or pass "
                 "loss_chunks=None"
             )
 

@@ -129,8 +129,8 @@ def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
         if found is not probe or (found.is_cpu and found.untyped_storage().is_shared()):
             raise InputError(
                 f"to(), half(), cpu() or the like was asked to turn tensors of {dtype} on {device} of a streamed "
-                f"{type(module).__name__} into others ({found.dtype} on {found.device}); its bytes have their place: "
-                "convert the model before stream(), or call tapestream.unstream(model) first"
+                f"{type(module).__name__} into {found.dtype} on {found.device}, but streaming fixes both: convert the "
+                "model before stream(), or call tapestream.unstream(model) first"
             )
 
 

@@ -80,8 +80,8 @@ def _let_go(number: int, external: External, record: Record) -> None:
         external.own = external.takes = True
         if not external.requires and _gains_by_another(number, external, record):
             record.spoilt = record.spoilt or (
-                "a tensor from before this call turned out to be another than the last one got the need of a gradient "
-                "afterwards, by a write into another that shows the same memory"
+                "a tensor made before this call differed from the last one came to require a gradient afterwards, by a "
+                "write into another tensor that shares its memory"
             )
     external.tensor = external.held
 
@@ -130,8 +130,8 @@ class Replays:
             self.record.spoilt = self.record.spoilt or self.record.arrays.why_spoilt()
         if self.record.spoilt is not None:
             raise GradientError(
-                f"Program: {self.record.spoilt}, so it cannot be run again; use torch calls for it, or allow a budget "
-                "that keeps all"
+                f"Program: {self.record.spoilt}, so the program cannot be replayed; use torch calls instead, or allow "
+                "a budget that keeps all"
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -183,7 +183,7 @@ def _nothing_drawn() -> Iterator[None]:
     if not HostGenerators.capture().equals(before):
         raise GradientError(
             "Program: an autograd.Function, or a function that a torch call is given, draws from Python's or NumPy's "
-            "generator, so running it again gave other numbers; draw outside and hand the numbers in as arguments"
+            "generator, so its replay gave other numbers; draw outside and pass the numbers as arguments"
         )
 
 

@@ -82,8 +82,8 @@ def beside_beginning(departed: Along | None) -> Iterator[None]:
             raise
         least, held = error.least_nbytes + departed.held_nbytes, format_nbytes(departed.held_nbytes)
         raise BudgetError(
-            f"Program: this call began like the last one, of which all has room, and kept {held} until it turned out "
-            f"otherwise; the least found to work beside that is {format_nbytes(least)} ({least} bytes) in all. Call it "
-            "again, which will drop what it must from its beginning on, or allow that much",
+            f"Program: this call began like the last one, which kept everything, and kept {held} before it differed; "
+            f"the least found to work beside that is {format_nbytes(least)} ({least} bytes) in all. Call it again, "
+            "which will drop what it must from its beginning on, or allow that much",
             least_nbytes=least,
         ) from None

@@ -11,7 +11,7 @@ from tapestream.units import format_nbytes, format_seconds
 Fate = Literal["kept", "restart checkpoint", "moved", "recomputed"]
 COLUMNS = ("line", "operation", "shape", "dtype", "bytes", "to compute", "what the plan does")
 _WORDS = {
-    "kept": "kept in the first sweep", "restart checkpoint": "restart checkpoint", "moved": "moved away and back",
+    "kept": "kept in the first run", "restart checkpoint": "restart checkpoint", "moved": "moved away and back",
     "recomputed": "recomputed",
 }  # fmt: skip
 _SHOWN = 20
@@ -94,9 +94,9 @@ class Explanation:
         parts = [f"{_WORDS[fate]}: {count} of {format_nbytes(size)}" for fate, (count, size) in self.sums().items()]
         restarts = "1 restart checkpoint" if len(self.restarts) == 1 else f"{len(self.restarts)} restart checkpoints"
         return (
-            f"{self.operations} operations in {len(self.cuts) - 1} stretches, {restarts} beside the start; peak "
-            f"{format_nbytes(self.peak_nbytes)} of {format_nbytes(self.budget_nbytes)} allowed. "
-            f"Saved tensors {'; '.join(parts)}."
+            f"{self.operations} operations in {len(self.cuts) - 1} segments, {restarts} beside the start; peak "
+            f"{format_nbytes(self.peak_nbytes)} of {format_nbytes(self.budget_nbytes)} allowed. Saved tensors "
+            f"{'; '.join(parts)}."
         )
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Explanation:
         at, live = _thinned(self.live_nbytes)
         axis.fill_between(
             at, [n / factor for n in live], step="post", color="#4c78a8", alpha=0.6, linewidth=0,
-            label="first sweep, by the plan",
+            label="first run, by the plan",
         )  # fmt: skip
         at, stored = _thinned(self.stored_nbytes)
         axis.step(at, [n / factor for n in stored], where="post", color="#f58518", label="with everything stored")
@@ -131,7 +131,7 @@ class Explanation:
         axis.set_ylim(0, top)
         axis.set_xlim(0, self.operations)
         height = top if len(self.cuts) <= _FEW else 0.03 * top
-        axis.vlines(self.cuts[1:-1], 0, height, color="#bab0ac", linewidth=0.5, label="stretches begin")
+        axis.vlines(self.cuts[1:-1], 0, height, color="#bab0ac", linewidth=0.5, label="segments begin")
         if self.restarts:
             axis.plot(
                 self.restarts, [0.97 * top] * len(self.restarts), "v", color="#d62728", label="restart checkpoints"

@@ -234,7 +234,7 @@ def _forwards(schedule: Schedule) -> int:
 def _too_small(least: int, budget: int) -> BudgetError:
     return BudgetError(
         f"Program: a budget of {format_nbytes(budget)} ({budget} bytes) was asked for, but the least found to work is "
-        f"{format_nbytes(least)} ({least} bytes), with the stretches as short as they may be; allow that much, or make "
-        "the tensors smaller (less batch)",
+        f"{format_nbytes(least)} ({least} bytes), with the shortest segments; allow that much, or make the tensors "
+        "smaller (a smaller batch)",
         least_nbytes=least,
     )

@@ -89,7 +89,7 @@ class Program:
             raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
         if _runs_later(function):
             raise InputError(
-                "Program: a generator function or coroutine runs when it is asked for more, outside the call; give a "
+                "Program: a generator function or coroutine runs after the call, when it is asked for more; give a "
                 "function that returns tensors, in a list for example"
             )
         self.function, self.planner = function, planner

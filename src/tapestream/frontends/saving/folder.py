@@ -116,8 +116,8 @@ class Saves:
         """
         if is_save(self.path):
             raise StorageError(
-                f"{self.path} is a save itself, and goes when later saves push it out, with all that is in it; save in "
-                f"the folder that holds it, {self.path.parent}"
+                f"{self.path} is a save itself, which later saves remove with everything in it; save in the folder "
+                f"that holds it, {self.path.parent}"
             )
         try:
             self.settle()

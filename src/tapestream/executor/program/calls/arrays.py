@@ -88,8 +88,8 @@ class Arrays:
         if same and all(checksum(tensor) == then for tensor, then in self._shown.values()):
             return None
         return (
-            "an array or buffer that an operation was given and backward needs (as an index, or by torch.from_numpy, "
-            "as_tensor, frombuffer or DLPack) was written into afterwards"
+            "an array or buffer that an operation was given and that backward needs (an index, or memory that "
+            "torch.from_numpy, as_tensor, frombuffer or DLPack shares) was written into afterwards"
         )
 
 

@@ -38,8 +38,8 @@ class Exposed:
             storage = self._storage_of(tensor)
             if storage in self.sums and self.sums[storage] != checksum(tensor):
                 return (
-                    f"memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program by way of "
-                    "NumPy, DLPack, its storage or its address (torch's own operations can be seen)"
+                    f"the memory of a tensor of shape {tuple(tensor.shape)} was written into inside the program "
+                    "through NumPy, DLPack, its storage or its address (only torch's own operations are traced)"
                 )
         return None
 

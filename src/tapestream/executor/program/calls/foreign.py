@@ -40,8 +40,8 @@ class Foreign:
         found = self._of() if self._weak else self._of
         if found is None:
             raise GradientError(
-                f"Program: an object of type {self._name} that an operation was given is gone, since nothing holds it "
-                "nor that operation's result any more, and the operation is to be run again; hold one of them"
+                f"Program: an operation has to run again, but an object of type {self._name} that it was given is "
+                "gone; hold that object or the operation's result"
             )
         return found
 

@@ -53,13 +53,12 @@ class Hidden:
         tensor = written(self._left)
         if tensor is not None:
             raise GradientError(
-                f"Program: {name} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments and "
-                "that it or others have written into, so running it again would count twice or use the new values; "
-                "hand the tensor in as an argument and write into it outside, or allow a budget that keeps all"
+                f"Program: {name} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments and was "
+                "written into, so a replay would count twice or use the new values; pass the tensor as an argument and "
+                "write into it outside, or allow a budget that keeps all"
             )
         if shown_of(given) != self.shown:
             raise GradientError(
-                f"Program: {name} is given an object that was changed afterwards, so running it again would use what "
-                "the object holds now; hand numbers and tensors in as arguments of their own, or make an object each "
-                "time"
+                f"Program: {name} is given an object that was changed afterwards, so a replay would use its new "
+                "content; pass numbers and tensors as separate arguments, or make a new object each time"
             )

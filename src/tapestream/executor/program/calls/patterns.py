@@ -215,8 +215,8 @@ def shapeless(function: Any, tensors: Sequence[torch.Tensor]) -> InputError | No
     if any(t.is_nested for t in tensors):
         return InputError(
             f"Program: {name} is given a nested tensor, which programs cannot keep (an nn.TransformerEncoder makes one "
-            "of a padding mask where no gradient is needed): make the encoder with enable_nested_tensor=False, or call "
-            "it before the program and give its result to it"
+            "of a padding mask if no gradient is needed): make the encoder with enable_nested_tensor=False, or call it "
+            "before the program and pass its result in"
         )
     if any(map(is_lazy, tensors)):
         return InputError(

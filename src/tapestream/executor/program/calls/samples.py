@@ -39,9 +39,9 @@ class Samples:
         at, self._next = self._next, self._next + 1
         if at >= len(self._found) or _differ(self._found[at], sample):
             raise GradientError(
-                f"Program: {self.name}, compiled, saved other tensors than in its first run when it was run again: "
-                "torch.compile ran another graph of it (under another stance, or made anew); run backward under the "
-                "stance of the forward, compile before the program's first call, or call it uncompiled"
+                f"Program: {self.name}, compiled, saved other tensors in a replay than in its first run: torch.compile "
+                "ran another graph of it (under another stance, or compiled anew); run backward under the stance of "
+                "the forward, compile before the program's first call, or call it uncompiled"
             )
 
 

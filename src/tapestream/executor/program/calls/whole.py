@@ -96,9 +96,8 @@ class State:
         tensor = written(self.captured.values())
         if tensor is not None:
             raise GradientError(
-                f"Program: {name}, taken as one operation, reads a tensor of shape {tuple(tensor.shape)} that is "
-                "neither its argument, parameter nor buffer and that was modified in place since; register it as a "
-                "buffer"
+                f"Program: leaf module {name} reads a tensor of shape {tuple(tensor.shape)} that is neither its "
+                "argument, parameter nor buffer and that was modified in place since; register it as a buffer"
             )
 
 
@@ -123,8 +122,8 @@ class Whole:
         name = Attributes(self.module).difference(state.attributes)
         if name is not None:
             raise GradientError(
-                f"Program: {self.__name__}, taken as one operation, is to be run again, but its attribute {name!r} has "
-                "changed since; leave its class out of opaque"
+                f"Program: leaf module {self.__name__} has to run again, but its attribute {name!r} has changed since; "
+                "leave its class out of opaque"
             )
         state.check_captured(self.__name__)
         with _put_in(state, parameters, buffers), state.hooks(samples, first=False):

@@ -187,7 +187,7 @@ def check_changed(
             if external[storage]:
                 raise GradientError(
                     f"Program: {_name(function)} wrote into a tensor of shape {tuple(tensor.shape)} that the program "
-                    "did not make, without saying so; clone() it inside the program"
+                    "did not make, without declaring it; clone() it inside the program"
                 )
             spoilt.add(storage)
     return spoilt
@@ -209,7 +209,7 @@ def check_allowed(function: Callable[..., Any]) -> None:
         )
     if name in _STORAGE:
         raise InputError(
-            f"Program: {name} changes the memory behind a tensor, which cannot be replayed; copy_() into it"
+            f"Program: {name} changes the memory behind a tensor, which cannot be replayed; use copy_() instead"
         )
     if name == "__set__":
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")

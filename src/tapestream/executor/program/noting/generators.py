@@ -50,8 +50,8 @@ class Draws:
             self._seed = torch.initial_seed()
         elif isinstance(function, Whole) and torch.initial_seed() != self._seed:
             raise GradientError(
-                "Program: torch's random generator was set inside a module taken as one operation; set it outside, "
-                "or leave its class out of opaque"
+                "Program: torch's random generator was set inside a leaf module; set it outside, or leave its class "
+                "out of opaque"
             )
         if now.equals(before):
             if not (sets or name in _BY_DATA or by_user(function)):
@@ -59,9 +59,9 @@ class Draws:
             return False
         if not (sets or before.equals(self._state)) or len(now.others) != len(before.others):
             self._record.spoilt = self._record.spoilt or (
-                "torch's random generator was set or drawn from inside the program in a way that cannot be seen (by a "
-                "generator's own set_state, another thread, an extension, or where CUDA is used for the first time; "
-                "torch.manual_seed() and torch.set_rng_state() can be seen)"
+                "torch's random generator was set or drawn from inside the program in a way that cannot be traced (a "
+                "generator's own set_state, another thread, an extension, or the first use of CUDA; "
+                "torch.manual_seed() and torch.set_rng_state() can be traced)"
             )
         pairs = enumerate(zip(now.states(), before.states(), strict=False))
         self._nbytes |= {k: state.nbytes for k, (state, was) in pairs if not torch.equal(state, was)}

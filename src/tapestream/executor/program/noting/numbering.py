@@ -165,8 +165,8 @@ class Numbering:
     def _from_outside(self, tensor: torch.Tensor, looks: int, storage: int, k: int) -> int:
         if tensor.is_inference():
             raise InputError(
-                f"Program: a tensor of shape {tuple(tensor.shape)} was made in inference mode, so nothing tells of "
-                "writes into it; clone() it outside of inference mode, or make it under torch.no_grad()"
+                f"Program: a tensor of shape {tuple(tensor.shape)} was made in inference mode, so writes into it "
+                "cannot be detected; clone() it outside of inference mode, or make it under torch.no_grad()"
             )
         node = tensor.grad_fn
         # After a write another node is that of all that shows what was written, of views when they are next looked at.

@@ -152,8 +152,8 @@ class Outsiders:
             numbers.know_storages(then.storage + 1, self._last.record.storage_nbytes)
             if address_of(tensor) != address:
                 record.spoilt = record.spoilt or (
-                    f"the memory of a tensor of shape {tuple(tensor.shape)} was replaced inside the program by "
-                    "something that no torch call showed"
+                    f"the memory of a tensor of shape {tuple(tensor.shape)} was replaced inside the program without a "
+                    "torch call"
                 )
             numbers.outside(tensor, then.storage, address, then.looks, self.versions[number], then.first_use)
 

@@ -131,8 +131,8 @@ class Recorder(Noting, TorchFunctionMode):
         result = self._call(func, args, kwargs)
         if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
             self.record.spoilt = self.record.spoilt or (
-                f"tensors of class {odd} take torch's calls into their own hands (__torch_function__, "
-                "__torch_dispatch__), which replays would go past"
+                f"tensors of class {odd} intercept torch's calls (__torch_function__, __torch_dispatch__), which "
+                "replays would bypass"
             )
         return result
 
@@ -159,7 +159,7 @@ class Recorder(Noting, TorchFunctionMode):
             self._inside = True
             if len(self.record) > k:
                 if self._hidden.end(tensors_of((args, kwargs, out), [])):
-                    self.record.spoilt = f"running statistics were written into by {function.__name__}"
+                    self.record.spoilt = f"{function.__name__} wrote into running statistics"
                 self.record.hidden[k] = self._hidden
             return out
         finally:
@@ -205,16 +205,16 @@ class Recorder(Noting, TorchFunctionMode):
         """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""
         if not self._inside or self._hidden is not None:
             raise GradientError(
-                "Program: torch.compile, or a function or module compiled by it, is called inside, and what it "
-                "computes would not be noted; compile modules before the program runs, which are one operation each "
-                "then, name the module that calls it in opaque=[...], or call it uncompiled"
+                "Program: torch.compile, or a function or module compiled by it, is called inside, and its operations "
+                "cannot be traced; compile modules before the program runs (each is one operation then), name the "
+                "module that calls it in opaque=[...], or call it uncompiled"
             )
 
     def scripted(self, name: str) -> None:
         """See `Listener`. Raises GradientError: its interpreter changes graphs from call to call, and their bits."""
         raise GradientError(
             f"Program: {name}, made by torch.jit.script or torch.jit.trace, is called inside, and torch.jit runs "
-            "another graph of it the next time; call the function or module that it was made from"
+            "another graph in a replay; call the function or module that it was made from"
         )
 
     def forget(self) -> None:

@@ -88,14 +88,15 @@ class _Witness(TorchFunctionMode):
 def captured(name: str, tensor: torch.Tensor) -> GradientError:
     """A module has used a tensor of the program that it was not given."""
     return _refused(
-        name, f"uses a tensor of shape {tuple(tensor.shape)} of the program that it is not given", "pass it as argument"
+        name,
+        f"uses a tensor of shape {tuple(tensor.shape)} of the program that was not passed to it",
+        "pass it as argument",
     )
 
 
 def _refused(name: str, what: str, instead: str) -> GradientError:
     return GradientError(
-        f"Program: {name}, taken as one operation, {what}, which could not be run again; {instead}, or leave its class "
-        "out of opaque"
+        f"Program: leaf module {name} {what}, so it cannot be run again; {instead}, or leave its class out of opaque"
     )
 
 
@@ -124,9 +125,9 @@ class Taken:
         odd = _odd((*args, *kwargs.values()))
         if odd is not None:
             raise InputError(
-                f"Program: {name}, taken as one operation, is given an object of type {type(odd).__name__}, whose "
-                "content may be another when it is run again; pass tensors, numbers, strings, and tuples, lists and "
-                "dictionaries of these, or leave its class out of opaque"
+                f"Program: leaf module {name} is given an object of type {type(odd).__name__}, whose content may "
+                "differ in a replay; pass tensors, numbers, strings, and tuples, lists and dictionaries of these, or "
+                "leave its class out of opaque"
             )
         if state is None or state.training != new.training:
             state = self._states[id(module)] = new
@@ -185,7 +186,7 @@ def _check_graph(name: str, result: Any, since: int, reached: set[Node | None]) 
             most = deeper(most)
         node = waiting.pop()
         if node._sequence_nr() < since:  # those of leaves come last
-            raise _refused(name, f"uses a result of {node.name()} of the program that it is not given", "pass it")
+            raise _refused(name, f"uses a result of {node.name()} of the program that was not passed to it", "pass it")
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -29,7 +29,10 @@ def _cast_before(record: Record) -> str | None:
         storage = record.storage_of(leaf)
         for k in range(written):
             if record.ambient[k] in casting and leaf in record.arguments_of(k) and k not in record.writes[storage]:
-                return "autocast was used on a leaf that requires a gradient and was then written into, in one call"
+                return (
+                    "autocast was used on a leaf tensor that requires a gradient, which was then written into in the "
+                    "same call"
+                )
     return None
 
 
@@ -42,7 +45,7 @@ def _normalised(record: Record) -> str | None:
     }
     for k, call in enumerate(record.calls) if evaluations else ():
         if call in evaluations and any(record.written_since(record.storage_of(n), k + 1) for n in _outside(record, k)):
-            return "running statistics were used in evaluation and then written into by training, in one call"
+            return "running statistics were used in evaluation and then written into by training, in the same call"
     return None
 
 
@@ -60,8 +63,8 @@ def _shared(record: Record) -> str | None:
             written = one.storage in record.writes or other.storage in record.writes
             if written and other.storage != one.storage and first < end and start < last:
                 return (
-                    f"a tensor of shape {tuple(one.tensor.shape)} shows the memory of another that the program writes "
-                    "into, by a storage of its own (by way of NumPy, say), so that no version tells of the writes"
+                    f"a tensor of shape {tuple(one.tensor.shape)} shares memory with one that the program writes into, "
+                    "but has a storage of its own (by way of NumPy, say), so the writes cannot be detected"
                 )
     return None
 

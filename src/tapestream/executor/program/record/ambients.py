@@ -49,8 +49,8 @@ class Ambients:
         and where tangents are computed."""
         if forward_ad._current_level >= 0:
             raise InputError(
-                "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is at "
-                "work, whose tangents a replay would not have; take that part out of the program"
+                "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is "
+                "active, and a replay would not have its tangents; take that part out of the program"
             )
         modes = others() if _C._len_torch_function_stack() else ()
         answers = [*map(operator.call, self._questions)]
@@ -154,10 +154,10 @@ def unshown(tensor: torch.Tensor, maker: str | None) -> GradientError:
     """``tensor`` was made inside by the node ``maker``, or (None) shows memory of one that was; no call showed how."""
     if maker is None:
         return GradientError(
-            f"Program: a tensor of shape {tuple(tensor.shape)} shows memory of a tensor made inside the program, and "
-            "no torch call showed how; clone() it"
+            f"Program: a tensor of shape {tuple(tensor.shape)} came to share memory with one made inside the program, "
+            "without a torch call; clone() it"
         )
     return GradientError(
-        f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {maker}, which no torch call "
-        "showed (a C++ extension, say); wrap that call in a torch.autograd.Function"
+        f"Program: a tensor of shape {tuple(tensor.shape)} was made inside the program by {maker}, without a torch "
+        "call (by a C++ extension, say); wrap that in a torch.autograd.Function"
     )

@@ -237,8 +237,8 @@ class Record:
             return
         if not self.written_since(one.storage, one.at):
             self.spoilt = (
-                f"a tensor of shape {tuple(tensor.shape)} was written into inside the program by something that no "
-                "torch call showed (another thread, a C++ extension, an autograd.Function that captured it)"
+                f"a tensor of shape {tuple(tensor.shape)} was written into inside the program without a torch call (by "
+                "another thread, a C++ extension, an autograd.Function that captured it)"
             )
         one.version, one.at = tensor._version, len(self)
 

@@ -96,7 +96,7 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def handle(operation: int, place: int) -> int:
     """What the graph holds in place of a saved tensor. Raises GradientError above a million in one operation."""
     if place >= PLACES:
-        raise GradientError(f"Program: operation {operation} saves more than {PLACES} tensors; make it several")
+        raise GradientError(f"Program: operation {operation} saves more than {PLACES} tensors; split it")
     return operation * PLACES + place
 
 

@@ -313,8 +313,8 @@ def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch
             raise
         said = (str(error).splitlines() or [""])[0]
         raise GradientError(
-            f"Program: {name_of(record, k)} failed when it was run again ({said}); what it does must depend on nothing "
-            "but its arguments: take it out of the program, or allow a budget that keeps all"
+            f"Program: {name_of(record, k)} failed in a replay ({said}); it must depend only on its arguments: take it "
+            "out of the program, or allow a budget that keeps all"
         ) from error
 
 
@@ -325,8 +325,8 @@ class _Enough(BaseException):
 def changed(record: Record, k: int, how: str) -> GradientError:
     """A replay gave something else than the first run."""
     return GradientError(
-        f"Program: {name_of(record, k)} gave {how} when it was run again; what it gives must depend on nothing but "
-        "its arguments and torch's global random generator"
+        f"Program: {name_of(record, k)} gave {how} in a replay; its result must depend only on its arguments and "
+        "torch's global random generator"
     )
 
 

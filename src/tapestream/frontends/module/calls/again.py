@@ -46,7 +46,7 @@ class Beginning:
 def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
     """The error that says so."""
     return InputError(
-        f"block {unplanned.position} {unplanned.why}, and the call cannot begin again: keep the order of blocks and "
+        f"block {unplanned.position} {unplanned.why}, and the call cannot be restarted: keep the order of blocks and "
         "the model's forward the same from call to call, or name other blocks with blocks=[...]"
     )
 

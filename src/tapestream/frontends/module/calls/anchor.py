@@ -28,11 +28,11 @@ def refusing(name: str, root: Node) -> Callable[[Any], None]:
     def refuse(gradients: Any) -> None:
         if gradients[0] is not None and torch._C._will_engine_execute_node(root):
             raise GradientError(
-                f"{name!r} comes and goes with its module (a block, an embedding, a head), but was used otherwise than "
-                "by calling that module, in one backward with such a call. Call the module; or, with update='step', "
-                "differentiate that use (a penalty on weights) by a backward of its own; or make a loss of the head's "
-                "weight by stream(..., loss_chunks='auto'); or keep it on the device (blocks=[...] names the modules "
-                "to stream, home='device' streams none)"
+                f"{name!r} is streamed with its module (a block, an embedding, a head), but was used otherwise than by "
+                "calling that module, in one backward with such a call. Call the module; or, with update='step', run a "
+                "separate backward for that use (a penalty on weights); or use stream(..., loss_chunks='auto') for a "
+                "loss of the head's weight; or keep it on the device (blocks=[...] names the modules to stream, "
+                "home='device' streams none)"
             )
 
     return refuse

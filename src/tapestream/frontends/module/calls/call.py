@@ -126,8 +126,8 @@ class StreamCall:
         if run.linked != begun:
             raise self._unplanned(
                 position,
-                f"got {'the' if run.linked else 'another tensor than the'} output of the block before it, other than "
-                "when the model was profiled (was that output changed in place?)",
+                f"got {'the' if run.linked else 'another tensor than the'} output of the block before it, unlike in "
+                "the profiled call (was that output changed in place?)",
             )
         if k not in self.prepared.once[segment]:
             run.keep_arguments(clone=planned.clones[k])
@@ -146,7 +146,7 @@ class StreamCall:
             if self.prepared.segments[segment].positions[k] == position:
                 self.done = number + 1
                 return segment, k
-        raise self._unplanned(position, "was called where the profiled call of this model had none")
+        raise self._unplanned(position, "was called where the profiled call of this model did not call it")
 
     def _unplanned(self, position: int, why: str) -> UnplannedBlock:
         run = self.prepared.order[: self.done]
@@ -239,7 +239,7 @@ class StreamCall:
         if shared is not None and block in self._ended and segment != shared.owner:
             raise GradientError(
                 f"backward reached {self.prepared.segments[segment].stages[k].name} after the first use of its shared "
-                "parameters, other than in the reverse order of the forward; use the model without stream(...)"
+                "parameters, not in the reverse order of the forward; use the model without stream(...)"
             )
         if self.store.gradients.together:
             self.store.gradients.seed(block, sums)
@@ -253,14 +253,14 @@ class StreamCall:
     def _begin_backward(self) -> None:
         if self.following is not None:
             raise GradientError(
-                "a gradient was asked for inside of the model's forward, of something that uses what a block was given "
-                "before it; ask before that block is called, or detach() and use a copy of your own"
+                "a gradient was asked for inside of the model's forward, of something that uses the input of an "
+                "earlier block; ask before that block is called, or detach() and use a copy of your own"
             )
         self._differentiating = True
         self._returned.look()
         self.live.begins(self)
         if any((t := held()) is not None and t._version != version for held, version in self._given):
-            raise GradientError(f"a tensor that a block was given, and other code used after the block, was {WRITTEN}")
+            raise GradientError(f"a tensor given to a block, and used by other code after the block, was {WRITTEN}")
         if self.prepared.update == "backward":
             self._check_no_gradients()
         self.store.adopt_replaced(but=self._replaced)
@@ -269,8 +269,8 @@ class StreamCall:
         if not wanted and torch._C._will_engine_execute_node(anchor):
             raise GradientError(
                 "gradients of chosen parameters of streamed blocks were asked for, by autograd.grad() or "
-                "backward(inputs=...); they arrive in their home, not there: call backward() and read .grad, or "
-                "freeze the others with requires_grad_(False)"
+                "backward(inputs=...), but they arrive only in their home: call backward() and read .grad, or freeze "
+                "the others with requires_grad_(False)"
             )
         for view in self._views.values():
             view.wanted = wanted

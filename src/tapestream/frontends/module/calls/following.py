@@ -15,7 +15,7 @@ import torch
 from tapestream.errors import InputError
 from tapestream.frontends.module.homes.between import BetweenBlocks
 
-WRITTEN = "changed in place; views of it would not know: write into a clone() of it"
+WRITTEN = "changed in place; its views would not see that: write into a clone() of it"
 _DERIVED = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # attributes that are functions of the tensor
 _NUMBERS = frozenset(("__index__", "__int__", "__invert__"))  # that change nothing, unlike __iadd__
 # What asks about the graph of the tensor itself.
@@ -85,9 +85,7 @@ class Following(BetweenBlocks):
     def check(self) -> None:
         """Raise InputError where something was changed in place after it, or a view of it, was used again."""
         if self._changed or any(found.changed for found in self._noted.values()):
-            raise InputError(
-                f"a tensor that a block was given, and other code used after the block, was then {WRITTEN}"
-            )
+            raise InputError(f"a tensor given to a block, and used by other code after the block, was then {WRITTEN}")
 
     def end(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
         """Nothing is noted any more. Returns what is to stay as it is until its gradient has been made, and its

@@ -73,8 +73,8 @@ class Live:
         others, and more than two parts come together; or in another dtype, where the calls share an ``autocast``."""
         if self.left:
             raise GradientError(
-                "unstream() came between this call of the model and its backward, which needs the parameters where "
-                "they were; run backward first"
+                "unstream() was called between this call of the model and its backward, which needs the streamed "
+                "parameters; run backward first"
             )
         task = torch._C._current_graph_task_id()
         if task != self.task:
@@ -94,11 +94,11 @@ class Live:
         self.begun[id(call)] = call.plain, call.casts
         if len({plain for plain, _ in self.begun.values()}) > 1 and len(self.begun) + self.before > 2:
             raise GradientError(
-                f"this backward differentiates {len(self.begun)} calls of one model or more"
-                f"{', beside gradients of an earlier one' if self.before else ''}; some of them fit the budget as they "
-                "are and others only as plans that recompute, so that the parts of gradients would be added in another "
-                "order than in plain PyTorch: give all batches to one call, call backward() for each loss, allow more, "
-                "so that all of them are stored, or say how many await their backward at once: Budget(..., calls=)"
+                f"this backward differentiates {len(self.begun)} calls of one model or "
+                f"more{', beside gradients of an earlier one' if self.before else ''}; the budget stores some of them "
+                "and recomputes others, so their gradients would be added in another order than in plain PyTorch: give "
+                "all batches to one call, call backward() for each loss, allow more, so that all of them are stored, "
+                "or say how many await their backward at once: Budget(..., calls=)"
             )
 
 

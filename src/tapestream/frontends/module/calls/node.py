@@ -35,7 +35,7 @@ def apply_block(
     if any(made[0].requires) and not any(t.requires_grad for t in outputs):
         raise GradientError(
             f"{bare.name} returned a tensor that requires a gradient, which it did not when it was profiled: it found "
-            "a tensor that another left in an object; pass that through the state, or detach() it"
+            "a tensor that another block left in an object; pass that tensor through the state, or detach() it"
         )
     result, call.link = run.finish(made[0], outputs)
     if following is not None:

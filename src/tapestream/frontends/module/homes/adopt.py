@@ -71,8 +71,8 @@ def _check_free(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_tapestream_id", None) == id(parameter):
             raise InputError(
-                f"parameter {name!r} is one of another streamed model, which moves its bytes: call "
-                "tapestream.unstream(...) on that first, or give this one a copy (nn.Parameter(p.detach().clone()))"
+                f"parameter {name!r} belongs to another streamed model: call tapestream.unstream(...) on that first, "
+                "or give this one a copy (nn.Parameter(p.detach().clone()))"
             )
 
 
@@ -111,8 +111,8 @@ def check_own_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for one in last.values():
             if (mine or one[4]) and one[0] == device and first < one[2]:
                 raise InputError(
-                    f"{one[3]!r} and {name!r} are different tensors over the same bytes, which streaming would part; "
-                    "make them one Parameter (a.weight = b.weight) of two blocks, or clone() one of them"
+                    f"{one[3]!r} and {name!r} are different tensors over the same bytes, which streaming would "
+                    "separate; make them one Parameter (a.weight = b.weight) of two blocks, or clone() one of them"
                 )
         if mine not in last or last[mine][0] != device or last[mine][2] < end:
             last[mine] = span

@@ -133,7 +133,7 @@ class Homes:
             total, left = sum(sizes.values()), sum(missing[len(regions) :])
             raise type(error)(
                 f"a step keeps {format_nbytes(total)} ({total} bytes) of the blocks' parameters, gradients and "
-                f"optimizer state on disk, the last {left} of which find no room: {error}"
+                f"optimizer state on disk, and the last {left} bytes do not fit: {error}"
             ) from error
         finally:
             for region in regions:

@@ -23,8 +23,8 @@ class Known:
                 (f"parameter {n!r} was replaced by another, or added," for n, p in named if id(p) not in known), ""
             )
             raise InputError(
-                f"{strange or 'a parameter was taken away'} after stream(), so that it would not be streamed or "
-                "trained; copy into the parameter that was there instead (load_state_dict without assign=True), or "
-                "unstream, replace and stream again"
+                f"{strange or 'a parameter was removed'} after stream(), so it would not be streamed or trained; copy "
+                "the values into the original parameter (load_state_dict without assign=True), or unstream, replace "
+                "and stream again"
             )
         self._identities = identities

@@ -140,8 +140,8 @@ class BlockRun:
         after, spec = tree_flatten(given, lambda instance: all(instance is not leaf for leaf in before))
         if spec != self._spec or any(now is not was for now, was in zip(after, before, strict=True)):
             raise InputError(
-                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), which "
-                "the caller would not see; let it return what it makes, or give it an object with attributes of its own"
+                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), and "
+                "the caller would not see that; return the new content instead, or pass an object with attributes"
             )
 
     def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:

@@ -67,8 +67,8 @@ class Captured:
                 if any(t._backward_hooks or t.retains_grad for t in inside):
                     raise InputError(
                         f"a forward hook on a {type(one.module).__name__} inside {name} registers a hook on the "
-                        "gradient of its output, or calls retain_grad() on it, which would see nothing of what comes "
-                        "from inside the block: do it in the module's forward, or use register_full_backward_hook"
+                        "gradient of its output, or calls retain_grad() on it, and would miss gradients from inside "
+                        "the block: do it in the module's forward, or use register_full_backward_hook"
                     )
                 if replaced is not None:
                     raise ReplacedOutput(

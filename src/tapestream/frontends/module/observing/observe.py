@@ -274,8 +274,8 @@ class Observation:
             raise StaysPut(block)
         name = type(self.blocks[position]).__name__
         raise InputError(
-            f"block {position} ({name}) returns one of its parameters, or a view of it, whose memory is another's as "
-            "soon as the block has left the device; return a copy: clone() it"
+            f"block {position} ({name}) returns one of its parameters, or a view of it, whose memory is reused as soon "
+            "as the block has left the device; return a clone() of it"
         )
 
     def _observe(

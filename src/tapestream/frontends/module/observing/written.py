@@ -25,6 +25,6 @@ def parameters_unwritten(model: nn.Module, modules: Sequence[nn.Module]) -> Iter
     for name, parameter, version in before:
         if parameter._version != version:
             raise InputError(
-                f"the model's forward changes its parameter {name!r} in place; profiled, it runs once more, so that "
-                "this would count twice (once it has been done): change it before the forward or after the step"
+                f"the model's forward changes its parameter {name!r} in place, and profiling runs it once more, so the "
+                "change would count twice (it has been made once): change it before the forward or after the step"
             )

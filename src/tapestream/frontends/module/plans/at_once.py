@@ -43,8 +43,9 @@ def for_calls(plan: Callable[[int], "Prepared"], within: Within) -> "Prepared":
     if together(best) > allowed and (strict or best.shared_nbytes + best.held_nbytes > allowed):
         raise BudgetError(
             f"a budget of {format_nbytes(allowed)} was asked for, for {calls} calls that await their backward at once: "
-            f"the least that one needs is {format_nbytes(least)}, {format_nbytes(best.shared_nbytes)} of that for all "
-            f"of them; allow {together(best)} bytes, use smaller batches, or run the backward of one before the next",
+            f"one call needs at least {format_nbytes(least)}, of which all calls share "
+            f"{format_nbytes(best.shared_nbytes)}; allow {together(best)} bytes, use smaller batches, or run the "
+            "backward of one before the next",
             least_nbytes=together(best),
         )
     if together(best) > allowed:

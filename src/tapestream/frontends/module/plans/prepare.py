@@ -192,9 +192,8 @@ def _without_cache(error: BudgetError, left_nbytes: int) -> BudgetError:
     if 20 * left_nbytes < (error.least_nbytes or 0) or not left_nbytes:
         return error
     return BudgetError(
-        f"{error}. What blocks leave in objects that they are given (keys and values, in a cache) takes "
-        f"{format_nbytes(left_nbytes)} of that: a transformers model keeps none where it is called with "
-        "use_cache=False",
+        f"{error}. Blocks leave {format_nbytes(left_nbytes)} of that in objects that they are given (keys and values, "
+        "in a cache): a transformers model keeps none if it is called with use_cache=False",
         least_nbytes=error.least_nbytes, stage=error.stage,
     )  # fmt: skip
 
@@ -204,8 +203,8 @@ def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: 
     if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
         return error
     return BudgetError(
-        f"{error}. What runs after the blocks (the head, its logits, the loss) makes {format_nbytes(turn_nbytes)} of "
-        "that: if it is a linear layer and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits",
+        f"{error}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and the "
+        "loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits",
         least_nbytes=error.least_nbytes,
         stage=error.stage,
     )

@@ -83,8 +83,8 @@ def shared_blocks(segments: Sequence[Segment], uses: Sequence[int | None]) -> di
         if max(casting.values(), default=0) > 1:
             raise InputError(
                 f"block {segments[number].positions[k]}, or one that shares its parameters, is called in more than one "
-                "chain under autocast, which casts its weights once for all calls: the sum of their gradients is made "
-                "in the lower precision, which is not supported between chains; move what changes the state between "
+                "chain under autocast, which casts its weights once for all calls and sums their gradients in the "
+                "lower precision. Between chains this is not supported; move the code that changes the state between "
                 "these calls into a block, or use no autocast"
             )
     return found
