@@ -8,8 +8,7 @@ import torch
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.ir.actions import Tier, Value
-from tapestream.runner.guards import Watch, written_since_saved
-from tapestream.runner.runner import Pack, Unpack
+from tapestream.runner.guards import Pack, Unpack, Watch, written_since_saved
 
 
 @dataclass(frozen=True, slots=True)

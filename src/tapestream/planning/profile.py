@@ -237,18 +237,13 @@ def _discover(
     where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
     host, graph, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
-    everything = Traits(mutates=frozenset(range(len(state.tensors))))
-    probe = Runner([stage], [everything], device)
+    probe = Runner([stage], [Traits(mutates=frozenset(range(len(state.tensors))))], device)
     watching, casting = saved_tensors_hooks(graph.pack, graph.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
     with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
-        try:
-            tree, seen = _called(stage, state, inputs, reading)
-        except UnknownModules:
-            undo(belongings.changes(Belongings(stage.modules, stage.function)))
-            raise
+        tree, seen = _called(stage, state, inputs, reading, belongings)
         graph.ended()
     snapshot.observations.append(seen)
     mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
@@ -280,8 +275,7 @@ def _discover(
         saves=len(looks[1]),
         nodes=len(looks[0]),
     )
-    drew = traits.draws_host or not generators.equals(TorchGenerators.capture(device))
-    lives = graph.something_lives()
+    drew, lives = not generators.equals(TorchGenerators.capture(device)), graph.something_lives()
 
     def again() -> bool:
         generators.restore()
@@ -294,15 +288,22 @@ def _discover(
     drawn = check_runs_alike(stage, belongings, again, changes, seen)
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
-    steady = not drew and not drawn and not traits.buffers and not traits.cells
+    steady = not (drew or traits.draws_host or traits.buffers or traits.cells)
     return _Discovered(traits, lives, looks, own, steady, graph.ending_seconds)
 
 
-def _called(stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading) -> tuple[Any, Observation]:
+def _called(
+    stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading, belongings: Belongings
+) -> tuple[Any, Observation]:
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
     compiled, tree = stage.is_compiled(), state.tree(inputs)
-    with observed(inputs, stage.modules, compiled=compiled) as seen, contextlib.nullcontext() if compiled else reading:
-        return stage.function(tree), seen
+    reads = contextlib.nullcontext() if compiled else reading
+    try:
+        with observed(inputs, stage.modules, compiled=compiled) as seen, reads:
+            return stage.function(tree), seen
+    except UnknownModules:
+        undo(belongings.changes(Belongings(stage.modules, stage.function)))
+        raise
 
 
 def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from tapestream.capture.cells import Cell, among
+from tapestream.capture.fused_steps import fused_steps
 from tapestream.errors import GradientError, InputError
 
 
@@ -81,6 +83,8 @@ def escaped(name: str) -> GradientError:
     )
 
 
+Pack: TypeAlias = Callable[[torch.Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], torch.Tensor]
 Mark: TypeAlias = tuple[int, int]
 """What tells that a tensor was written into, or given other bytes by ``tensor.data = ..``."""
 
@@ -89,11 +93,11 @@ _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
 
 
 def mark(tensor: torch.Tensor) -> Mark:
-    """The version counter, and the address (0 for tensors that have none: fake and sparse ones, those of
-    `torch.func`)."""
+    """The version counter and steps of fused optimizers, and the address (0 for tensors that have none: fake and sparse
+    ones, those of `torch.func`)."""
     if type(tensor) in _WITH_ADDRESS:
         try:
-            return tensor._version, tensor.data_ptr()
+            return tensor._version + fused_steps(tensor), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):
             pass
     return tensor._version, 0
@@ -203,3 +207,24 @@ def _adds_to_gradients(name: str) -> InputError:
         f"{name} calls backward(), or writes .grad, and would do so again whenever it is recomputed; use "
         "torch.autograd.grad there, or add it to the loss"
     )
+
+
+def with_versions(name: str) -> tuple[Pack, Unpack]:
+    """Hooks on saved tensors that give what was saved, and see what autograd does where there are none: that nothing
+    has written into it. Detached: a saved output would hold the node that saves it."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor.detach(), tensor._version
+
+    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = saved
+        if tensor._version != version:
+            raise written_since_saved(name)
+        return tensor
+
+    return pack, unpack
+
+
+def with_copies_of(cells: Sequence[Cell], pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+    """The same hooks; of ``cells``, which hold something else when the recompute has ended, they get copies."""
+    return (lambda tensor: pack(tensor.clone() if among(cells, tensor) else tensor)), unpack

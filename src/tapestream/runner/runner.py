@@ -11,14 +11,24 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tapestream.accelerator.device import is_accelerator
-from tapestream.capture.cells import among
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
 from tapestream.runner.entry import Entry
 from tapestream.runner.fused import PartBorders
 from tapestream.runner.graph import gradient_edges, reached_leaves, root_of_graph, user_of
-from tapestream.runner.guards import Guard, Watch, check_versions, escaped, hooks_off, mark, written_since_saved
+from tapestream.runner.guards import (
+    Guard,
+    Pack,
+    Unpack,
+    Watch,
+    check_versions,
+    escaped,
+    hooks_off,
+    mark,
+    with_copies_of,
+    with_versions,
+)
 from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings, as_a_stage
@@ -28,8 +38,6 @@ from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.stills import Look
 from tapestream.runner.unneeded import End, LeftOut, end_left_out
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
 Gradients = list[torch.Tensor | None]
 Sums = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -159,12 +167,10 @@ class Runner:
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
-        cells = self.traits[k].cells
-        if cells and k in self.seen:  # what they hold is another when the run has ended
-            pack, unpack = hooks or _with_versions(self.stages[k].name)
-            hooks = (lambda tensor: pack(tensor.clone() if among(cells, tensor) else tensor)), unpack
+        if self.traits[k].cells and k in self.seen:
+            hooks = with_copies_of(self.traits[k].cells, *(hooks or with_versions(self.stages[k].name)))
         if end is not None:
-            return end_left_out(end, *(hooks or _with_versions(self.stages[k].name)), self.device)
+            return end_left_out(end, *(hooks or with_versions(self.stages[k].name)), self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
 
     def backward(
@@ -330,22 +336,6 @@ class Runner:
                 f"{name_of(strangers[0])} used a tensor of shape {tuple(strangers[0].shape)} that requires a gradient, "
                 "which it did not use when it was profiled; pass it through the state, or make it one of its parameters"
             )
-
-
-def _with_versions(name: str) -> tuple[Pack, Unpack]:
-    """Hooks that give what was saved, and see what autograd does where there are none: that nothing has written into
-    it. Detached: a saved output would hold the node that saves it."""
-
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return tensor.detach(), tensor._version
-
-    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = saved
-        if tensor._version != version:
-            raise written_since_saved(name)
-        return tensor
-
-    return pack, unpack
 
 
 def _both(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tuple[Any, torch.Tensor]]:

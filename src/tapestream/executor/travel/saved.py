@@ -7,8 +7,7 @@ import torch
 
 from tapestream.errors import ScheduleError
 from tapestream.executor.travel.cargo import Stays, has_storage, head_of, held_by_others
-from tapestream.runner.guards import written_since_saved
-from tapestream.runner.runner import Pack, Unpack
+from tapestream.runner.guards import Pack, Unpack, written_since_saved
 
 
 class Handle:

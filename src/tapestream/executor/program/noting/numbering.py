@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tapestream.accelerator.memory import storage_nbytes
+from tapestream.capture.fused_steps import fused_steps
 from tapestream.errors import InputError
 from tapestream.executor.program.calls.values import Ref, address_of, nbytes_of
 from tapestream.executor.program.record.ambients import unshown
@@ -198,9 +199,9 @@ class Numbering:
         self._showing[storage] += 1
         self._external[id(tensor)] = number = len(record.externals)
         self.shown.setdefault(storage, []).append((~number, tensor))
-        record.externals.append(
-            External(tensor, storage, tensor.is_leaf, tensor.detach(), version, k, requires, requires, -1, k, looks)
-        )
+        found = External(tensor, storage, tensor.is_leaf, tensor.detach(), version, k, requires, requires, -1, k, looks)
+        found.steps = fused_steps(tensor)
+        record.externals.append(found)
         return ~number
 
     def _died(self, ref: Ref) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from tapestream.capture.fused_steps import fused_steps
 from tapestream.errors import GradientError
 from tapestream.executor.program.calls.arrays import Arrays
 from tapestream.executor.program.calls.hidden import Hidden
@@ -68,7 +69,8 @@ class External:
     """A tensor that the program did not make. ``version``: when it was last seen, at operation ``at`` or later, and
     when the program had ended; ``first_use``: at which operation it was first seen. ``requires``: whether it needed a
     gradient then; ``takes``: whether it ever did. ``held``: the same without its graph, over the memory that it had at
-    first; ``looks``: how it looks to functions; ``own``: the program has made it, before it was noted."""
+    first; ``looks``: how it looks to functions; ``own``: the program has made it, before it was noted;
+    ``steps``: those of fused optimizers, which move no version."""
 
     tensor: torch.Tensor
     storage: int
@@ -82,12 +84,13 @@ class External:
     first_use: int = -1
     looks: int = 0
     own: bool = False
+    steps: int = 0
 
     def again(self) -> torch.Tensor:
         """The tensor for a replay, with the need of a gradient that it had: it may have been frozen since, or not be
         any more. Raises GradientError where it is not what it was when the program had ended."""
         tensor = self.tensor
-        if tensor._version != self.version:
+        if tensor._version != self.version or fused_steps(tensor) != self.steps:
             raise GradientError(
                 f"Program: a tensor of shape {tuple(tensor.shape)} that the program used was modified in place after "
                 "the program had run (by an optimizer, or as a gradient that backward adds to), so replays would use "
