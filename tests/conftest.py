@@ -1,6 +1,7 @@
 """What tests of several folders share."""
 
 import gc
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("the same examples", derandomize=True)
     if config.getoption("markexpr") == "not full":
         settings.load_profile("the same examples")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of what is `thinned`, about one case of n is run each time, spread over all parameters; the first, whatever its
+    name."""
+    begun = set[str]()
+    for item in items:
+        marker, function = item.get_closest_marker("thinned"), item.nodeid.partition("[")[0]
+        if marker is not None and function in begun and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+            item.add_marker(pytest.mark.full)
+        begun.add(function)
 
 
 def pytest_collection_finish() -> None:

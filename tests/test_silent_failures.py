@@ -38,12 +38,14 @@ from tapestream.frontends.program import candidates
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_gradients_and_buffers_are_plain_pytorchs(kind: str, frontend: str, tmp_path: Path) -> None:
     assert_as_plain(kind, frontend, tmp_path, steps)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_by_the_default_planner(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five calls: of the third on, plans that hold parts of stretches, whatever time the search for them takes."""
@@ -153,6 +155,7 @@ def test_weights_that_are_others_by_the_time_of_backward_are_refused(
     tightly("dropout", frontend, tmp_path, use)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dropped", [True, False])
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_nothing_that_is_saved_stays(frontend: str, dropped: bool, tmp_path: Path) -> None:

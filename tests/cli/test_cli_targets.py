@@ -346,6 +346,7 @@ def test_streamed_steps_are_those_of_plain_pytorch(arguments: list[str], tmp_pat
         assert step["forwards"] >= step["blocks"] > 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "budget"),
     [

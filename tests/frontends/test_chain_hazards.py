@@ -424,6 +424,7 @@ def test_an_exception_leaves_nothing_behind(chain_that_fails: tuple[Chain, Faili
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if number % 2 else ()) for number, name in enumerate(CASES)]
 )

@@ -27,6 +27,7 @@ def options(home: ts.Home, folder: Path) -> dict[str, Any]:
     return {"device": "cpu", "engine": "fake_streams", "home": home, "machine": TWO_HOPS, "folder": folder}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("home", HOMES, ids=str)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("level", ["least", "half"])

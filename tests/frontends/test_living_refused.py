@@ -30,6 +30,7 @@ MOVES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", MOVES)
 def test_other_bytes_for_the_parameters(how: str, pair: Pair) -> None:
     before = everything(pair[1])

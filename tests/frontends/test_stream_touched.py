@@ -107,6 +107,7 @@ def replacing(model: nn.Module, optimizer: torch.optim.Optimizer, when: str) -> 
     return trace
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("engine", "level", "when"),
     in_pairs(
@@ -169,6 +170,7 @@ def putting_back(model: nn.Module, optimizer: torch.optim.Optimizer, meanwhile: 
 HOMES = [("auto", "disk"), ("adversarial", "disk"), ("fake_streams", "host"), ("auto", "device")]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("meanwhile", ["evaluated", "differentiated"])
 @pytest.mark.parametrize("level", ["full", "least"])
 @pytest.mark.parametrize(("engine", "home"), HOMES)

@@ -74,6 +74,7 @@ def eager(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
         yield model, adamw(model, "backward")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str, update: str, tmp_path: Path) -> None:

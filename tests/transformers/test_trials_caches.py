@@ -29,6 +29,7 @@ def contents(cache: Any, prefix: str = "") -> Trace:
     return trace
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("setting", [TIGHT, AMPLE], ids=["tight", "ample"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_cache_is_filled_once(name: str, setting: Setting, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def on_keys(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
 @pytest.mark.parametrize(("make", "loss"), [(gemma3n, loss_of), (llama, on_keys)], ids=["gemma3n", "keys"])
 def test_gradients_through_a_cache_are_exact_or_refused(make: Any, loss: Any, disk: bool, tmp_path: Path) -> None:

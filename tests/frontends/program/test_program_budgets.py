@@ -50,6 +50,7 @@ def leaves_of(function: Function) -> list[torch.Tensor]:
     return list(function.parameters()) if isinstance(function, nn.Module) else [W]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("function", "x"),
     [
@@ -159,6 +160,7 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
     return (meter.peak_nbytes - y.nbytes - in_the_making - STATES) / budget
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "share", [1.0, pytest.param(1.1, marks=FULL), pytest.param(1.3, marks=FULL), pytest.param(2.0, marks=FULL)]
 )

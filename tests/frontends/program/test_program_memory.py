@@ -39,6 +39,7 @@ def peak(run: Program, steps: int) -> int:
     return meter.peak_nbytes
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("planner", ["auto", "revolve"])
 @pytest.mark.parametrize(("steps", "states"), [(50, 8), (50, 16), (50, 32), (150, 12), (150, 64)])
 def test_the_peak_stays_within_the_budget(steps: int, states: int, planner: str) -> None:
@@ -170,6 +171,7 @@ def test_what_a_call_held_goes_with_its_graph_and_not_with_garbage(how: str) -> 
         gc.enable()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.1, marks=FULL), 1.2, pytest.param(1.5, marks=FULL)])
 def test_what_an_operation_has_saved_goes_when_its_own_nodes_have_asked_for_it(factor: float) -> None:
     """Not when an earlier one asks that has saved something, too: between the two, gradients are joined."""
@@ -211,6 +213,7 @@ def test_what_is_measured_with_one_tensor_given_thrice_says_nothing_of_three() -
     assert len({id(call.measured) for call in calls}) == 3
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("factor", [1, pytest.param(1.1, marks=FULL), 1.3])
 def test_transformer_encoder_layers_near_the_least(factor: float) -> None:
     layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0) for _ in range(4))

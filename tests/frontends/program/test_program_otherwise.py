@@ -206,6 +206,7 @@ def test_values_and_gradients(function: Callable[[Tensor, bool], Tensor], tight:
     assert function is hooks_on_saved_tensors or (program.report.reruns > 0) is tight
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("budget", [45_000, 60_000, 90_000])
 def test_a_view_that_is_saved_and_a_base_that_is_written_are_one_memory_in_replays(inside: bool, budget: int) -> None:

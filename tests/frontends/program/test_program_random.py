@@ -176,11 +176,13 @@ def all_compared(least: int, start: int, most: int = 24, **how: Any) -> None:
     assert compared >= least  # not all have a gradient
 
 
-def test_random_programs() -> None:
-    all_compared(125, 0, larger=(1,))
+@pytest.mark.parametrize("count", [60, pytest.param(125, marks=pytest.mark.full)])
+def test_random_programs(count: int) -> None:
+    all_compared(count, 0, larger=(1,))
 
 
-@pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, 8))])
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(1, 8))
 def test_two_thousand_random_programs(part: int) -> None:
     """The other 1,876, in the least budget: a call of which nothing is known and, of 536, one that is planned. Half of
     these 536 run each time."""
@@ -188,10 +190,12 @@ def test_two_thousand_random_programs(part: int) -> None:
     all_compared(268, part, most=12, planner=planner, larger=(1,), calls=2 if part < 3 else 1)
 
 
-@pytest.mark.parametrize("part", [16, *(pytest.param(part, marks=pytest.mark.full) for part in range(17, 35))])
-def test_random_programs_by_the_default_planner(part: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "count"), [(16, 8), *(pytest.param(part, 20, marks=pytest.mark.full) for part in range(16, 35))]
+)
+def test_random_programs_by_the_default_planner(part: int, count: int) -> None:
     """Of which the second and the third call are planned ever better; in the least budget and in twice that."""
-    all_compared(20, part, most=40, planner="auto", larger=(1, 2), calls=4)
+    all_compared(count, part, most=40, planner="auto", larger=(1, 2), calls=4)
 
 
 @pytest.mark.full

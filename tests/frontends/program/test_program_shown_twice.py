@@ -45,6 +45,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("late", [0, 1, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("shown", VIEWS.values(), ids=VIEWS)
 def test_first_used_after_a_write(shown: Callable[[torch.Tensor], torch.Tensor], late: int) -> None:

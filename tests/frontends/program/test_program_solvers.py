@@ -52,6 +52,7 @@ def adaptive_steps() -> torch.Tensor:
     return y
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 @pytest.mark.parametrize("solver", [conjugate_gradients, adaptive_steps])
 def test_solvers_that_end_by_a_condition_on_tensors(solver: Callable[[], torch.Tensor], planner: str) -> None:

@@ -94,6 +94,7 @@ def peak_budget(net: nn.Module, x: Tensor, part: float) -> int:
 PARTS = [(planner, part) for planner in PLANNERS for part in (0.3, 0.4 if planner == "superneurons" else 0.5)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("planner", "part", "engine"),
     one_in(2, [(*one, engine) for one in PARTS for engine in ("threads", "adversarial", "fake_streams")]),
