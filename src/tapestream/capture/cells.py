@@ -3,12 +3,15 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+Version: TypeAlias = "tuple[weakref.ref[torch.Tensor], int]"
+"""A tensor, and the version that it had at some moment."""
 
 
 class Cell:
@@ -31,9 +34,10 @@ class Cell:
         """Whether anybody holds the memory."""
         return not self._storage.expired()  # type: ignore[no-untyped-call]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that are still there."""
-        return [tensor for reference in self._tensors.values() if (tensor := reference()) is not None]
+    def versions(self) -> list["Version"]:
+        """Those of its tensors, as far as they are still there."""
+        there = ((reference, reference()) for reference in self._tensors.values())
+        return [(one, t._version) for one, t in there if t is not None and not t.is_inference()]
 
     def read(self) -> torch.Tensor:
         """A copy of its bytes."""
@@ -68,13 +72,13 @@ class Contents:
 
     cells: tuple[Cell, ...]
     copies: tuple[torch.Tensor, ...]
-    versions: list[Any] = field(default_factory=list, compare=False)
+    versions: Sequence["Version"] = ()
 
     @classmethod
     def take(cls, cells: Sequence[Cell]) -> "Contents":
         """What they hold now; those that are gone are left out."""
         there = tuple(cell for cell in cells if cell.alive)
-        return cls(there, tuple(cell.read() for cell in there), [v for cell in there for v in versions_of(cell)])
+        return cls(there, tuple(cell.read() for cell in there), [v for cell in there for v in cell.versions()])
 
     def show(self) -> None:
         """Let the cells hold it again; versions stay."""
@@ -85,8 +89,10 @@ class Contents:
     def put_back(self) -> None:
         """Let all be as it was: to who has saved one of the tensors, nothing has happened."""
         self.show()
-        for version in self.versions:
-            version.__exit__()
+        for reference, version in self.versions:
+            tensor = reference()
+            if tensor is not None:
+                _set_version((tensor,), (version,))
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -97,8 +103,3 @@ class Contents:
             yield
         finally:
             now.put_back()
-
-
-def versions_of(cell: Cell) -> list[Any]:
-    """What puts back the versions that the tensors of ``cell`` have now."""
-    return [_unsafe_preserve_version_counter(t) for t in cell.tensors() if not t.is_inference()]

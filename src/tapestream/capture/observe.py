@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.capture.buffers import BufferSnapshot, buffer_slots
-from tapestream.capture.cells import Cell, Contents, key_of, versions_of
+from tapestream.capture.cells import Cell, Contents, Version, key_of
+from tapestream.capture.python_state import key_of_generator
 
 _aten: Any = torch.ops.aten
 
@@ -106,7 +107,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found = found
         self._known = {key for t in known if (key := key_of(t)) is not None}
         self._written: dict[int, tuple[Cell, torch.Tensor]] = {}
-        self._versions: list[Any] = []
+        self._versions: list[Version] = []
         self._drawn = set[int]()
 
     @classmethod
@@ -120,8 +121,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor)
         leaves = pytree.tree_leaves((args, kwargs))
         for leaf in leaves:
-            if isinstance(leaf, torch.Generator) and id(leaf) not in self._drawn:
-                self._drawn.add(id(leaf))
+            if isinstance(leaf, torch.Generator) and key_of_generator(leaf) not in self._drawn:
+                self._drawn.add(key_of_generator(leaf))
                 self._found.generators.append((leaf, leaf.get_state()))
         result = func(*args, **kwargs)
         shown = {key_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -137,7 +138,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cell = Cell(tensor.untyped_storage())
             cell.add(tensor)
             self._written[key] = cell, cell.read()
-            self._versions += versions_of(cell)
+            self._versions += cell.versions()
         self._written[key][0].add(tensor)
 
     def written(self) -> Contents:

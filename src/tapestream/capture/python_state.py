@@ -33,6 +33,11 @@ _NONE_OF_ITS = (logging.Logger, io.IOBase)
 _DEEPEST, _MOST, _LONGEST = 8, 100_000, 10_000
 
 
+def key_of_generator(generator: Any) -> int:
+    """Equal for objects that are one generator: PyTorch hands operations another object each time."""
+    return int(getattr(generator, "_cdata", 0)) or id(generator)
+
+
 def held_by(value: Any) -> Mapping[Any, Any]:
     """What ``value`` leads to, by key; nothing for tensors, modules of PyTorch, libraries and what holds nothing."""
     if isinstance(value, (*_FIXED, nn.Module, *_NONE_OF_ITS)):

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd import forward_ad
 
 from tapestream.errors import InputError
 from tapestream.executor.program.calls.seams import listener_now
@@ -40,9 +42,22 @@ def check_around(what: str) -> None:
     check_no_hooks(what)
 
 
+def _check_no_transforms(what: str) -> None:
+    """Raise InputError inside torch.func's transforms and where tangents are computed, which do not see through a call
+    that runs again later."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise InputError(
+            f"{what} is called inside a transform of torch.func (vmap, jvp, grad) or forward-mode differentiation, "
+            "which cannot look into it; use the plain function there, or call the transform inside a stage, step or "
+            "block"
+        )
+
+
 def check_no_hooks(what: str) -> None:
-    """Raise InputError inside hooks on saved tensors, but for those that only move them: these may be left out."""
+    """Raise InputError inside hooks on saved tensors, but for those that only move them: these may be left out; and
+    inside transforms, which work by hooks of another kind."""
     refuse_hooks(what, PLACING)
+    _check_no_transforms(what)
 
 
 def check_no_program(what: str, instead: str) -> None:

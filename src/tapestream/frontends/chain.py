@@ -32,6 +32,7 @@ from tapestream.runner.ambient import as_recompute
 from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.join import join, views_written, with_dense
+from tapestream.runner.modes import with_tangents
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Mode, Stage, Traits, mode_of
 from tapestream.runner.state import State, take_apart
@@ -337,7 +338,8 @@ class _ChainNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.states = call, states
         ctx.leaves = [id(leaf) for leaf in inputs[states:]]
-        out = call.run()
+        with with_tangents():
+            out = call.run()
         ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         return out.tensors
 

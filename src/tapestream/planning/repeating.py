@@ -7,7 +7,7 @@ import torch
 
 from tapestream.capture.cells import among
 from tapestream.capture.observe import Observation
-from tapestream.capture.python_state import GENERATORS
+from tapestream.capture.python_state import GENERATORS, key_of_generator
 from tapestream.errors import InputError
 from tapestream.runner.belongings import Belongings, Change, undo
 from tapestream.runner.bits import same_bits
@@ -32,7 +32,7 @@ def check_runs_alike(
     after = Belongings(stage.modules, stage.function, before)
     found = [change for change in before.changes(after) if not _written(change, seen)]
     drawn = [change for change in found if isinstance(change.holder, GENERATORS)]
-    own = {id(change.holder): change.holder for change in drawn} | {id(one): one for one, _ in seen.generators}
+    own = {key_of_generator(one): one for one in (*(one for one, _ in seen.generators), *(c.holder for c in drawn))}
     if len(drawn) < len(found):
         undo(drawn)
         same = again()

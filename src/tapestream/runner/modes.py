@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack as _modes
 from torch.overrides import _pop_mode, _push_mode
@@ -97,6 +98,11 @@ def _is_users(mode: Any) -> bool:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def with_tangents() -> contextlib.AbstractContextManager[None]:
+    """Inside, forward-mode differentiation works, which autograd switches off while a function of its own runs."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def as_a_stage(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -96,7 +96,10 @@ def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with memory that one is made of; none where that is hidden (those of oneDNN)."""
+    """The tensors with memory that one is made of; none where that is hidden (those of oneDNN), and of zeros that have
+    none (tangents of what has no tangent)."""
+    if tensor._is_zerotensor():
+        return ()
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

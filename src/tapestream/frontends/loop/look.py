@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from tapestream.capture.buffers import Slot
 from tapestream.capture.observe import UnknownModules, observed
-from tapestream.capture.python_state import GENERATORS, things_behind
+from tapestream.capture.python_state import GENERATORS, key_of_generator, things_behind
 from tapestream.capture.snapshot import Snapshot
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.form import Form, Leaf
@@ -136,7 +136,8 @@ class _Looking:
     def _drawn_and_written(self, traits: StepTraits, first_written: Sequence[Slot]) -> StepTraits:
         """With what the steps that were watched have drawn from and written into."""
         seen = self.snapshot.observations
-        generators = {id(one): one for one in (*self.own, *(one for each in seen for one, _ in each.generators))}
+        drawn = (one for each in seen for one, _ in each.generators)
+        generators = {key_of_generator(one): one for one in (*drawn, *self.own)}
         drew = len(generators) > len(self.own) or not self.host_before.equals(HostGenerators.capture(self.own))
         written = dict.fromkeys((*first_written, *self.snapshot.buffers.changed()))  # two steps may undo each other
         return replace(

@@ -7,6 +7,7 @@ import torch
 
 from tapestream.errors import GradientError
 from tapestream.runner.guards import check_differentiated_once
+from tapestream.runner.modes import with_tangents
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -32,7 +33,8 @@ class LoopNode(torch.autograd.Function):
         """Run the loop."""
         ctx.set_materialize_grads(False)
         ctx.call = call
-        out, requires = call.run()
+        with with_tangents():
+            out, requires = call.run()
         ctx.mark_non_differentiable(*(t for t, r in zip(out, requires, strict=True) if not r))
         return tuple(out)
 

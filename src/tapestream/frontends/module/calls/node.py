@@ -10,6 +10,7 @@ from tapestream.errors import GradientError
 from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.runner.guards import check_differentiated_once
+from tapestream.runner.modes import with_tangents
 from tapestream.runner.state import State
 
 
@@ -62,7 +63,8 @@ class _BlockNode(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.place, ctx.again, ctx.count = call, (segment, k), again, len(tensors)
-        out = call.forward(segment, k)
+        with with_tangents():
+            out = call.forward(segment, k)
         ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         template.append(State((), out.requires, out.others, out.slots, out.spec))
         return tuple(t.detach() for t in (*out.tensors, *(tensors[entry] for entry in again)))

@@ -1,0 +1,108 @@
+"""What watching a run shows, and what is left of it afterwards."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tapestream.capture.cells import Contents, among
+from tapestream.capture.fused_steps import fused_steps
+from tapestream.capture.observe import UnknownModules, observed
+
+
+def test_what_is_written_from_outside_and_what_is_not() -> None:
+    mine, given, view = torch.zeros(4), torch.zeros(4), torch.zeros(8)
+    with observed([given], []) as seen:
+        own = torch.zeros(4).add_(1)
+        given.add_(own)
+        mine.data.add_(1)
+        view[2:4].fill_(3)
+    assert [among(seen.cells, t) for t in (mine, given, view, own)] == [True, False, True, False]
+    seen.put_back()
+    assert mine.tolist() == [0] * 4
+    assert view.tolist() == [0] * 8
+    assert (mine._version, view._version) == (0, 0)
+    assert given.tolist() == [1] * 4
+
+
+def test_native_kernels_that_do_not_say_what_they_write() -> None:
+    norm = nn.BatchNorm1d(3)
+    with observed([], []) as seen:
+        nn.functional.batch_norm(torch.randn(4, 3), norm.running_mean, norm.running_var, training=True)
+        nn.functional.batch_norm(torch.randn(4, 3), norm.running_mean, norm.running_var, training=False)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert among(seen.cells, norm.running_mean)
+    assert among(seen.cells, norm.running_var)
+    seen.put_back()
+    assert norm.running_mean.tolist() == [0] * 3
+    with observed([], []) as seen:
+        nn.functional.batch_norm(torch.randn(4, 3), norm.running_mean, norm.running_var, training=False)
+    assert seen.cells == ()
+
+
+def test_generators_go_back_to_where_they_were() -> None:
+    own = torch.Generator().manual_seed(1)
+    first = own.get_state()
+    with observed([], []) as seen:
+        torch.rand(3, generator=own)
+        torch.zeros(3).normal_(generator=own)
+        torch.rand(3)
+    assert [one._cdata for one, _ in seen.generators] == [own._cdata]
+    seen.put_back()
+    assert torch.equal(own.get_state(), first)
+
+
+def test_modules_that_nobody_knew() -> None:
+    """Their buffers and counters are put back, so that the run can be made again."""
+    known, other = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3))
+
+    def watched() -> None:
+        with observed([], [known]):
+            known(torch.randn(4, 3))
+            other(torch.randn(4, 3))
+
+    with pytest.raises(UnknownModules) as found:
+        watched()
+    assert found.value.modules == [other]
+    assert other[0].num_batches_tracked == 0
+    assert other[0].running_mean.tolist() == [0] * 3
+    assert known.num_batches_tracked == 1
+
+
+def test_memory_that_nobody_holds_is_no_cell() -> None:
+    holder = [torch.zeros(4)]
+    with observed([], []) as seen:
+        holder[0].add_(1)
+        torch.Tensor.add_(torch.from_numpy(torch.zeros(2).numpy()), 1)
+    assert len(seen.cells) == 1
+    holder.clear()
+    gc.collect()
+    assert not seen.cells[0].alive
+    assert Contents.take(seen.cells).copies == ()
+    seen.put_back()
+
+
+def test_exchanged_contents_leave_content_and_version() -> None:
+    cell = torch.zeros(3)
+    with observed([], []) as seen:
+        cell.add_(1)
+    then = Contents.take(seen.cells)
+    cell.fill_(7)
+    version = cell._version
+    with then.exchanged():
+        assert cell.tolist() == [1] * 3
+        cell.add_(1)
+    assert cell.tolist() == [7] * 3
+    assert cell._version == version
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_of_fused_optimizers_are_counted(fused: bool) -> None:
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([one, other], fused=fused)
+    one.grad = torch.ones(3)
+    for _ in range(2):
+        optimizer.step()
+    assert [fused_steps(one), fused_steps(other)] == [2 * fused, 0]
