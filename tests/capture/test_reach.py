@@ -1,5 +1,6 @@
 """Every way to reach a thing, by what is there, by front end: exact, or refused by name; never silently different."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import reaching
 import torch
 from reaching import EXACT, THINGS, WAYS, WIDTH, Block, Network, left_in
+from torch.utils.checkpoint import checkpoint
 
 import tapestream as ts
 from tapestream.errors import BudgetError, TapestreamError
@@ -127,3 +129,50 @@ def test_some_ways(front: str, thing: str) -> None:
 @pytest.mark.parametrize("front", ["Program", "stream"])
 def test_all_ways(front: str, thing: str) -> None:
     check(front, thing, WAYS)
+
+
+def test_a_value_that_a_step_leaves_for_the_next_is_refused_where_a_gradient_flows() -> None:
+    """Also where nothing shows it in the first steps' numbers."""
+    decay, held = torch.tensor(0.9, requires_grad=True), reaching.Box(torch.zeros(WIDTH))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        held.value = decay * held.value + torch.sigmoid(x)
+        return x + (held.value > 1e9).float() * held.value
+
+    with pytest.raises(TapestreamError, match=r"earlier step has left|with each run"):
+        ts.Loop(step, budget="1MiB")(torch.zeros(2, WIDTH), steps=5)
+
+
+@pytest.mark.parametrize("front", ["Chain", "Loop"])
+@pytest.mark.parametrize("needs", [True, False])
+def test_reentrant_checkpoints_inside(front: str, needs: bool) -> None:
+    """Which plain PyTorch gives no gradient where none of their inputs has one."""
+    weights = [torch.linspace(-1, 1, WIDTH).requires_grad_() for _ in range(STAGES)]
+
+    def of(weight: torch.Tensor) -> reaching.Step:
+        return lambda x: checkpoint(lambda z: torch.tanh(z * weight), x, use_reentrant=True) + weight
+
+    def found(budget: int | None) -> list[torch.Tensor | None]:
+        for weight in weights:
+            weight.grad = None
+        steps = [of(weight) for weight in weights] if front == "Chain" else [of(weights[0])] * STAGES
+        x = torch.ones(4, WIDTH, requires_grad=needs)
+        run = in_turn(steps)
+        if budget is not None and front == "Chain":
+            run = ts.Chain(steps, budget=budget)
+        elif budget is not None:
+            run = lambda x: ts.Loop(steps[0], budget=budget)(x, steps=STAGES)  # noqa: E731
+        run(x).square().sum().backward()
+        return [x.grad, *(weight.grad for weight in weights)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that no input has a gradient
+        wanted = found(None)
+        with pytest.raises(BudgetError) as least:
+            found(1)
+        for budget in (least.value.least_nbytes, 2**20):
+            for ours, plain in zip(found(budget), wanted, strict=True):
+                if ours is None or plain is None or front == "Chain":
+                    assert same(ours, plain)
+                else:  # of a weight that several steps use, plain PyTorch adds what is inside at once
+                    torch.testing.assert_close(ours, plain)

@@ -20,6 +20,7 @@ from tapestream.frontends.given import (
     check_knobs,
     check_not_inference,
     fit_given_plan,
+    is_device,
     listed,
     named_device,
 )
@@ -29,6 +30,7 @@ from tapestream.planning.cache import PlanCache, Prepared
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
 from tapestream.runner.ambient import as_recompute
+from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.join import join, views_written, with_dense
@@ -128,7 +130,8 @@ class Chain(nn.Module):
             return self._plain(state)
         check_not_inference(type(self).__name__, tensors)
         check_around(type(self).__name__)
-        prepared = self._prepare(initial, device)
+        with reentrant_checkpointing_off():
+            prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)
         call = self._call(prepared, initial, device)
@@ -214,7 +217,7 @@ class Chain(nn.Module):
         devices = {t.device for t in state.tensors}
         if not devices:
             raise InputError(f"{type(self).__name__}: the state holds no tensor; pass a tensor or a pytree of tensors")
-        if len(devices) > 1 or (self._device is not None and not _same_device(self._device, devices)):
+        if len(devices) > 1 or (self._device is not None and not is_device(self._device, devices)):
             raise InputError(
                 f"{type(self).__name__}: inputs lie on {', '.join(sorted(map(str, devices)))}, but "
                 + ("must lie on one device" if self._device is None else f"device={str(self._device)!r} was asked for")
@@ -229,11 +232,6 @@ class Chain(nn.Module):
                         f"call .to({str(device)!r}) on the stages or move the input"
                     )
         return device
-
-
-def _same_device(asked: torch.device, found: set[torch.device]) -> bool:
-    (device,) = found
-    return device.type == asked.type and asked.index in (None, device.index)
 
 
 def also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.ModuleList:
@@ -338,7 +336,7 @@ class _ChainNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.states = call, states
         ctx.leaves = [id(leaf) for leaf in inputs[states:]]
-        with with_tangents():
+        with with_tangents(), reentrant_checkpointing_off():
             out = call.run()
         ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
         return out.tensors
@@ -346,5 +344,6 @@ class _ChainNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         check_differentiated_once("this chain", "call its stages one after the other without the chain")
-        given, sums = ctx.call.differentiate(list(cotangents))
+        with reentrant_checkpointing_off():
+            given, sums = ctx.call.differentiate(list(cotangents))
         return (None, None, *given, *(sums.get(key) for key in ctx.leaves))

@@ -99,3 +99,9 @@ def fit_given_plan(plan: Plan, profile: Profile, budget: Budget) -> Plan:
         return Plan.judged(plan.schedule, profile, budget, plan.machine)
     except ScheduleError as error:
         raise InputError(f"plan= does not fit this program: {error}; make a plan for it (plan=None)") from error
+
+
+def is_device(asked: torch.device, found: set[torch.device]) -> bool:
+    """Whether the only device ``found`` is the one that was ``asked`` for, of any index where none was named."""
+    (device,) = found
+    return device.type == asked.type and asked.index in (None, device.index)

@@ -1,4 +1,5 @@
-"""`torch.utils.checkpoint` switched off: what it would drop and recompute is for a plan to decide.
+"""`torch.utils.checkpoint` switched off: what it would drop and recompute is for a plan to decide. Or its reentrant
+kind done as the other, which asks for no backward of its own.
 
 It is looked up anew at every call, so replacing it where it is looked up reaches every user of it. It is replaced only
 while somebody wants it off, and for that somebody's thread alone.
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils import checkpoint
 
 _GENERATOR, _FUNCTION = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
@@ -16,6 +18,7 @@ _GENERATOR, _FUNCTION = "_checkpoint_without_reentrant_generator", "CheckpointFu
 
 class _Off(threading.local):
     here = False
+    reentrant = False
 
 
 class _Plain:
@@ -26,7 +29,14 @@ class _Plain:
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Call the function, under checkpointing in other threads."""
-        return function(*args) if self._off.here else self._before.apply(function, preserve, *args)
+        if self._off.here:
+            return function(*args)
+        if not self._off.reentrant:
+            return self._before.apply(function, preserve, *args)
+        if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in args):
+            with torch.no_grad():  # as the reentrant kind does
+                return function(*args)
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._before, name)
@@ -38,8 +48,9 @@ class _Switch:
         self._before: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        before, self._off.here = self._off.here, True
+    def off(self, *, reentrant: bool) -> Iterator[None]:
+        before = self._off.here, self._off.reentrant
+        self._off.here, self._off.reentrant = self._off.here or not reentrant, True
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -47,7 +58,7 @@ class _Switch:
         try:
             yield
         finally:
-            self._off.here = before
+            self._off.here, self._off.reentrant = before
             with self._lock:
                 self._users -= 1
                 if not self._users:
@@ -74,4 +85,9 @@ _SWITCH = _Switch()
 
 def checkpointing_off() -> contextlib.AbstractContextManager[None]:
     """Inside, in this thread, it calls its function and does nothing else."""
-    return _SWITCH.off()
+    return _SWITCH.off(reentrant=False)
+
+
+def reentrant_checkpointing_off() -> contextlib.AbstractContextManager[None]:
+    """Inside, in this thread, the reentrant kind is done as the other."""
+    return _SWITCH.off(reentrant=True)

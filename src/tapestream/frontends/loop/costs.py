@@ -18,6 +18,7 @@ from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
+from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import hooks_off
 from tapestream.runner.stage import Stage
@@ -54,7 +55,8 @@ def cost_of(
     most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps - 1, _MOST_STEPS)) // chunk)
     traits = body.traits
     unchanged = undisturbed((stage,), device, traits.generators, traits.cells)
-    with unchanged, hooks_off(traits.leaves), watch_memory(device) as watch:
+    off = reentrant_checkpointing_off()
+    with unchanged, off, hooks_off(traits.leaves), watch_memory(device) as watch:
         runner = make(body, None)
         runner.first_run = False
         own, state = runner.keeper.own, runner.detached(state)

@@ -22,6 +22,8 @@ from tapestream.planning.repeating import check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.belongings import Belongings, Change
 from tapestream.runner.captured import leaves_captured
+from tapestream.runner.checkpointing import reentrant_checkpointing_off
+from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import refusing_backward
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import replica, tensors_in
@@ -53,7 +55,7 @@ def look_at(
         snapshot = Snapshot.of(stage.modules)
         try:
             own = tuple(things_behind(stage.function, GENERATORS))
-            with undisturbed((stage,), device, own):
+            with undisturbed((stage,), device, own), reentrant_checkpointing_off():
                 looking = _Looking(stage, form, split, device, snapshot, own)
                 return looking.look(state, given, ended, verify=verify)
         except UnknownModules as unknown:
@@ -86,7 +88,7 @@ class _Looking:
         first, behind = requires_of(form.leaves(state)), _leaves_behind(stage)
         belongings = Belongings(stage.modules, step)
         given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
-        versions = [t._version for t in tensors_in(given)]
+        versions, since = [t._version for t in tensors_in(given)], next_sequence_number()
         with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
             found = [self._watch(state, first, given[0], 0)]
         _check_unwritten(versions, given)
@@ -103,6 +105,7 @@ class _Looking:
         twice = len(given) > 1 and not (ended is not None and ended(found[0].state))
         for _ in range(2 * twice):
             found.append(self._watch(found[0].state, mask, given[1], 1))
+            _check_threaded(found[-1].captured, since)
             if _either(mask, found[-1].requires) == mask:
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
@@ -148,6 +151,16 @@ class _Looking:
             draws_host=drew,
             generators=tuple(generators.values()),
         )
+
+
+def _check_threaded(captured: Sequence[torch.Tensor], since: int) -> None:
+    """``since``: the sequence number of the first node of the steps that are watched."""
+    for tensor in captured:
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
+            raise InputError(
+                f"Loop: a step reads a tensor of shape {tuple(tensor.shape)} that an earlier step has left in a buffer "
+                "or elsewhere, and through which a gradient flows; pass it through the state, or use ts.Program"
+            )
 
 
 def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.modes import with_tangents
 
@@ -33,7 +34,7 @@ class LoopNode(torch.autograd.Function):
         """Run the loop."""
         ctx.set_materialize_grads(False)
         ctx.call = call
-        with with_tangents():
+        with with_tangents(), reentrant_checkpointing_off():
             out, requires = call.run()
         ctx.mark_non_differentiable(*(t for t, r in zip(out, requires, strict=True) if not r))
         return tuple(out)
@@ -49,7 +50,8 @@ class LoopNode(torch.autograd.Function):
                 "(retain_graph=True is not supported); run the loop again"
             )
         try:
-            return (None, *call.differentiate(cotangents))
+            with reentrant_checkpointing_off():
+                return (None, *call.differentiate(cotangents))
         finally:
             call.release()
 
