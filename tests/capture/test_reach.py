@@ -176,3 +176,35 @@ def test_reentrant_checkpoints_inside(front: str, needs: bool) -> None:
                     assert same(ours, plain)
                 else:  # of a weight that several steps use, plain PyTorch adds what is inside at once
                     torch.testing.assert_close(ours, plain)
+
+
+class Reads(torch.nn.Module):
+    """Of a container that the model fills before each block."""
+
+    now: dict[str, float] = {}  # noqa: RUF012
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        if own:
+            self.now = {"scale": 1.0}
+
+    def scale(self) -> float:
+        return self.now["scale"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_value_that_others_leave_for_a_block_is_guarded(own: bool) -> None:
+    """Of the class or of the module itself, by way of a method."""
+    blocks = [Reads(own) for _ in range(6)]
+    Reads.now["scale"] = 1.0
+    chain = ts.Chain(blocks, budget=3000, planner="revolve", slots=1)
+    x = torch.ones(8, WIDTH, requires_grad=True)
+    chain(x).sum().backward()
+    loss = chain(x).sum()
+    (blocks[2].now if own else Reads.now)["scale"] = 2.0
+    with pytest.raises(TapestreamError, match="changed between the call and its backward"):
+        loss.backward()

@@ -86,13 +86,20 @@ def containers_behind(functions: Sequence[Any]) -> list[Any]:
     return [one for one in walk(functions) if isinstance(one, (dict, list, set))]
 
 
+@functools.lru_cache(4096)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals and attributes that code names, that of functions and comprehensions inside of it too."""
+    inner = (name for one in code.co_consts if isinstance(one, types.CodeType) for name in names_of(one))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
 # -- one step, by kind --------------------------------------------------------------------------------------------
 
 
 def _of_function(function: types.FunctionType) -> dict[Any, Any]:
     """Cells, defaults, attributes; and of the globals that its code names what is no library's."""
     known = function.__globals__
-    named = {name: known[name] for name in _names_of(function.__code__) if name in known}
+    named = {name: known[name] for name in names_of(function.__code__) if name in known}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {
         **{name: value for name, value in named.items() if _may_be_its(function, value)},
@@ -101,13 +108,6 @@ def _of_function(function: types.FunctionType) -> dict[Any, Any]:
         **{(name, "default"): value for name, value in (function.__kwdefaults__ or {}).items()},
         **{(name, "attribute"): value for name, value in vars(function).items()},
     }
-
-
-@functools.lru_cache(4096)
-def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code may name, that of functions and comprehensions inside of it too."""
-    inner = (name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_of(one))
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _may_be_its(function: types.FunctionType, value: Any) -> bool:

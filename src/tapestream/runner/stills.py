@@ -2,7 +2,6 @@
 would read the new state.
 """
 
-import dis
 import functools
 import types
 from collections.abc import Container, Iterator, Sequence
@@ -16,17 +15,15 @@ from torch import nn
 from torch.nn.modules import module as every
 
 from tapestream.capture.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
-from tapestream.capture.cells import Cell, among
+from tapestream.capture.cells import Cell
 from tapestream.errors import GradientError
-from tapestream.runner.captured import InTurn, cell_contents, globals_named
+from tapestream.runner.reads import Reads, containers_read, marks_in, reads_of, version_of
 
 _EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
     every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks,
     every._global_backward_pre_hooks,
 )  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CONTAINERS, _MOST = (dict, list, tuple), 64
-_WRITING = frozenset(("append", "appendleft", "add", "update", "extend", "insert", "setdefault", "pop", "clear"))
 _ATTRIBUTES, _MODULES, _PARAMETERS, _BUFFERS = range(4)
 _PLACES = 8  # dictionaries of a module that are looked at: these, and four of hooks
 
@@ -64,7 +61,18 @@ class Stills:
     """Where ``modules`` hold what they read. It is looked at after the first run of a stage and before each recompute,
     so that most is done by comparing what is held by identity; where to look is found anew when that has changed."""
 
-    __slots__ = ("_dicts", "_ends", "_functions", "_held", "_keys", "_plain", "draws_host", "late", "modules")
+    __slots__ = (
+        "_containers",
+        "_dicts",
+        "_ends",
+        "_functions",
+        "_held",
+        "_keys",
+        "_plain",
+        "draws_host",
+        "late",
+        "modules",
+    )
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
@@ -73,8 +81,9 @@ class Stills:
         self._held: list[Any] | None = None
         self._keys, self._ends = list[Any](), list[int]()
         self._dicts = list[dict[Any, Any]]()
-        self._functions = list[_Reads]()
+        self._functions = list[Reads]()
         self._plain = list[nn.Parameter]()
+        self._containers = list[Any]()
 
     def look(self, function: Any, written: Sequence[Slot], cells: Sequence[Cell]) -> Look:
         """At what the stage ``function`` with these modules sees now. ``written`` and ``cells``: what it writes into
@@ -86,10 +95,12 @@ class Stills:
         still = [b for b in buffers if b is not None and id(b) not in own]
         still += [p for p in self._plain if not p.requires_grad]
         captured, marks = list[Any](), list[Any]()
-        for reads in (*self._functions, *_reads_of(function)):
+        for reads in (*self._functions, *reads_of(function)):
             reads.into(captured, marks, cells)
+        for container in self._containers:
+            marks += marks_in(container, cells)
         assert self._held is not None
-        return Look(self._held, self._keys, self._ends, still, [_version(t) for t in still], captured, marks)
+        return Look(self._held, self._keys, self._ends, still, [version_of(t) for t in still], captured, marks)
 
     def _find(self) -> None:
         self._dicts = [
@@ -107,7 +118,9 @@ class Stills:
         forwards = {id(type(m)): type(m).forward for m in self.modules}
         functions = [f for f in forwards.values() if not str(f.__module__).startswith("torch.")]
         functions += [value for m in self.modules for value in vars(m).values() if type(value) in _FUNCTIONS]
-        self._functions = [reads for function in functions for reads in _reads_of(function)]
+        self._functions = [reads for function in functions for reads in reads_of(function)]
+        found = (one for m in self.modules for one in containers_read(m))
+        self._containers = list({id(one): one for one in found}.values())
 
     def check(self, name: str, then: Look, now: Look, written: Sequence[Slot]) -> None:
         """Raise GradientError with the name of what a recompute would see other than it was."""
@@ -154,7 +167,7 @@ class Stills:
     def _differing(self, then: Look, now: Look, written: Sequence[Slot]) -> list["_Difference"]:
         """All that is not what it was, compared by value."""
         own, found = {(id(module), name) for module, name in written}, list[_Difference]()
-        changed = {id(t) for t, version in zip(then.still, then.versions, strict=True) if _version(t) != version}
+        changed = {id(t) for t, version in zip(then.still, then.versions, strict=True) if version_of(t) != version}
         frozen, frozen_now = set(map(id, then.still)), set(map(id, now.still))
         for k, module in enumerate(self.modules):
             places = [(then.of(place), now.of(place)) for place in range(_PLACES * k, _PLACES * (k + 1))]
@@ -221,10 +234,6 @@ def _identical(a: list[Any], b: list[Any]) -> bool:
     return a is b or (len(a) == len(b) and all(map(is_, a, b)))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _equal(a: Any, b: Any) -> bool:
     """Another tensor in its place may hold the same."""
     if a is b or a is None or b is None:
@@ -234,59 +243,3 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _numbers(captured: Sequence[Any]) -> list[Any]:
     return [value for value in captured if type(value) in NUMBERS]
-
-
-# -- what functions have captured ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """A function, where its globals are, those that it names, and whether it may write into containers."""
-
-    function: types.FunctionType
-    given: tuple[Any, ...]
-    names: tuple[str, ...]
-    writes: bool
-
-    def into(self, captured: list[Any], marks: list[Any], cells: Sequence[Cell]) -> None:
-        """Add what it reads now, and of tensors that get no gradient and small containers what is in them."""
-        first = len(captured)
-        captured += self.given
-        captured += cell_contents(self.function)
-        captured += map(self.function.__globals__.get, self.names)
-        for value in captured[first:]:
-            kind = type(value)
-            if kind in _CONTAINERS and not self.writes and len(value) <= _MOST:
-                for one in value.values() if kind is dict else value:
-                    marks += _mark(one, cells)
-            elif isinstance(value, torch.Tensor):
-                marks += _mark(value, cells)
-
-
-def _reads_of(function: Any) -> Iterator[_Reads]:
-    given: tuple[Any, ...] = ()
-    if isinstance(function, InTurn):
-        for one in function.functions:
-            yield from _reads_of(one)
-        return
-    while isinstance(function, (functools.partial, types.MethodType)):
-        if isinstance(function, functools.partial):
-            given, function = (*given, *function.args, *function.keywords.values()), function.func
-        else:
-            function = function.__func__
-    if isinstance(function, types.FunctionType):
-        yield _Reads(function, given, globals_named(function.__code__), _may_write(function.__code__))
-
-
-def _mark(value: Any, cells: Sequence[Cell]) -> Iterator[Any]:
-    if type(value) in NUMBERS:
-        yield value
-    elif isinstance(value, torch.Tensor) and not value.requires_grad:
-        yield id(value), 0 if among(cells, value) else _version(value)
-
-
-@functools.lru_cache(1024)
-def _may_write(code: types.CodeType) -> bool:
-    """Whether a function may write into containers: where it counts, it says itself when to (`recomputing`)."""
-    stores = any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
-    return stores or not _WRITING.isdisjoint(code.co_names)
