@@ -143,6 +143,8 @@ class BufferSnapshot:
 def _differs(now: Any, copy: Any) -> bool:
     if not isinstance(copy, torch.Tensor):
         return type(now) in NUMBERS and (type(now) is not type(copy) or now != copy)
+    if isinstance(now, torch.Tensor) and (now.is_meta or copy.is_meta):  # it stands for others' while it runs
+        return False
     if not isinstance(now, torch.Tensor) or now.shape != copy.shape or now.dtype != copy.dtype:
         return True
     return not (bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all()))

@@ -5,7 +5,7 @@ an object, a weak reference, a thread's own variable. Only compiled code is not 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -105,10 +105,15 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Observation, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
-        self._known = {key for t in known if (key := key_of(t)) is not None}
+        self._known: set[int | None] = {None, *map(key_of, known)}
         self._written: dict[int, tuple[Cell, torch.Tensor]] = {}
         self._versions: list[Version] = []
         self._drawn = set[int]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It need not be: to skip it takes seconds to import."""
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -116,19 +121,29 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _written_by(func, args, kwargs):
-            self._note(tensor)
-        leaves = pytree.tree_leaves((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator) and key_of_generator(leaf) not in self._drawn:
-                self._drawn.add(key_of_generator(leaf))
-                self._found.generators.append((leaf, leaf.get_state()))
+        kwargs, kind = kwargs or {}, _kind_of(func)
+        if kind.places or kind.names or func in _SILENT_WRITERS:
+            for tensor in _written_by(func, kind, args, kwargs):
+                self._note(tensor)
+        if kind.draws:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Generator) and key_of_generator(leaf) not in self._drawn:
+                    self._drawn.add(key_of_generator(leaf))
+                    self._found.generators.append((leaf, leaf.get_state()))
         result = func(*args, **kwargs)
-        shown = {key_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        made = (key_of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
-        self._known.update(key for key in made if key is not None and key not in shown)
+        if isinstance(result, torch.Tensor):
+            key = None if kind.aliases else key_of(result)
+            if not any(isinstance(one, torch.Tensor) and key_of(one) == key for one in args):
+                self._known.add(key)
+        elif result is not None:
+            self._made(args, kwargs, result)
         return result
+
+    def _made(self, args: Any, kwargs: Any, result: Any) -> None:
+        """Results that are no views of what the operation was given."""
+        shown = {key_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        made = {key_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        self._known |= made - shown
 
     def _note(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
@@ -147,19 +162,32 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Contents(tuple(cell for cell, _ in there), tuple(before for _, before in there), self._versions)
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    places, names = _writes(func)
-    silent = _SILENT_WRITERS.get(func)
-    places = places if silent is None else (*places, *silent(args))
-    found = [*(args[place] for place in places if place < len(args)), *(kwargs.get(name) for name in names)]
-    for leaf in pytree.tree_leaves(found):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+class _Kind(NamedTuple):
+    """Of an operator: places and names of arguments that its schema says it writes into; whether it may be given a
+    generator; whether its results may be views."""
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+    draws: bool
+    aliases: bool
 
 
 @lru_cache(maxsize=4096)
-def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Places and names of the arguments that an operator's schema says it writes into."""
-    arguments = enumerate(func._schema.arguments)
-    written = [(k, one.name) for k, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tuple(k for k, _ in written), tuple(name for _, name in written)
+def _kind_of(func: Any) -> _Kind:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [(k, one.name) for k, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+    return _Kind(
+        tuple(k for k, _ in written),
+        tuple(name for _, name in written),
+        any("Generator" in str(one.type) for one in arguments),
+        any(one.alias_info is not None for one in returns) or torch.Tag.maybe_aliasing_or_mutating in func.tags,
+    )
+
+
+def _written_by(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    silent = _SILENT_WRITERS.get(func)
+    places = kind.places if silent is None else (*kind.places, *silent(args))
+    found = [*(args[place] for place in places if place < len(args)), *(kwargs.get(name) for name in kind.names)]
+    for leaf in pytree.tree_leaves(found):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -68,15 +68,36 @@ def walk(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def modules_behind(function: Callable[..., Any]) -> list[nn.Module]:
-    """Modules that ``function`` is or reaches, those below them among them, each once."""
-    found = (below for one in walk([function]) if isinstance(one, nn.Module) for below in one.modules())
-    return list(dict.fromkeys(found))
+    """Modules that are likely to be a part of ``function``, those below them among them, each once: itself, and what it
+    closes over, has as default, is bound to or names as global, in containers too. Not those that lie deeper in other
+    objects, of which it may use none."""
+    found, seen, waiting = dict[nn.Module, None](), set[int](), [function]
+    for item in waiting:
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            found |= dict.fromkeys(item.modules())
+        elif isinstance(item, types.FunctionType):
+            held = held_by(item)
+            waiting += (one for key, one in held.items() if not isinstance(key, str) or isinstance(one, nn.Module))
+        elif isinstance(item, (functools.partial, types.CellType, *LISTS, dict)):
+            waiting += held_by(item).values()
+        elif isinstance(item, types.MethodType):
+            waiting += (item.__func__, *_attributes_of(item.__self__))
+        elif callable(item) and not isinstance(item, type) and not inspect.isbuiltin(item):
+            waiting += _attributes_of(item)
+    return list(found)
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    return [value] if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
 
 
 def things_behind(function: Callable[..., Any], kinds: tuple[type, ...]) -> list[Any]:
     """Objects of ``kinds`` that ``function`` reaches, by way of parameters and attributes of modules too, each once."""
-    modules = modules_behind(function)
-    roots = (value for m in modules for held in (m._parameters, vars(m)) for value in held.values())
+    modules = (below for one in walk([function]) if isinstance(one, nn.Module) for below in one.modules())
+    roots = (value for m in dict.fromkeys(modules) for held in (m._parameters, vars(m)) for value in held.values())
     found = {id(one): one for one in walk([function, *roots]) if isinstance(one, kinds)}
     return list(found.values())
 
@@ -103,7 +124,7 @@ def _of_function(function: types.FunctionType) -> dict[Any, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {
         **{name: value for name, value in named.items() if _may_be_its(function, value)},
-        **{(name, "closed over"): cell for name, cell in cells},
+        **{(name, "closed over"): cell for name, cell in cells if name != "__class__"},
         **dict(enumerate(function.__defaults__ or ())),
         **{(name, "default"): value for name, value in (function.__kwdefaults__ or {}).items()},
         **{(name, "attribute"): value for name, value in vars(function).items()},
@@ -116,7 +137,7 @@ def _may_be_its(function: types.FunctionType, value: Any) -> bool:
         return isinstance(value, (*_FIXED, *LISTS, *SETS, dict, nn.Module, numpy.ndarray, *GENERATORS))
     if isinstance(value, types.FunctionType):
         return value.__globals__ is function.__globals__ or not _of_library(value)
-    return not (isinstance(value, (type, types.ModuleType)) and _of_library(value))
+    return not isinstance(value, type) and not (isinstance(value, types.ModuleType) and _of_library(value))
 
 
 def _of_cell(cell: types.CellType) -> dict[Any, Any]:

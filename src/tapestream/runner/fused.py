@@ -61,7 +61,7 @@ class Fused(Stage):
         self._parts = tuple(parts)
         self.index, self.function = index, InTurn([part.function for part in parts])
         self.stills = _FusedStills(parts)
-        self.modules = self.stills.modules
+        self.modules = self._own = self.stills.modules
         self.name = f"stages {parts[0].index} to {parts[-1].index}"
 
     @property

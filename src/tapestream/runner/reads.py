@@ -43,6 +43,7 @@ class Reads:
 
 
 def reads_of(function: Any) -> Iterator[Reads]:
+    """Of a function, or of several that run in turn."""
     given: tuple[Any, ...] = ()
     if isinstance(function, InTurn):
         for one in function.functions:

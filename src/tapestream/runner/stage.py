@@ -55,14 +55,14 @@ class Traits:
 class Stage:
     """Stage ``index`` of a chain: a module or any callable from state to state."""
 
-    __slots__ = ("function", "index", "modules", "name", "stills")
+    __slots__ = ("_own", "function", "index", "modules", "name", "stills")
 
     def __init__(self, index: int, function: Callable[[Any], Any]) -> None:
         if not callable(function):
             raise InputError(f"stage {index} must be a module or function, found {type(function).__name__}")
         self.index = index
         self.function = function
-        self.modules = tuple(modules_behind(function))
+        self.modules = self._own = tuple(modules_behind(function))
         self.stills = Stills(self.modules)
         label = type(function).__name__
         if not isinstance(function, nn.Module):
@@ -70,7 +70,7 @@ class Stage:
         self.name = f"stage {index} ({label})"
 
     def reaches(self, modules: Sequence[nn.Module]) -> None:
-        """It calls these, too."""
+        """It calls these, too. What gets gradients of theirs is in the graph of its runs."""
         below = dict.fromkeys(found for module in modules for found in modules_below(module))
         self.modules = tuple(dict.fromkeys((*self.modules, *below)))
         self.stills = Stills(self.modules)
@@ -84,7 +84,7 @@ class Stage:
         """The same stage with another callable, for one call with arguments of its own."""
         other = object.__new__(Stage)
         other.index, other.modules, other.name, other.function = self.index, self.modules, self.name, function
-        other.stills = self.stills
+        other.stills, other._own = self.stills, self._own
         return other
 
     def is_compiled(self) -> bool:
@@ -93,7 +93,7 @@ class Stage:
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the stage can reach, each once."""
-        found = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        found = {id(p): p for m in self._own for p in m._parameters.values() if p is not None}
         return list(found.values())
 
     def buffer_slots(self) -> tuple[Slot, ...]:
