@@ -302,7 +302,7 @@ def test_blocks_that_return_their_own_weights_are_refused(planner: str, tmp_path
     case = Model(lambda: Shown([Showing() for _ in range(4)]), numbers(3, WIDE))
     with (
         streamed(case, "1 MiB", **options_of("auto", tmp_path) | {"planner": planner}) as model,
-        pytest.raises(InputError, match=r"block 0 \(Showing\) returns one of its parameters.*clone\(\) it"),
+        pytest.raises(InputError, match=r"block 0 \(Showing\) returns one of its parameters.*clone\(\) of it"),
     ):
         loss_at(model, case)
     assert_exact(case, 1 << 20, **options_of("auto", tmp_path, "device"))

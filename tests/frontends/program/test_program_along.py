@@ -378,7 +378,7 @@ def test_what_shows_memory_without_versions_is_noted_always(noted: list[Any]) ->
             assert noted
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 1000), marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 1000), marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning: Where) -> None:
     """With views and writes across that place; all that is noted kept, and as little of it as works."""
