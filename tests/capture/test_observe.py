@@ -1,11 +1,13 @@
 """What watching a run shows, and what is left of it afterwards."""
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import tapestream as ts
 from tapestream.capture.cells import Contents, among
 from tapestream.capture.fused_steps import fused_steps
 from tapestream.capture.observe import UnknownModules, observed
@@ -106,3 +108,27 @@ def test_steps_of_fused_optimizers_are_counted(fused: bool) -> None:
     for _ in range(2):
         optimizer.step()
     assert [fused_steps(one), fused_steps(other)] == [2 * fused, 0]
+
+
+def test_what_cells_held_is_in_the_budget() -> None:
+    """A bank of which each stage writes a row: of all of it there is a copy for each stage."""
+    bank, weights = torch.zeros(64, 1024), [torch.eye(64).div(2).requires_grad_() for _ in range(6)]
+
+    def stage_of(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def stage(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                bank[0].add_(x.mean())
+            return torch.tanh(x @ weight) + bank[0, 0].clone() * x
+
+        return stage
+
+    x, stages = torch.ones(256, 64, requires_grad=True), [stage_of(weight) for weight in weights]
+    with pytest.raises(ts.BudgetError) as refused:
+        ts.Chain(stages, budget=1)(x)
+    assert refused.value.least_nbytes is not None
+    chain = ts.Chain(stages, budget=refused.value.least_nbytes)
+    chain(x).sum().backward()
+    x.grad = None
+    with ts.track_memory() as meter:
+        chain(x).sum().backward()
+    assert 6 * bank.nbytes < meter.peak_nbytes <= refused.value.least_nbytes

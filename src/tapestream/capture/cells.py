@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -103,3 +103,10 @@ class Contents:
             yield
         finally:
             now.put_back()
+
+
+def kept_nbytes(cells: Iterable[Sequence[Cell]]) -> int:
+    """What recomputes take beside all else: for each stage a copy of what its cells held, and one of what the largest
+    are exchanged with."""
+    each = [sum(cell.nbytes for cell in own) for own in cells]
+    return sum(each) + max(each, default=0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.capture.cells import kept_nbytes
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
@@ -166,6 +167,7 @@ class Chain(nn.Module):
             with as_recompute():
                 check_deterministic(self._stages, initial, device)
         profile, traits, last = self._profile(initial, device)
+        profile = replace(profile, outside_nbytes=profile.outside_nbytes + kept_nbytes(t.cells for t in traits))
         if self.gradients_within:
             profile = with_gradients(profile, traits, initial)
         below, room = self._below_on(device), self._room(device)
@@ -288,8 +290,7 @@ class Call:
         if interpreter is None:
             raise GradientError(
                 "this chain was differentiated a second time, but its tape is gone after one backward "
-                "(retain_graph=True "
-                "is not supported); call the chain again"
+                "(retain_graph=True is not supported); call the chain again"
             )
         try:
             given = self._run_backward(interpreter, cotangents)

@@ -9,6 +9,7 @@ from torch import nn
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes, workspaces_nbytes
+from tapestream.capture.cells import kept_nbytes
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
@@ -310,7 +311,8 @@ def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
     """The chains of the segments."""
-    outside, speed = outside_nbytes(handle) + observed.before_nbytes, _update_speed(handle)
+    contents = kept_nbytes(traits.cells for segment in observed.segments for traits in segment.traits)
+    outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, _update_speed(handle)
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
         [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
