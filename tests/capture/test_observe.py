@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,50 @@ def test_what_cells_held_is_in_the_budget() -> None:
     with ts.track_memory() as meter:
         chain(x).sum().backward()
     assert 6 * bank.nbytes < meter.peak_nbytes <= refused.value.least_nbytes
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_memory_that_is_replaced_between_calls_is_found_again(held: bool) -> None:
+    """Also where somebody holds what was there when the stage was profiled."""
+    before = list[torch.Tensor]()
+
+    class Holder:
+        vector = torch.zeros(8)
+
+    def train(budget: int | None) -> list[torch.Tensor]:
+        holders = [Holder() for _ in range(6)]
+        weights = [torch.eye(8).div(2).requires_grad_() for _ in holders]
+
+        def stage_of(holder: Holder, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+            def stage(x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    holder.vector.mul_(0.5).add_(x.mean(0))
+                return torch.tanh(x @ weight) + holder.vector.clone() * x
+
+            return stage
+
+        stages = [stage_of(*pair) for pair in zip(holders, weights, strict=True)]
+        run: Any = (
+            nn.Sequential(*(Called(stage) for stage in stages)) if budget is None else ts.Chain(stages, budget=budget)
+        )
+        found = []
+        for turn in range(3):
+            for k, holder in enumerate(holders):
+                before.extend([holder.vector] * held)
+                holder.vector = torch.full((8,), 0.1 * k + turn)
+            x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+            run(x).square().sum().backward()
+            found += [x.grad, *(holder.vector.clone() for holder in holders)]
+        return [*found, *(weight.grad for weight in weights)]
+
+    class Called(nn.Module):
+        def __init__(self, stage: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.stage(x)
+
+    with pytest.raises(ts.BudgetError) as refused:
+        train(1)
+    assert all(map(torch.equal, train(refused.value.least_nbytes), train(None)))

@@ -80,6 +80,13 @@ class Contents:
         there = tuple(cell for cell in cells if cell.alive)
         return cls(there, tuple(cell.read() for cell in there), [v for cell in there for v in cell.versions()])
 
+    def also(self, other: "Contents") -> "Contents":
+        """With what ``other`` has of cells that are none of these."""
+        known = {cell.key for cell in self.cells}
+        new = [(cell, copy) for cell, copy in zip(other.cells, other.copies, strict=True) if cell.key not in known]
+        cells = (*self.cells, *(cell for cell, _ in new))
+        return Contents(cells, (*self.copies, *(copy for _, copy in new)), (*self.versions, *other.versions))
+
     def show(self) -> None:
         """Let the cells hold it again; versions stay."""
         for cell, copy in zip(self.cells, self.copies, strict=True):

@@ -70,10 +70,11 @@ class Observation:
 
 @contextlib.contextmanager
 def observed(
-    given: Iterable[torch.Tensor], modules: Collection[nn.Module], *, compiled: bool = False
+    given: Iterable[torch.Tensor], modules: Collection[nn.Module], *, calls: bool = True
 ) -> Iterator[Observation]:
     """Inside, the run; afterwards the Observation tells. ``given``: the run's arguments; ``modules``: those that are
-    known, whose buffers somebody else looks after; ``compiled``: some are compiled, and would be anew for a hook.
+    known, whose buffers somebody else looks after; ``calls``: look at calls of others, too, by a hook, for which code
+    that is compiled would be so anew.
 
     Raises UnknownModules after a run that called others.
     """
@@ -86,7 +87,7 @@ def observed(
             known.update(map(id, module.modules()))
             found.called(module)
 
-    handle = None if compiled else register_module_forward_pre_hook(called)
+    handle = register_module_forward_pre_hook(called) if calls else None
     try:
         with mode:
             yield found

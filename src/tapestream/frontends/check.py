@@ -52,7 +52,7 @@ def _written(stage: Stage, state: State, device: torch.device, own: Sequence[obj
         snapshot = Snapshot.of(stage.modules)
         with undisturbed((stage,), device, own):
             try:
-                with observed(state.tensors, stage.modules, compiled=stage.is_compiled()) as seen:
+                with observed(state.tensors, stage.modules, calls=not stage.is_compiled()) as seen:
                     Runner([stage], [everything], device, once=(0,)).forward(0, [state])
                 seen.put_back()
                 return seen.cells

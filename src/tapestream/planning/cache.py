@@ -39,10 +39,6 @@ class ByShape(Generic[T]):
         """Remember it."""
         self._found.setdefault(kind, []).append((shapes, prepared))
 
-    def drop(self, kind: object, prepared: T) -> None:
-        """Forget this one."""
-        self._found[kind] = [pair for pair in self._found[kind] if pair[1] is not prepared]
-
     def clear(self) -> None:
         """Forget everything."""
         self._found.clear()
@@ -66,11 +62,6 @@ class Prepared:
         """Whether any stage gives a gradient to a parameter or captured tensor."""
         return bool(self.leaves)
 
-    @property
-    def stale(self) -> bool:
-        """Whether memory that a stage wrote into when it was profiled is gone: it writes into other memory now."""
-        return not all(cell.alive for traits in self.run.traits for cell in traits.cells)
-
 
 class PlanCache:
     """Plans that one handle has made, newest last."""
@@ -84,11 +75,7 @@ class PlanCache:
 
         ``live``: bytes of the budget, of each tier, that other calls of the same handle hold now.
         """
-        key = key_of(state, mode, device, live)
-        found = self._prepared.find(key, shapes_of(state))
-        if found is not None and found.stale:
-            self._prepared.drop(key, found)
-            found = None
+        found = self._prepared.find(key_of(state, mode, device, live), shapes_of(state))
         self.last = self.last if found is None else found.plan
         return found
 

@@ -299,7 +299,7 @@ def _called(
     compiled, tree = stage.is_compiled(), state.tree(inputs)
     reads = contextlib.nullcontext() if compiled else reading
     try:
-        with observed(inputs, stage.modules, compiled=compiled) as seen, reads:
+        with observed(inputs, stage.modules, calls=not compiled) as seen, reads:
             return stage.function(tree), seen
     except UnknownModules:
         undo(belongings.changes(Belongings(stage.modules, stage.function)))

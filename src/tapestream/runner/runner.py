@@ -167,8 +167,9 @@ class Runner:
 
     def _recording(self, k: int, end: End | None) -> contextlib.AbstractContextManager[object]:
         hooks = None if self.hooks is None else self.hooks(k)
-        if self.traits[k].cells and k in self.seen:
-            hooks = with_copies_of(self.traits[k].cells, *(hooks or with_versions(self.stages[k].name)))
+        seen = self.seen.get(k)
+        if seen is not None and seen.contents is not None:
+            hooks = with_copies_of(seen.contents.cells, *(hooks or with_versions(self.stages[k].name)))
         if end is not None:
             return end_left_out(end, *(hooks or with_versions(self.stages[k].name)), self.device)
         return contextlib.nullcontext() if hooks is None else saved_tensors_hooks(*hooks)

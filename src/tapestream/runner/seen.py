@@ -8,6 +8,7 @@ import torch
 
 from tapestream.capture.buffers import BufferSnapshot, Slot
 from tapestream.capture.cells import Contents
+from tapestream.capture.observe import observed
 from tapestream.errors import GradientError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, host_mark
 from tapestream.runner.guards import Mark
@@ -65,7 +66,12 @@ def first_run(
     buffers = BufferSnapshot.for_recomputes(own) if own else None
     contents = Contents.take(traits.cells) if traits.cells else None
     before, then = stage.stills.look(stage.function, own, traits.cells), versions()
-    yield found
+    if contents is None:
+        yield found
+    else:  # it may write into other memory than it did when it was profiled
+        with observed((), stage.modules, calls=False) as seen:
+            yield found
+        contents = contents.also(seen.contents)
     drew = not generators.equals(TorchGenerators.capture(device))
     if host is not None and host.equals(HostGenerators.capture(traits.generators)):
         host = None

@@ -132,7 +132,7 @@ class _Looking:
 
     def _watch(self, state: Any, requires: Mask, given: tuple[Any, ...], number: int) -> Watched:
         arguments = [*tensors_in([given, *self.form.leaves(state)])]
-        with observed(arguments, self.stage.modules, compiled=self.stage.is_compiled()) as seen:
+        with observed(arguments, self.stage.modules, calls=not self.stage.is_compiled()) as seen:
             self.snapshot.observations.append(seen)
             return watch(self.stage.function, state, requires, self.form, given, self.split, number)
 
