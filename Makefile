@@ -81,7 +81,7 @@ test-full: lint
 
 # PyTorch's versions differ in private names, kernels and optimizers. One version at a time, in an environment of its
 # own; these are the tests of what touches them, and a few of each family.
-TORCH_TESTS := tests/runner/test_private.py tests/runner/test_unneeded.py tests/storage/test_meter.py tests/storage/test_pool.py \
+TORCH_TESTS := tests/capture/test_observe.py tests/capture/test_transforms.py tests/runner/test_private.py tests/runner/test_unneeded.py tests/storage/test_meter.py tests/storage/test_pool.py \
   tests/planning/test_profile.py tests/frontends/test_around.py tests/frontends/test_chain_exact.py \
   tests/frontends/test_kept_inside.py tests/frontends/test_join_exact.py tests/frontends/test_stream_exact.py \
   tests/frontends/loop/test_loop_compiled.py tests/frontends/program/test_program_exact.py \

@@ -180,3 +180,19 @@ def test_memory_that_is_replaced_between_calls_is_found_again(held: bool) -> Non
     with pytest.raises(ts.BudgetError) as refused:
         train(1)
     assert all(map(torch.equal, train(refused.value.least_nbytes), train(None)))
+
+
+@pytest.mark.parametrize("front", ["chain", "loop"])
+def test_what_a_run_wrote_before_it_failed_is_put_back(front: str) -> None:
+    """A profile changes nothing, also where the code does not work."""
+    vector = torch.zeros(4)
+
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        vector.add_(1)
+        raise ValueError("broken")
+
+    x = torch.ones(4, requires_grad=True)
+    run: Any = ts.Chain([stage, stage], budget=2**20) if front == "chain" else ts.Loop(stage, budget=2**20)
+    with pytest.raises(ValueError, match="broken"):
+        run(x) if front == "chain" else run(x, steps=3)
+    assert (vector.tolist(), vector._version) == ([0] * 4, 0)

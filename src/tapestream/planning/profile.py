@@ -243,9 +243,8 @@ def _discover(
     with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
-        tree, seen = _called(stage, state, inputs, reading, belongings)
+        tree, seen = _called(stage, state, inputs, reading, belongings, snapshot)
         graph.ended()
-    snapshot.observations.append(seen)
     mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     check_passable(stage.name, out, live)
@@ -293,13 +292,14 @@ def _discover(
 
 
 def _called(
-    stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading, belongings: Belongings
+    stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading, belongings: Belongings, snapshot: Snapshot
 ) -> tuple[Any, Observation]:
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
     compiled, tree = stage.is_compiled(), state.tree(inputs)
     reads = contextlib.nullcontext() if compiled else reading
     try:
         with observed(inputs, stage.modules, calls=not compiled) as seen, reads:
+            snapshot.observations.append(seen)
             return stage.function(tree), seen
     except UnknownModules:
         undo(belongings.changes(Belongings(stage.modules, stage.function)))
