@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise, zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -242,12 +243,13 @@ def test_stretches_that_grow_toward_the_beginning_run_less_again(monkeypatch: py
         return x
 
     x = torch.linspace(-1, 1, ROWS * wide).view(ROWS, wide)
-    budget = tape_of(bottlenecks, x) // 4
-    run = compare(bottlenecks, [*into, *inner, *out], lambda: (x,), budget, calls=4, planner="auto")
-    assert run._last is not None
-    grown = products_planned(run, run._last.holding, x)
-    monkeypatch.setattr(candidates, "_TAPERS", ())
-    run = compare(bottlenecks, [*into, *inner, *out], lambda: (x,), budget, calls=4, planner="auto")
-    assert run._last is not None
-    alike = products_planned(run, run._last.holding, x)
-    assert 0 < grown < alike
+    budget, own = tape_of(bottlenecks, x) // 4, candidates._TAPERS
+
+    def planned(tapers: Any) -> int:
+        monkeypatch.setattr(candidates, "_TAPERS", tapers)
+        run = compare(bottlenecks, [*into, *inner, *out], lambda: (x,), budget, calls=4, planner="auto")
+        assert run._last is not None
+        return products_planned(run, run._last.holding, x)
+
+    fix_seconds(monkeypatch, {"linear": 1.0})
+    assert 0 < planned(own) < planned(())
