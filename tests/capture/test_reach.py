@@ -208,3 +208,22 @@ def test_a_value_that_others_leave_for_a_block_is_guarded(own: bool) -> None:
     (blocks[2].now if own else Reads.now)["scale"] = 2.0
     with pytest.raises(TapestreamError, match="changed between the call and its backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("front", ["Chain", "Loop"])
+def test_buffers_of_modules_that_only_a_run_shows_are_guarded(front: str) -> None:
+    """They are not to change between a call and its backward."""
+    norms = [torch.nn.BatchNorm1d(WIDTH).eval() for _ in range(STAGES)]
+    steps = [WAYS["thread_local"](lambda x, it: torch.sin(it(x)), norm) for norm in norms]
+    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).requires_grad_()
+
+    def called(budget: int) -> torch.Tensor:
+        if front == "Chain":
+            return ts.Chain(steps, budget=budget, planner="revolve", slots=1)(x)
+        return ts.Loop(steps[0], budget=budget, planner="revolve", slots=1)(x, steps=STAGES)
+
+    loss = called(2**20).sum()
+    assert norms[0].running_mean is not None
+    norms[0].running_mean.add_(1)
+    with pytest.raises(TapestreamError, match="changed between the call and its backward"):
+        loss.backward()

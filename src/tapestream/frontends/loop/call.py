@@ -30,7 +30,8 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a call is about: the loop's body, its initial and a later state; where inputs, outputs, progress go."""
+    """What a call is about: the loop's body, its initial and a later state; where inputs, outputs, progress go; the
+    step, with the modules that it was seen to call."""
 
     body: Body
     state: Any
@@ -39,6 +40,7 @@ class Task:
     output_requires: tuple[bool, ...]
     progress: Progress | None
     later: Any = None
+    stage: Stage | None = None
     runner: Callable[..., TensorSteps] = TensorSteps
 
     def inputs(self) -> list[torch.Tensor]:
@@ -54,7 +56,7 @@ class TensorCall:
     def __init__(self, task: Task, orders: Program | None, steps: int | None, held: Callable[[], None]) -> None:
         self.task, self.orders, self.steps, self._held = task, orders, steps, held
         self.autocast = Autocast.capture(task.body.device)
-        self._stage = Stage(0, task.body.function)
+        self._stage = task.stage or Stage(0, task.body.function)
         self._modules = self._stage.modules
         self._seen: Look | None = None
         self._surrounded = Surroundings(on_cpu=task.body.device.type == "cpu")

@@ -233,7 +233,7 @@ class Loop(nn.Module):
             task.sink.form = Form.of(look.output, "output")
             check_tensors(task.sink, task.sink.form)
         body = replace(body, traits=look.traits)
-        return replace(task, body=body, output_requires=look.output_requires, later=look.state)
+        return replace(task, body=body, output_requires=look.output_requires, later=look.state, stage=self._stage)
 
     def _cost(self, task: Task, count: int | None, until: Condition | None) -> StageCost:
         """What one step costs, measured once for each combination of shapes and modes."""
