@@ -280,6 +280,8 @@ def test_nothing_stays_of_what_is_tried(function: Any) -> None:
     made = []
 
     class Spy(NamedTuple):
+        generators = ()
+
         def call(self, tensors: Any) -> torch.Tensor:
             y = function(*tensors) if function in (torch.tanh, torch.exp, torch.relu) else function(*tensors, 1)
             made.append(weakref.ref(y))
