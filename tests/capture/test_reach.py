@@ -1,6 +1,8 @@
 """Every way to reach a thing, by what is there, by front end: exact, or refused by name; never silently different."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -227,3 +229,34 @@ def test_buffers_of_modules_that_only_a_run_shows_are_guarded(front: str) -> Non
     norms[0].running_mean.add_(1)
     with pytest.raises(TapestreamError, match="changed between the call and its backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("front", ["Chain", "Loop", "stream"])
+def test_modules_that_each_run_makes_itself(front: str) -> None:
+    """They are others each time, and nobody holds them."""
+    made = list["weakref.ref[torch.nn.Module]"]()
+
+    def use(x: torch.Tensor, _: object) -> torch.Tensor:
+        norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+        if not ts.recomputing():
+            made.append(weakref.ref(norm))
+        return torch.tanh(norm(x)) + x
+
+    def run(budget: int | None) -> list[object]:
+        torch.manual_seed(0)
+        steps = [WAYS["closure"](use, None) for _ in range(STAGES if front != "Loop" else 1)]
+        model: object = None
+        if front == "stream":
+            model = Network([Block(step) for step in steps])
+            called: object = model if budget is None else ts.stream(model, device="cpu", budget=budget, home="device")
+        elif budget is None:
+            called = in_turn(steps * (STAGES if front == "Loop" else 1))
+        elif front == "Loop":
+            called = lambda x: ts.Loop(steps[0], budget=budget)(x, steps=STAGES)  # noqa: E731
+        else:
+            called = ts.Chain(steps, budget=budget)
+        return trained(called, [], model)  # type: ignore[arg-type]
+
+    assert all(same(*pair) for pair in zip(run(2**20), run(None), strict=True))
+    gc.collect()
+    assert not any(one() for one in made)

@@ -218,20 +218,21 @@ def _discovered(
     stage: Stage, state: State, device: torch.device, changes: list[Change]
 ) -> tuple[Snapshot, _Discovered]:
     """What was there before the stage first ran, and what that run shows; the stage learns what modules it calls."""
-    while True:
+    for looks in stage.learning():
         snapshot = Snapshot.of(stage.modules)
         try:
-            return snapshot, _discover(stage, state, device, snapshot, changes)
+            return snapshot, _discover(stage, state, device, snapshot, changes, looks=looks)
         except UnknownModules as unknown:
             snapshot.put_back()
             stage.reaches(unknown.modules)
         except BaseException:
             snapshot.put_back()
             raise
+    raise AssertionError("the last try does not look")
 
 
 def _discover(
-    stage: Stage, state: State, device: torch.device, snapshot: Snapshot, changes: list[Change]
+    stage: Stage, state: State, device: torch.device, snapshot: Snapshot, changes: list[Change], *, looks: bool
 ) -> _Discovered:
     """Run the stage under observation. What it changes besides its buffers is added to ``changes``; raises InputError
     where it would find that changed when it runs again."""
@@ -243,7 +244,7 @@ def _discover(
     with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
         before = [t._version for t in inputs]
-        tree, seen = _called(stage, state, inputs, reading, belongings, snapshot)
+        tree, seen = _called(stage, state, inputs, reading, belongings, snapshot, looks)
         graph.ended()
     mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
@@ -251,7 +252,7 @@ def _discover(
     _check_aliases(stage.name, state, mutated)
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
     casts, uncast, twice = cast_leaves(live)
-    looks = (node_names(live), tuple(graph.shapes))
+    looked = (node_names(live), tuple(graph.shapes))
     watched = [weakref.ref(leaf) for leaf in reached]
     graph.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
@@ -271,8 +272,8 @@ def _discover(
         casts_twice=twice,
         makes_leaves=len(alive) < len(watched),
         reads=reading.found,
-        saves=len(looks[1]),
-        nodes=len(looks[0]),
+        saves=len(looked[1]),
+        nodes=len(looked[0]),
     )
     drew, lives = not generators.equals(TorchGenerators.capture(device)), graph.something_lives()
 
@@ -288,17 +289,17 @@ def _discover(
     if drawn:
         traits = replace(traits, draws_host=True, generators=drawn)
     steady = not (drew or traits.draws_host or traits.buffers or traits.cells)
-    return _Discovered(traits, lives, looks, own, steady, graph.ending_seconds)
+    return _Discovered(traits, lives, looked, own, steady, graph.ending_seconds)
 
 
 def _called(
-    stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading, belongings: Belongings, snapshot: Snapshot
-) -> tuple[Any, Observation]:
+    stage: Stage, state: State, inputs: list[torch.Tensor], reading: Reading, belongings: Belongings,
+    snapshot: Snapshot, looks: bool,
+) -> tuple[Any, Observation]:  # fmt: skip
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
-    compiled, tree = stage.is_compiled(), state.tree(inputs)
-    reads = contextlib.nullcontext() if compiled else reading
+    tree, reads = state.tree(inputs), contextlib.nullcontext() if stage.is_compiled() else reading
     try:
-        with observed(inputs, stage.modules, calls=not compiled) as seen, reads:
+        with observed(inputs, stage.modules, calls=looks) as seen, reads:
             snapshot.observations.append(seen)
             return stage.function(tree), seen
     except UnknownModules:

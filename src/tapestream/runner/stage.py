@@ -1,6 +1,6 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,15 @@ class Stage:
         other.index, other.modules, other.name, other.function = self.index, self.modules, self.name, function
         other.stills, other._own = self.stills, self._own
         return other
+
+    def learning(self) -> Iterator[bool]:
+        """Whether to look at calls of modules that it does not know, try by try. Those that are new each time, a run
+        makes itself: in the last try nobody looks, and none of them is held."""
+        modules, looks = self.modules, not self.is_compiled()
+        yield looks
+        yield looks
+        self.modules, self.stills = modules, Stills(modules)
+        yield False
 
     def is_compiled(self) -> bool:
         """Whether any of it is compiled code."""

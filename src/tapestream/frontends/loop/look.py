@@ -51,22 +51,24 @@ def look_at(
     Generators, buffers and other memory that it writes are as before afterwards. Raises InputError where the form of
     the state changes, and with ``verify`` GradientError where a step gives two results for one input.
     """
-    while True:
+    for looks in stage.learning():
         snapshot = Snapshot.of(stage.modules)
         try:
             own = tuple(things_behind(stage.function, GENERATORS))
             with undisturbed((stage,), device, own), reentrant_checkpointing_off():
-                looking = _Looking(stage, form, split, device, snapshot, own)
+                looking = _Looking(stage, form, split, device, snapshot, own, looks)
                 return looking.look(state, given, ended, verify=verify)
         except UnknownModules as unknown:
             stage.reaches(unknown.modules)
         finally:
             snapshot.put_back()
+    raise AssertionError("the last try does not look")
 
 
 @dataclass(slots=True)
 class _Looking:
-    """Watches steps of one kind. ``own``: generators of their own; others are found on the way."""
+    """Watches steps of one kind. ``own``: generators of their own; others are found on the way.
+    ``looks``: at calls of modules that nobody knows."""
 
     stage: Stage
     form: Form
@@ -74,6 +76,7 @@ class _Looking:
     device: torch.device
     snapshot: Snapshot
     own: tuple[Any, ...]
+    looks: bool
     torch_before: TorchGenerators = field(init=False)
     host_before: HostGenerators = field(init=False)
 
@@ -132,7 +135,7 @@ class _Looking:
 
     def _watch(self, state: Any, requires: Mask, given: tuple[Any, ...], number: int) -> Watched:
         arguments = [*tensors_in([given, *self.form.leaves(state)])]
-        with observed(arguments, self.stage.modules, calls=not self.stage.is_compiled()) as seen:
+        with observed(arguments, self.stage.modules, calls=self.looks) as seen:
             self.snapshot.observations.append(seen)
             return watch(self.stage.function, state, requires, self.form, given, self.split, number)
 
