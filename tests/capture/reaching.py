@@ -5,7 +5,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from reaching import Network
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -39,17 +40,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.5 * self.inner(lambda z: torch.tanh(self.layer(z)), x, self.direction)
-
-
-class Network(nn.Module):
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def run(front: str, how: str, budget: int | None) -> list[torch.Tensor]:

@@ -155,7 +155,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cell.add(tensor)
             self._written[key] = cell, cell.read()
             self._versions += cell.versions()
-        self._written[key][0].add(tensor)
+        else:
+            self._written[key][0].add(tensor)
 
     def written(self) -> Contents:
         """What was there before, of memory that lives on."""

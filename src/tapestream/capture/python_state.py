@@ -151,22 +151,20 @@ def _of_class(cls: type) -> dict[Any, Any]:
     """Data among its attributes and those of its bases."""
     if _of_library(cls):
         return {}
-    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property, type)
-    own = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
-    data = {name: value for name, value in own.items() if not isinstance(value, code) and not _is_descriptor(value)}
-    return {**data, **{("base", base.__qualname__): base for base in cls.__bases__ if not _of_library(base)}}
-
-
-def _is_descriptor(value: Any) -> bool:
-    return hasattr(type(value), "__get__")
+    own = {name: value for name, value in _named(cls).items() if not hasattr(type(value), "__get__")}
+    return {**own, **{("base", base.__qualname__): base for base in cls.__bases__ if not _of_library(base)}}
 
 
 def _of_module(module: types.ModuleType) -> dict[Any, Any]:
     """Data among its names."""
-    if _of_library(module):
-        return {}
-    code = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
-    own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    own = {} if _of_library(module) else _named(module)
+    return {name: value for name, value in own.items() if not isinstance(value, types.ModuleType)}
+
+
+def _named(owner: type | types.ModuleType) -> dict[Any, Any]:
+    """What a class or module has by name, without code."""
+    own = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+    code = (types.FunctionType, types.BuiltinFunctionType, type)
     return {name: value for name, value in own.items() if not isinstance(value, code)}
 
 
@@ -217,6 +215,6 @@ def _of_library(value: Any) -> bool:
 @functools.lru_cache(4096)
 def _is_installed(package: str) -> bool:
     if package in sys.stdlib_module_names or package in ("torch", "numpy", "tapestream"):
-        return package != "__main__"
+        return True
     file = getattr(sys.modules.get(package), "__file__", None)
     return file is not None and "site-packages" in Path(file).parts

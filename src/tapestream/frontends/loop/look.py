@@ -88,7 +88,7 @@ class _Looking:
     ) -> Look:
         """See `look_at`."""
         stage, form, split, step = self.stage, self.form, self.split, self.stage.function
-        first, behind = requires_of(form.leaves(state)), _leaves_behind(stage)
+        first, behind = requires_of(form.leaves(state)), _leaves_of(stage)
         belongings = Belongings(stage.modules, step)
         given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
         versions, since = [t._version for t in tensors_in(given)], next_sequence_number()
@@ -112,7 +112,7 @@ class _Looking:
             if _either(mask, found[-1].requires) == mask:
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
-        still = {id(leaf) for leaf in _leaves_behind(stage)}
+        still = {id(leaf) for leaf in _leaves_of(stage)}
         behind = [leaf for leaf in behind if id(leaf) in still]  # others are results that a step has left, and replaces
         traits = self._drawn_and_written(_merged(behind, found, first, mask, self.device), first_written)
         traits = replace(traits, leaves_behind=len(left) > len(of_generators))
@@ -174,7 +174,7 @@ def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> N
         )
 
 
-def _leaves_behind(stage: Stage) -> list[torch.Tensor]:
+def _leaves_of(stage: Stage) -> list[torch.Tensor]:
     """Tensors that the step reaches and that may get a gradient, each once."""
     found = (*stage.parameters(), *things_behind(stage.function, (torch.Tensor,)))
     return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
