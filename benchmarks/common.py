@@ -45,6 +45,18 @@ class Settings:
         return {"device": self.device, "rounds": self.rounds, "threads": self.threads, **more}
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a benchmark times of tapestream, without what it is compared with: `benchmarks.against` times two revisions.
+
+    ``plan`` says in words what was planned, once ``step`` has run.
+    """
+
+    name: str
+    step: Run
+    plan: Callable[[], str] = str
+
+
 def settings(device: str = "cpu", rounds: int = 7, full: str = "") -> Settings:
     """Settings from the command line; limits PyTorch's threads. ``full``: what `--full` does, if it does anything."""
     parser = argparse.ArgumentParser()
@@ -190,14 +202,18 @@ def write(
     name: str, title: str, settings: Settings, rows: Sequence[Row], folder: Path = RESULTS, **facts: object
 ) -> None:
     """``FOLDER/NAME.json``: the rows, and when, where and with what they were measured."""
+    folder.mkdir(exist_ok=True)
+    write_to(folder / f"{name}.json", name, title, settings, rows, **facts)
+
+
+def write_to(path: Path, name: str, title: str, settings: Settings, rows: Sequence[Row], **facts: object) -> None:
+    """The same into a file of any name."""
     measured = OF_EACH_ROW if any("commit" in row for row in rows) else commit()
     document = {
         "name": name, "title": title, "date": datetime.date.today().isoformat(), "commit": measured,
-        "machine": _machine(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
+        "machine": machine_name(settings.device), "versions": _versions(), "settings": settings.facts(**facts),
         "rows": rows,
     }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
@@ -213,7 +229,7 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
-def _machine(device: str) -> str:
+def machine_name(device: str) -> str:
     names = [
         line.split(":", 1)[1].strip()
         for line in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").splitlines()

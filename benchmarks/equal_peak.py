@@ -7,8 +7,10 @@ of ours (``gradients_within``), as far as the chain is concerned.
 """
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
@@ -17,6 +19,7 @@ import tapestream as ts
 from benchmarks.common import (
     Row,
     Settings,
+    Workload,
     alternate,
     mebibytes,
     milliseconds,
@@ -55,11 +58,11 @@ def main(device: str = "cpu", name: str = "equal_peak") -> None:
     save(name, TITLE, chosen, rows, peaks=_PEAKS, rivals_at_each_peak=_RIVALS)
 
 
-def _cases(chosen: Settings) -> list[Case]:
+def _cases(chosen: Settings, part: int = 1) -> list[Case]:
     device = chosen.device
     if chosen.quick:
         return [gpt(4, 64, 2, 64, device), resnet(2, 4, device), pyramid(2, 16, device)]
-    return [gpt(12, 256, 8, 128, device), resnet(18, 16, device), pyramid(16, 32, device)]
+    return [gpt(12, 256, 8 // part, 128, device), resnet(18, 16 // part, device), pyramid(16 // part, 32, device)]
 
 
 def measure(case: Case, chosen: Settings) -> list[Row]:
@@ -72,6 +75,20 @@ def measure(case: Case, chosen: Settings) -> list[Row]:
         within = sorted((r for r in rivals if r.peak_nbytes <= limit), key=lambda r: seconds[r.name])
         rows.append(_row(case, limit, within[:_RIVALS], network, chosen))
     return rows
+
+
+def workloads(chosen: Settings) -> Iterator[Workload]:
+    """The chains alone, with as many bytes as checkpoint_sequential takes with sqrt(n) segments; small batches."""
+    for case in _cases(chosen, 4):
+        network = case.network()
+        limit = _rival(network, case, math.isqrt(len(network.blocks)), False).peak_nbytes
+        chain = ts.Chain(list(network.blocks), budget=limit, gradients_within=True)
+        yield Workload(case.name, stepper(network, case, chain), partial(_planned, chain))
+
+
+def _planned(chain: ts.Chain) -> str:
+    assert chain.plan is not None
+    return f"{chain.plan.planner}, {chain.plan.simulation.forwards} forwards"
 
 
 def rivals_of(network: Network, case: Case, every: int = 1) -> list[Rival]:
@@ -134,12 +151,10 @@ def _row(case: Case, limit: int, rivals: list[Rival], theirs: Network, chosen: S
         {"ours": stepper(network, case, chain), **{r.name: r.step for r in rivals}}, chosen.rounds, chosen.device
     )
     best = min((r.name for r in rivals), key=timings.seconds)
-    assert chain.plan is not None
     ratio = timings.ratio("ours", best)
     equal = same_bits([p.grad for p in network.parameters()], [p.grad for p in theirs.parameters()])
-    simulation = chain.plan.simulation
     return {
-        **row, "peak MiB": mebibytes(peak), "plan": f"{chain.plan.planner}, {simulation.forwards} forwards",
+        **row, "peak MiB": mebibytes(peak), "plan": _planned(chain),
         "ms": milliseconds(timings.seconds("ours")), "best of PyTorch": best,
         "its peak MiB": mebibytes(next(r.peak_nbytes for r in rivals if r.name == best)),
         "its ms": milliseconds(timings.seconds(best)), **ratio, "claim": "at most 1.00",

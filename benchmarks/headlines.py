@@ -125,6 +125,9 @@ HEADLINES = {
         "Time until the command answers", "`python -c pass`, and `import torch`",
         "help in at most 25 times, `import tapestream` in at most 1.10 times", {"": "seconds"}, ("what",),
     ),
+    "against": Headline(
+        "Processor time of tapestream's steps", "an earlier revision of it", "", RATIO, ("benchmark", "row"),
+    ),
     "save_speed": Headline(
         "Saving a streamed model", "moving as many bytes", "at most 1.2 times", RATIO, ("network", "home"),
     ),

@@ -8,6 +8,7 @@ checkpoint takes, and a tenth of them.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 
 import torch
@@ -15,10 +16,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tapestream as ts
-from benchmarks.common import Row, Run, Settings, alternate, mebibytes, peak_nbytes, same_bits, save, settings, yes
+from benchmarks.common import (
+    Row,
+    Run,
+    Settings,
+    Workload,
+    alternate,
+    mebibytes,
+    peak_nbytes,
+    same_bits,
+    save,
+    settings,
+    yes,
+)
 
 Step = Callable[[Tensor], Tensor]
+Shown = Callable[[Tensor], tuple[Tensor, Tensor]]
 _SHORT = 8  # the width whose steps take little beside what a loop adds; that of others is within the noise
+_WIDTHS = (_SHORT, 64, 256)
 
 
 def main() -> None:
@@ -26,7 +41,7 @@ def main() -> None:
     given = settings(rounds=5)
     torch.set_flush_denormal(True)  # gradients that vanish would make arithmetic tens of times slower than it is
     steps = 400 if given.quick else 10_000
-    tables = (table(width, steps, given) for width in (_SHORT, 64, 256) for table in (forward, gradients))
+    tables = (table(width, steps, given) for width in _WIDTHS for table in (forward, gradients))
     rows = chain.from_iterable(tables)
     save("loop_overhead", "Loop beside a bare loop and torch.utils.checkpoint", given, rows, steps=steps)
 
@@ -42,20 +57,8 @@ def recurrence(width: int) -> tuple[Step, Tensor, list[Tensor]]:
 def forward(width: int, steps: int, given: Settings) -> Iterator[Row]:
     """Microseconds that the first sweep adds to a step: of a state alone, with outputs, of a run of unknown length."""
     step, start, _ = recurrence(width)
-
-    def shown(h: Tensor) -> tuple[Tensor, Tensor]:
-        h = step(h)
-        return h, h[0]
-
-    loop, showing = (ts.Loop(one, planner="revolve", slots=40) for one in (step, shown))
-    until = ts.Loop(step, budget=400 * start.nbytes)
-    ways: dict[str, Callable[[], object]] = {
-        "forward": lambda: loop(start, steps=steps),
-        "forward, outputs stacked": lambda: showing(start, steps=steps, outputs="stack"),
-        "forward, outputs summed": lambda: showing(start, steps=steps, outputs="sum"),
-        "forward, until": lambda: until(start, until=after(steps)),
-    }
-    for what, ours in ways.items():
+    shown = showing(step)
+    for what, ours in ways(step, shown, start, steps).items():
         plain = no_grad(bare(what, step, shown, start, steps))
         timings = alternate({"loop": ours, "bare": plain}, given.rounds, given.device)
         added = [(a - b) / steps * 1e6 for a, b in zip(timings.cpu["loop"], timings.cpu["bare"], strict=True)]
@@ -68,7 +71,29 @@ def forward(width: int, steps: int, given: Settings) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def bare(what: str, step: Step, shown: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor, steps: int) -> Run:
+def showing(step: Step) -> Shown:
+    """The same step with a row of the state as output."""
+
+    def shown(h: Tensor) -> tuple[Tensor, Tensor]:
+        h = step(h)
+        return h, h[0]
+
+    return shown
+
+
+def ways(step: Step, shown: Shown, start: Tensor, steps: int) -> dict[str, Run]:
+    """First sweeps by name."""
+    loop, with_outputs = (ts.Loop(one, planner="revolve", slots=40) for one in (step, shown))
+    until = ts.Loop(step, budget=400 * start.nbytes)
+    return {
+        "forward": lambda: loop(start, steps=steps),
+        "forward, outputs stacked": lambda: with_outputs(start, steps=steps, outputs="stack"),
+        "forward, outputs summed": lambda: with_outputs(start, steps=steps, outputs="sum"),
+        "forward, until": lambda: until(start, until=after(steps)),
+    }
+
+
+def bare(what: str, step: Step, shown: Shown, start: Tensor, steps: int) -> Run:
     """What one writes without a Loop."""
 
     def run() -> None:
@@ -104,23 +129,11 @@ def no_grad(run: Run) -> Run:
 def gradients(width: int, steps: int, given: Settings) -> Iterator[Row]:
     """Time and bytes of a gradient."""
     step, start, leaves = recurrence(width)
-
-    def segment(h: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            h = step(h)
-        return h
-
-    def checkpointed() -> Tensor:
-        h, count = start, math.isqrt(steps)
-        for first in range(0, steps, count):
-            h = checkpoint(segment, h, min(count, steps - first), use_reentrant=False)
-        return h
-
-    theirs = differentiating(checkpointed, leaves)
+    theirs = differentiating(checkpointed(step, start, steps), leaves)
     taken = peak_nbytes(theirs, given.device)
     for share in (1, 3) if given.quick else (1, 10):
         loop = ts.Loop(step, budget=taken // share)
-        ours = differentiating(lambda loop=loop: loop(start, steps=steps), leaves)  # type: ignore[misc]
+        ours = differentiating(partial(loop, start, steps=steps), leaves)
         ours()
         same = same_bits(gradients_of(ours, leaves), gradients_of(theirs, leaves))
         timings = alternate({"loop": ours, "checkpoint": theirs}, given.rounds, given.device)
@@ -129,8 +142,47 @@ def gradients(width: int, steps: int, given: Settings) -> Iterator[Row]:
             "what": "gradient", "width": width, "steps": steps,
             "us a step": round(timings.seconds("loop") / steps * 1e6, 2), **timings.ratio("loop", "checkpoint"),
             "MiB": mebibytes(peak_nbytes(ours, given.device)), "MiB of checkpoint": mebibytes(taken),
-            "forwards a step": round(loop.plan.simulation.forwards / len(loop.plan.profile), 2), "same bits": yes(same),
+            "forwards a step": forwards_of(loop), "same bits": yes(same),
         }  # fmt: skip
+
+
+def forwards_of(loop: ts.Loop) -> float:
+    """How often the plan runs a step forward, on average."""
+    assert loop.plan is not None
+    return round(loop.plan.simulation.forwards / len(loop.plan.profile), 2)
+
+
+def checkpointed(step: Step, start: Tensor, steps: int) -> Callable[[], Tensor]:
+    """What torch.utils.checkpoint does in segments of sqrt(n) steps."""
+
+    def segment(h: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            h = step(h)
+        return h
+
+    def run() -> Tensor:
+        h, count = start, math.isqrt(steps)
+        for first in range(0, steps, count):
+            h = checkpoint(segment, h, min(count, steps - first), use_reentrant=False)
+        return h
+
+    return run
+
+
+def workloads(given: Settings) -> Iterator[Workload]:
+    """The loops alone, in a fifth of the steps, without the widest, most of whose time is that of matrix products."""
+    torch.set_flush_denormal(True)
+    steps = 400 if given.quick else 2_000
+    for width in _WIDTHS[:2]:
+        step, start, leaves = recurrence(width)
+        for what, ours in ways(step, showing(step), start, steps).items():
+            yield Workload(f"{what}, width {width}", ours)
+        taken = peak_nbytes(differentiating(checkpointed(step, start, steps), leaves), given.device)
+        for share in (1, 3):
+            loop = ts.Loop(step, budget=taken // share)
+            gradient = differentiating(partial(loop, start, steps=steps), leaves)
+            name = f"gradient in 1/{share} of the memory, width {width}"
+            yield Workload(name, gradient, lambda loop=loop: f"{forwards_of(loop)} forwards a step")  # type: ignore[misc]
 
 
 def differentiating(run: Callable[[], Tensor], leaves: list[Tensor]) -> Run:

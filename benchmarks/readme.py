@@ -1,5 +1,5 @@
-"""Writes docs/results.md, the first lines of it in README.md, and the table of docs/my-model-does-not-fit.md, from
-benchmarks/results/*.json.
+"""Writes docs/results.md, the first lines of it in README.md, the table of docs/my-model-does-not-fit.md, and
+docs/compatibility.md, from benchmarks/results.
 
 ``python -m benchmarks.readme [--check]``. Each file is a result:
 {"name", "title", "date", "commit", "machine", "versions", "rows": [{column: value}, ..]}. In the rows a column
@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.compatibility.page import page as compatibility
 from benchmarks.headlines import FIRST, HEADLINES
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +209,7 @@ def main(arguments: list[str]) -> int:
     }
     wanted = {path: rewritten(path.read_text(encoding="utf-8"), section) for path, section in sections.items()}
     wanted[ROOT / "docs" / "results.md"] = page(results)
+    wanted[ROOT / "docs" / "compatibility.md"] = compatibility(ROOT / "benchmarks" / "results" / "compatibility")
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:

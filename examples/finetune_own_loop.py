@@ -8,6 +8,7 @@ Text is taken as bytes: Python's standard library, or --data. Nothing is downloa
 
 import argparse
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     with torch.device("meta"):  # nothing is allocated here
         model: Any = AutoModelForCausalLM.from_config(config_of(given))  # type: ignore[no-untyped-call]
+    if given.weights is None:  # weights are to be drawn anew, of which stream() warns
+        warnings.filterwarnings("ignore", "this .* lay on the meta device")
     numbers = sum(p.numel() for p in model.parameters())
     model = ts.stream(
         model, device=given.device, budget=given.budget, folder=given.out / "home", weights=given.weights, progress=show

@@ -38,14 +38,14 @@ from tapestream.frontends.program import candidates
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_gradients_and_buffers_are_plain_pytorchs(kind: str, frontend: str, tmp_path: Path) -> None:
     assert_as_plain(kind, frontend, tmp_path, steps)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_by_the_default_planner(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five calls: of the third on, plans that hold parts of stretches, whatever time the search for them takes."""
@@ -73,6 +73,7 @@ def least_for(kind: str, frontend: str, folder: Path) -> int:
     return tightly(kind, frontend, folder, lambda call, net: steps(call, net, batches=2))[1]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("between", [drawn_otherwise, set_back])
 @pytest.mark.parametrize("kind", ["dropout", "python's and numpy's numbers"])
 @pytest.mark.parametrize("frontend", FRONTENDS)
@@ -93,6 +94,7 @@ def test_generators_are_the_users_between_call_and_backward(
     assert_as_plain(kind, frontend, tmp_path, gradients)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("turned", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_a_second_call_is_not_served_from_the_first(frontend: str, turned: bool, tmp_path: Path) -> None:
@@ -101,10 +103,10 @@ def test_a_second_call_is_not_served_from_the_first(frontend: str, turned: bool,
 
     def both(run: Call, net: Net, *, ours: bool) -> Trace:
         results = [run(drawn(number) * (number + 1)) for number in range(2)]
+        for result in reversed(results) if turned else results:
+            result.square().sum().backward()  # refused where the first has given way
         if ours:
             assert_ran_again(run, net)  # the second one, in what the first has left
-        for result in reversed(results) if turned else results:
-            result.square().sum().backward()
         found: Trace = {
             f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()
         }
@@ -155,7 +157,7 @@ def test_weights_that_are_others_by_the_time_of_backward_are_refused(
     tightly("dropout", frontend, tmp_path, use)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("dropped", [True, False])
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_nothing_that_is_saved_stays(frontend: str, dropped: bool, tmp_path: Path) -> None:

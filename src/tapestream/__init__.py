@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
     from tapestream.errors import (
         BudgetError,
+        BudgetExceeded,
         GradientError,
         InputError,
         ScheduleError,
@@ -43,6 +44,7 @@ _HOMES = {
     "Profile": "tapestream.costs",
     "StageCost": "tapestream.costs",
     "BudgetError": "tapestream.errors",
+    "BudgetExceeded": "tapestream.errors",
     "GradientError": "tapestream.errors",
     "InputError": "tapestream.errors",
     "ScheduleError": "tapestream.errors",
@@ -78,6 +80,7 @@ __all__ = [
     "BlockCost",
     "Budget",
     "BudgetError",
+    "BudgetExceeded",
     "Chain",
     "GradScaler",
     "GradientError",

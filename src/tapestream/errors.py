@@ -35,6 +35,10 @@ class BudgetError(TapestreamError, ValueError):
         self.stage = stage
 
 
+class BudgetExceeded(UserWarning):
+    """A call has held more than its budget: said once for each plan, in the call in which it was found."""
+
+
 class InputError(TapestreamError, ValueError):
     """An argument, knob, file or model cannot be used as given."""
 

@@ -42,6 +42,7 @@ def test_values_that_save_the_most_seconds_are_kept() -> None:
     assert all(a > b for a, b in pairwise(found[:9]))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
 @pytest.mark.parametrize("kind", ["linear", "convolutional"])
 def test_no_plan_is_below_the_bound(kind: str, share: float) -> None:

@@ -30,6 +30,11 @@ INNER: dict[str, Inner] = {
     "jvp": lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1],
     "vmap": lambda f, x, v: torch.func.vmap(f)(x),
     "dual": dual,
+    "vjp": lambda f, x, v: torch.func.vjp(f, x)[1](v)[0],
+    "jacrev": lambda f, x, v: torch.func.jacrev(f)(x[0]).sum(0) + x,
+    "grad": lambda f, x, v: torch.func.grad(lambda z: f(z).square().sum())(x),
+    "hessian": lambda f, x, v: torch.func.hessian(lambda z: f(z).sum())(x[0]).sum(0) + x,
+    "per sample": lambda f, x, v: torch.func.vmap(torch.func.grad(lambda z: f(z).square().sum()))(x),
 }
 
 

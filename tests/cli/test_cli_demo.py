@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from tapestream.cli.app import make_app
 from tapestream.cli.demo import _job, check_budget, plain_nbytes
 from tapestream.cli.loop import Job
+from tapestream.errors import BudgetError
 from tapestream.models import GPTConfig
 
 COMMAND = [sys.executable, "-m", "tapestream.cli.app", "demo", "--quick", "--device", "cpu"]
@@ -58,7 +60,7 @@ def test_a_home_with_somebody_elses_files_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "mine").read_text() == "keep me"
 
 
-@pytest.mark.parametrize("budget", ["1MiB", "40MiB"])
+@pytest.mark.parametrize("budget", ["1MiB", "24MiB"])
 def test_the_least_budget_is_told_before_any_child_starts(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,8 +68,12 @@ def test_the_least_budget_is_told_before_any_child_starts(
     options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--budget", budget]
     result = CliRunner().invoke(make_app(), ["demo", *options])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"--budget {budget} was asked for; the demo's model needs at least 43MiB")
-    check_budget(_job(True, "cpu", "43MiB", tmp_path))
+    said = re.match(rf"--budget {budget} was asked for; the demo's model needs at least (\d+)MiB", result.stderr)
+    assert said, result.stderr
+    least = int(said[1])
+    check_budget(_job(True, "cpu", f"{least}MiB", tmp_path))
+    with pytest.raises(BudgetError):
+        check_budget(_job(True, "cpu", f"{least - 1}MiB", tmp_path))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

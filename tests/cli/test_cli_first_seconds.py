@@ -100,6 +100,7 @@ BAD = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("words", BAD, ids=" ".join)
 def test_options_that_cannot_be_are_told_in_a_line_before_pytorch_is_imported(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,7 @@ STRANGERS = (
 )
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("there", "resume"), one_in(2, itertools.product(STRANGERS, [True, False])))
 def test_a_file_that_is_none_of_metrics_stays(resume: bool, there: bytes, tmp_path: Path) -> None:
     """Told before anything runs."""

@@ -171,6 +171,7 @@ KINDS = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hugging_face_configuration_is_planned(name: str, tmp_path: Path) -> None:
     sizes, unit, chains = KINDS[name]
@@ -346,7 +347,7 @@ def test_streamed_steps_are_those_of_plain_pytorch(arguments: list[str], tmp_pat
         assert step["forwards"] >= step["blocks"] > 0
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("name", "budget"),
     [

@@ -85,7 +85,7 @@ def test_the_machine_as_a_table(tmp_path: Path) -> None:
     assert CliRunner().invoke(make_app(), ["machine", "--folder", str(tmp_path / "no")]).exit_code == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_a_command_with_their_status(number: signal.Signals) -> None:
     app = typer.Typer()
 
@@ -95,11 +95,12 @@ def test_signals_end_a_command_with_their_status(number: signal.Signals) -> None
         os.kill(os.getpid(), number)
         time.sleep(1)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored, as behind nohup
+    listens = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, listens)  # where it is ignored, as behind nohup
     try:
         result = CliRunner().invoke(app, [])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
     assert result.exit_code == 128 + number
     assert result.stderr.strip() == "stopped"
 

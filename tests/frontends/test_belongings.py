@@ -312,7 +312,7 @@ def test_streamed(kind: type[Block], ample: bool) -> None:
 @pytest.mark.parametrize("kind", EXACT)
 def test_in_a_chain(kind: type[Block]) -> None:
     plain, ours = made(kind), made(kind)
-    chain = ts.Chain(list(ours.blocks), budget=36_000, planner="revolve", verify=True)
+    chain = ts.Chain(list(ours.blocks), budget=37_000, planner="revolve", verify=True)
     found = trained(ours, lambda x: chain(x).square().mean())
     assert chain.plan.simulation.forwards > 6
     wanted = trained(plain, lambda x: nn.Sequential(*plain.blocks)(x).square().mean())
@@ -402,14 +402,6 @@ def test_functions(make: Callable[[], Any], name: str, chain: bool) -> None:
     with pytest.raises(InputError, match=rf"changes '{name}', which goes further with each run"):
         ts.Chain([torch.sin, make()], budget=2**20)(x) if chain else ts.Loop(make(), budget=2**20)(x, steps=5)
     assert (CALLS, NUMBER) == ([], 0)
-
-
-def test_transforms_that_forbid_hooks_are_refused_by_name() -> None:
-    def differentiating(x: torch.Tensor) -> torch.Tensor:
-        return torch.func.grad(lambda y: y.pow(3).sum())(x)
-
-    with pytest.raises(InputError, match=r"stage 1 \(differentiating\) calls torch\.func's grad.*autograd\.Function"):
-        ts.Chain([torch.sin, differentiating], budget=2**20)(torch.ones(3, requires_grad=True))
 
 
 def test_arrays() -> None:

@@ -17,6 +17,8 @@ from torch import nn
 import tapestream as ts
 from tapestream.accelerator import streams as timing
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends import chain as chains
+from tapestream.frontends.loop import loop as loops
 
 LENGTHS = (48, 64, 32)
 
@@ -171,3 +173,77 @@ def test_what_cannot_be_a_number_of_calls() -> None:
             ts.Budget("1 GiB", calls=calls)  # type: ignore[arg-type]
     assert ts.Budget("1 GiB", calls=2) == ts.Budget(2**30, calls=2) != ts.Budget(2**30)
     assert repr(ts.Budget("1 GiB", calls=2)) == "Budget(device=1.00 GiB, calls=2)"
+
+
+class Counting:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def waiting(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
+    """The loss of calls that all await one backward, which follows."""
+    loss = torch.stack([run(x) for _ in range(count)]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("budget", ["1GiB", ts.Budget("1GiB", calls=20)], ids=["whole", "shared"])
+@pytest.mark.parametrize("name", ["chain", "join", "loop"])
+def test_calls_that_wait_are_neither_measured_nor_planned_anew(
+    name: str, budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first call's plan takes fits beside those that wait: it serves them all."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    measured, planned = Counting(chains.profile_stages), Counting(chains.plan_with)
+    chosen = Counting(loops.choose)
+    monkeypatch.setattr(chains, "profile_stages", measured)
+    monkeypatch.setattr(chains, "plan_with", planned)
+    monkeypatch.setattr(loops, "choose", chosen)
+    made: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+        "chain": lambda: ts.Chain(list(net), budget=budget),
+        "join": lambda: ts.Join([list(net)], nn.Identity(), budget=budget),
+        "loop": lambda: partial(ts.Loop(net, budget=budget), steps=3),
+    }
+    plains: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"loop": lambda x: net(net(net(x)))}
+    run, x = made[name](), torch.randn(2, 8)
+    run(x).sum().backward()
+    first = measured.calls, planned.calls, chosen.calls
+    assert sum(first) > 0
+    net.zero_grad(set_to_none=False)
+    loss = waiting(run, x, 20)
+    found = [p.grad.clone() for p in net.parameters()]
+    assert (measured.calls, planned.calls, chosen.calls) == first
+    net.zero_grad(set_to_none=False)
+    assert torch.equal(loss, waiting(plains.get(name, net), x, 20))
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(net.parameters(), found, strict=True))
+
+
+def test_with_less_room_a_call_is_planned_anew_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once there is room again, the plan made with it serves."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+    x = torch.randn(64, 64)
+    all_nbytes = ts.Chain(list(net), budget="1GiB")
+    all_nbytes(x).sum().backward()
+    assert all_nbytes.plan is not None
+    everything = all_nbytes.plan.peak_nbytes
+    measured = Counting(chains.profile_stages)
+    monkeypatch.setattr(chains, "profile_stages", measured)
+    run = ts.Chain(list(net), budget=int(1.6 * everything))
+    held = [run(x)]
+    ample = run.plan
+    held.append(run(x))
+    tight = run.plan
+    assert ample is not None
+    assert tight is not None
+    assert tight.peak_nbytes <= int(1.6 * everything) - ample.peak_nbytes < ample.peak_nbytes
+    torch.stack(held).sum().backward()
+    held.clear()
+    run(x)
+    assert run.plan is ample
+    assert measured.calls == 1

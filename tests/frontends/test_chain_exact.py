@@ -24,7 +24,7 @@ def test_stored(name: str) -> None:
     assert net.plan.simulation.forwards == len(net.plan.profile)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("name", "planner", "level"), PAIRWISE)
 def test_recomputed(name: str, planner: str, level: str) -> None:
     assert_exact(CASES[name], planner, level)

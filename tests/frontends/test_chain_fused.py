@@ -10,7 +10,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
-from tapestream.frontends import chain as chain_module
+from tapestream.frontends import chain_call
 from tapestream.planning import profile
 from tapestream.runner.runner import Runner
 
@@ -221,7 +221,7 @@ def test_an_end_that_cannot_be_left_out_is_tried_once(monkeypatch: pytest.Monkey
             super().__init__(*args, **options)
             runners.append(self)
 
-    monkeypatch.setattr(chain_module, "Runner", Counted)
+    monkeypatch.setattr(chain_call, "Runner", Counted)
     torch.manual_seed(0)
     stages = [Checking() for _ in range(6)]
     x = torch.randn(4, 16, requires_grad=True)

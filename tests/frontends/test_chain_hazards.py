@@ -82,10 +82,10 @@ def test_calls_that_wait_for_backward_share_one_budget() -> None:
     assert full.plan is not None
     net = Chain(stages, budget=full.plan.peak_nbytes)
     first = net(x)
+    later = net(x)
     with pytest.raises(BudgetError, match="is taken by calls whose backward has not run yet"):
-        net(x)
-    del first
-    net(x).sum().backward()
+        first.sum().backward()  # it gave way: see test_giving_way
+    later.sum().backward()
     del held
 
 
@@ -98,8 +98,11 @@ def test_every_live_call_is_counted() -> None:
     assert stored.plan is not None
     net = Chain(stages, budget=int(2.5 * stored.plan.peak_nbytes), planner="store_all")
     outs = [net(x), net(x)]
+    outs.append(net(x))  # the first one gives way: see test_giving_way
+    outs[2].sum().backward()
+    outs[1].sum().backward()
     with pytest.raises(BudgetError):
-        outs.append(net(x))
+        outs[0].sum().backward()
 
 
 def test_two_chains_in_one_graph() -> None:
@@ -424,7 +427,7 @@ def test_an_exception_leaves_nothing_behind(chain_that_fails: tuple[Chain, Faili
     assert torch.equal(x.grad, expected)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if number % 2 else ()) for number, name in enumerate(CASES)]
 )
@@ -441,6 +444,7 @@ def test_profiling_leaves_nothing_behind(name: str) -> None:
     assert live_tensors() <= before
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.on_cpu("bytes of the CPU are measured")
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_nothing_is_left_after_a_step_or_a_dropped_call(planner: str) -> None:
@@ -542,7 +546,7 @@ def test_what_a_stage_keeps_has_its_graph(of_input: bool) -> None:
 
     wanted, net = differentiated(nn.Sequential(*stages)), least(stages, x)
     if of_input:
-        with pytest.raises(GradientError, match="inside of stage 1"):
+        with pytest.raises(GradientError, match="inside of stage"):
             differentiated(net)
     else:
         assert all(map(torch.equal, wanted, differentiated(net)))

@@ -73,7 +73,7 @@ def peak_of_a_step(net: Chain, x: torch.Tensor, cotangent: torch.Tensor) -> int:
     return meter.peak_nbytes
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "planner", "share"), CASES)
 def test_peak_bytes_and_forwards(name: str, planner: str, share: float) -> None:
     stages, x = chains()[name]

@@ -105,7 +105,7 @@ def options(planner: str, name: str) -> dict[str, Any] | None:
     return {"planner": planner, "budget": budget, "machine": DISKS, **knobs}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("planner", "name", "engine"),
     one_in(

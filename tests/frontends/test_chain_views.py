@@ -126,6 +126,7 @@ def case_of(name: str, *, input_requires: bool = True) -> Case:
     return Case(CHAINS[name], rows(2, 3, WIDTH), lambda x: (x,), input_requires=input_requires)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "planner"), one_in(2, itertools.product(CHAINS, PLANNERS)))
 def test_exact(name: str, planner: str) -> None:
     assert_exact(case_of(name), planner, "full" if planner == "store_all" else "least")

@@ -2,6 +2,7 @@
 not been."""
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 import torch
 from exact import assert_same, seed
 from pairs import CASE, Pair, both, sgd
+from place import DEVICE
 from streamable import WIDTH, Chained, Dense, Model, numbers
 from streaming import budget_at, everything, loss_at, options_of, streamed
 from thinned import one_in
 from torch import nn
 
 import tapestream as ts
-from tapestream.frontends.module.calls.forward_only import Measured
+from tapestream.errors import BudgetError
+from tapestream.frontends.module.calls.measured import Measured
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.frontends.module.stream import handle_of
 from tapestream.storage.meter import track_memory
@@ -289,3 +292,28 @@ def test_what_a_block_writes_into_its_weights_is_kept(
             ts.unstream(model)
         outcomes.append([*outcome, *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *outcomes))
+
+
+@pytest.mark.parametrize("home", ["disk", "device"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_that_takes_more_than_the_budget_is_refused_with_the_least(home: str, mode: Any, tmp_path: Path) -> None:
+    """What the error names suffices, and is what the call takes; the model goes on."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]).to(DEVICE).eval()
+    x = torch.randn(128, 64, device=DEVICE)
+    wanted = plain(x)
+    options = options_of("auto", tmp_path, home)
+    model = ts.stream(copy.deepcopy(plain), budget="16KiB", **options)
+    with mode():
+        least = set()
+        for _ in range(2):  # once measured, and once known
+            with pytest.raises(BudgetError, match="a call without gradients of this size needs at least") as refused:
+                model(x)
+            least.add(refused.value.least_nbytes)
+    ts.unstream(model)
+    (nbytes,) = least
+    again = ts.stream(copy.deepcopy(plain), budget=nbytes, **options)
+    with mode():
+        for _ in range(3):
+            assert torch.equal(again(x), wanted)
+    ts.unstream(again)

@@ -36,7 +36,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "Program, device": (lambda: ts.Program(step, device="tpu"), "device='tpu' was asked for"),
     "stream, folder of another kind": (lambda: ts.stream(net(), device="cpu", folder=3), "folder=3 was given"),
     "Chain, folder of another kind": (lambda: ts.Chain(list(net()), folder=3), "folder=3 was given"),
-    "report of a Chain": (lambda: ts.report(ts.Chain(list(net()))), "is no streamed model; print its .plan"),
+    "report of a Chain": (
+        lambda: ts.report(ts.Chain(list(net()))),
+        "this Chain has not been called with gradients yet",
+    ),
     "optimizer of parameters": (lambda: ts.optimizer(net().parameters(), torch.optim.SGD), "give the model itself"),
 }
 

@@ -27,7 +27,7 @@ def options(home: ts.Home, folder: Path) -> dict[str, Any]:
     return {"device": "cpu", "engine": "fake_streams", "home": home, "machine": TWO_HOPS, "folder": folder}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("home", HOMES, ids=str)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("level", ["least", "half"])
@@ -43,6 +43,7 @@ def test_training_is_exact(home: ts.Home, update: str, level: str, tmp_path: Pat
     assert_exact(case, budget, make=torch.optim.AdamW, knobs=knobs, update=update, **how)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("home", HOMES, ids=str)
 @pytest.mark.parametrize("name", ["frozen_some", "tied", "repeated"])
 def test_gradients_of_several_micro_batches_are_exact(home: ts.Home, name: str, tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def planned(parts: Made, share: float, autocast: bool = False) -> Join:
         return called(budget=error.least_nbytes * 103 // 100)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("name", CASES)
 def test_bits_and_runs(name: str, share: float) -> None:

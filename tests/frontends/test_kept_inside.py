@@ -200,7 +200,7 @@ def frontend(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Callable
         ts.unstream(model)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_are_those_of_plain_pytorch(name: str, frontend: Callable[..., Any]) -> None:
     plain = made(name)

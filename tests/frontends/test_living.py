@@ -92,6 +92,7 @@ def test_one_process_of_many_that_could_be(pair: Pair, one_process: None) -> Non
     assert_same(everything(theirs), everything(ours))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.on_cpu("the simulated GPU compiles nothing")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # hidden by PyTorch itself
 @pytest.mark.parametrize("when", ["before", "wrapped", "after"])

@@ -96,10 +96,7 @@ def test_two_models_with_one_embedding(tmp_path: Path) -> None:
         for model in two[:2]:
             seed(8)
             others.append(second(model))
-        beside = [torch.optim.SGD(list(o.layers.parameters()), lr=0.1) for o in others]
-        with pytest.raises(InputError, match=r"called by itself; call the model that was given.*or name blocks="):
-            learn(others[1])
-        del beside
+        both((*others, *two[2:]), learn)
         both(two, learn)
 
 
@@ -132,6 +129,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_embeddings(kind: str, tied: bool, tmp_path: Path) -> None:

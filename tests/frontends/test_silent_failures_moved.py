@@ -90,7 +90,7 @@ def assert_moved(call: Any) -> None:
     assert lanes[DISK, DEVICE] > 0
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("kind", "way", "engine"), one_in(2, CASES))
 def test_values_gradients_and_buffers_are_plain_pytorchs(kind: str, way: str, engine: str, tmp_path: Path) -> None:
     theirs, ours = net_of(kind), net_of(kind)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from exact import assert_same
+from exact import assert_same, copy_of, seed
 from pairs import CASE, Pair, batch, both, sgd
+from place import DEVICE
 from streamable import WIDTH, Chained, Dense, Model, Positioned, dense, gpt, numbers
-from streaming import everything, gradients_of, loss_at, options_of, streamed
+from streaming import ENGINES, everything, gradients_of, loss_at, options_of, streamed
 from torch import nn
 
 import tapestream as ts
@@ -22,20 +23,49 @@ from tapestream.storage.meter import track_memory
 # ----------------------------------------------------------------------------------------- what blocks may be given
 
 
-def test_a_tensor_held_otherwise_that_requires_a_gradient_is_refused() -> None:
-    class Closing(Dense):
-        def __init__(self, held: list[torch.Tensor]) -> None:
-            super().__init__()
-            self.held = held
+class Closing(Dense):
+    """A block that also uses a tensor that is none of its parameters, once or more often."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.held[0]
+    def __init__(self, held: list[torch.Tensor], times: int = 1) -> None:
+        super().__init__()
+        self.held, self.times = held, times
 
-    held = [nn.Parameter(torch.ones(WIDTH))]
-    model = ts.stream(Chained([Closing(held) for _ in range(3)]), device="cpu")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = super().forward(x) * self.held[0]
+        return x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tensor_held_otherwise_gets_its_gradient(engine: str, tmp_path: Path) -> None:
+    def gradients(run: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor | None]:
+        seed(3)
+        held = [nn.Parameter(torch.ones(WIDTH, device=DEVICE))]
+        model = run(Chained([Closing(held) for _ in range(3)]))
+        for _ in range(2):
+            model(batch()).square().mean().backward()
+        return {"held": copy_of(held[0].grad)} | gradients_of(model)
+
+    options = options_of(engine, tmp_path, "host" if engine == "fake_streams" else "disk")
+    plain = gradients(lambda model: model.to(DEVICE))
+    assert_same(plain, gradients(lambda model: ts.stream(model, budget="1 MiB", **options)))
+
+
+def test_a_tensor_held_otherwise_and_used_twice_in_a_block_is_refused() -> None:
+    model = ts.stream(Chained([Closing([nn.Parameter(torch.ones(WIDTH))], times=2) for _ in range(3)]), device="cpu")
     with pytest.raises(
         InputError, match=r"block 0 \(Closing\) uses a tensor of shape \(16,\).*make it a parameter of the block"
     ):
+        model(batch())
+    ts.unstream(model)
+
+
+def test_a_parameter_of_another_block_is_refused() -> None:
+    held: list[torch.Tensor] = []
+    model = Chained([Closing(held) for _ in range(3)])
+    held.append(next(p for p in model.blocks[1].parameters() if p.shape == (WIDTH,)))
+    model = ts.stream(model, device="cpu")
+    with pytest.raises(InputError, match="is a parameter of another block; make it a parameter of the block"):
         model(batch())
     ts.unstream(model)
 
@@ -136,10 +166,11 @@ def test_copies_and_pickles_are_refused(pair: Pair, way: Callable[[Any], Any], p
 
 
 def test_a_block_alone(pair: Pair) -> None:
-    ours = pair[1]
-    with pytest.raises(InputError, match=r"block 2 \(Dense\) of a streamed model was called by itself"):
-        ours.blocks[2](batch())
-    x = batch()
+    """It is a call of its own."""
+    ours, x = pair[1], batch()
+    for model in pair[:2]:
+        model.blocks[2](x).square().sum().backward()
+    assert_same(gradients_of(pair[0]), gradients_of(ours))
     with torch.no_grad():
         assert torch.equal(ours.blocks[2](x), pair[0].blocks[2](x))
 

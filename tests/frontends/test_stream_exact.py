@@ -46,13 +46,13 @@ def gathering_budget(case: Model, budget: int, options: dict[str, Any]) -> int:
     return budget
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_every_model_under_the_least_budget(number: int, name: str, tmp_path: Path) -> None:
     check(name, "adversarial", "disk", "least", ("step", "backward")[number % 2], tmp_path)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("number", "setting"), list(enumerate(SETTINGS)))
 def test_every_setting(number: int, setting: tuple[str, str, str, str], tmp_path: Path) -> None:
     engine, home, level, update = setting

@@ -125,7 +125,7 @@ def test_too_little_left_names_the_live_call(options: dict[str, Any]) -> None:
         model(*tokens()).backward()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("calls", [2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_budget_named_for_live_calls_holds_them(options: dict[str, Any], calls: int, micro_batches: int) -> None:

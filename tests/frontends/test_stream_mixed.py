@@ -42,7 +42,7 @@ def adamw(model: nn.Module, update: str = "step") -> Any:
     return ts.optimizer(model, torch.optim.AdamW, groups=[{"params": trained}], lr=0.01, update=update, master=None)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("level", ["least", "half"])
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def nbytes_of(profile: Profile) -> list[Any]:
     return [*stages, profile.carried, profile.initial_nbytes, profile.outside_nbytes, profile.turn_nbytes]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_models_give_equal_bytes(name: str) -> None:
     found = []
@@ -98,6 +99,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "engine", "home", "update", "planner"), SETTINGS)
 def test_the_least_budget_suffices_for_the_next_model(
     name: str, engine: str, home: str, update: Any, planner: str, tmp_path: Path

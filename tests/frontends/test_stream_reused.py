@@ -121,7 +121,7 @@ def case_of(name: str) -> Model:
     return Model(lambda: Reusing(tail, 4, parts), numbers(64, WIDTH))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("level", ["half", "least"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_plain_pytorchs(name: str, level: str, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_micro_batches_and_updates_within_backward(name: str, tmp_path: Path) ->
     assert_exact(case, budget, update="backward", **found)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("level", ["half", "least"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "two chains"])  # which holds what it never uses
 def test_peaks(name: str, level: str, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> str:
     return "by hand"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("number", "name"), [pytest.param(k, name, marks=[pytest.mark.full] * (k % 2)) for k, name in enumerate(MODELS)]
 )

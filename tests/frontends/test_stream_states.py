@@ -58,7 +58,7 @@ def offloaded(tmp_path: Path) -> Iterator[nn.Module]:
         yield model
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("number", "name"), [pytest.param(k, name, marks=[pytest.mark.full] * (k % 2)) for k, name in enumerate(MODELS)]
 )
@@ -73,7 +73,7 @@ def test_every_model(number: int, name: str, tmp_path: Path) -> None:
         assert (states_moved(model) > 0) == (name not in RECORDED)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("level", ["least", "half"])
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("engine", "home"), SETTINGS)

@@ -49,6 +49,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trace:
     return trace | {f"average {name}": t for name, t in average.items()}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("engine", "level", "update"), in_pairs(["auto", "adversarial"], LEVELS, ["step", "backward"]))
 def test_weights_changed_between_steps(engine: str, level: str, update: str, tmp_path: Path) -> None:
     knobs = {"lr": 0.05, "momentum": 0.9}
@@ -107,7 +108,7 @@ def replacing(model: nn.Module, optimizer: torch.optim.Optimizer, when: str) -> 
     return trace
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("engine", "level", "when"),
     in_pairs(
@@ -170,7 +171,7 @@ def putting_back(model: nn.Module, optimizer: torch.optim.Optimizer, meanwhile: 
 HOMES = [("auto", "disk"), ("adversarial", "disk"), ("fake_streams", "host"), ("auto", "device")]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("meanwhile", ["evaluated", "differentiated"])
 @pytest.mark.parametrize("level", ["full", "least"])
 @pytest.mark.parametrize(("engine", "home"), HOMES)

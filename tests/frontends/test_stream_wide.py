@@ -34,7 +34,7 @@ def check(name: str, engine: str, level: str, update: str, make: str, folder: Pa
     assert_exact(case, budget, make=optimizer, knobs=knobs, update=update, micro_batches=micro, **options)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(WORDY)))
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_under_the_least_budget(number: int, name: str, update: str, tmp_path: Path) -> None:

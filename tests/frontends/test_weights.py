@@ -199,3 +199,64 @@ def test_reading_takes_two_blocks_of_memory(tmp_path: Path) -> None:
     assert meter.end_nbytes < block
     assert_same(tensors, everything(ours))
     ts.unstream(ours)
+
+
+def test_a_model_of_which_a_part_was_never_loaded(tmp_path: Path) -> None:
+    plain, ours = CASE.model(), on_meta(CASE)
+    there = {name: tensor for name, tensor in plain.state_dict().items() if not name.startswith("blocks.3.")}
+    ours.load_state_dict(there, strict=False, assign=True)
+    with pytest.raises(InputError, match=r"2 tensors .*'blocks.3.linear.weight' first\) are on the meta.*weights="):
+        read(ours, None, tmp_path / "home")
+    read(ours, save(plain, tmp_path / "a.safetensors"), tmp_path / "home")  # what the error says
+    assert_same(everything(plain), everything(ours))
+    ts.unstream(ours)
+
+
+def test_weights_that_hooks_bring(tmp_path: Path) -> None:
+    """As accelerate leaves a model: all on meta, and a hook on each module."""
+    ours = on_meta(CASE)
+    for module in ours.modules():
+        module._hf_hook = object()
+    with pytest.raises(InputError, match=r"away, in the care of accelerate's hooks.*load the model without these"):
+        read(ours, None, tmp_path / "home")
+    with pytest.raises(InputError, match="accelerate's hooks"):
+        read(ours, save(CASE.model(), tmp_path / "a.safetensors"), tmp_path / "home")
+    ours = CASE.model()
+    for module in ours.modules():
+        module._hf_hook = object()  # all are there: nothing is brought
+    ts.unstream(read(ours, None, tmp_path / "home"))
+
+
+def test_weights_that_are_drawn_are_told_of(tmp_path: Path) -> None:
+    ours = on_meta(Model(lambda: Chained([nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]), numbers(3, 4)))
+    with pytest.warns(UserWarning, match=r"lay on the meta device and no weights=.*for 3 modules \(Linear\)") as told:
+        read(ours, None, tmp_path / "home")
+    assert told[0].filename == __file__
+    ts.unstream(ours)
+
+
+class Redrawn(nn.Linear):
+    """Its own code fills the table that is never saved, and the weights with it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("table", torch.ones(WIDTH), persistent=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "table"):
+            self.table.fill_(1)
+
+
+@pytest.mark.parametrize("by", ["reset_parameters", "initialize"])
+def test_what_has_values_keeps_them(by: str, tmp_path: Path) -> None:
+    case = Model(lambda: Chained([Redrawn() for _ in range(3)]), numbers(3, WIDTH))
+    plain, ours = case.model(), on_meta(case)
+    ours.load_state_dict(plain.state_dict(), assign=True)
+    if by == "initialize":
+        for block in ours.blocks:
+            block.initialize = block.reset_parameters
+    read(ours, None, tmp_path / "home")
+    assert_same(everything(plain), everything(ours))
+    assert_same(dict(plain.named_buffers()), dict(ours.named_buffers()))
+    ts.unstream(ours)

@@ -124,14 +124,20 @@ def batch(device: str, scale: float = 1.0, rows: int = 32) -> Tensor:
 
 
 def streamed(
-    device: str, budget: str | int | ts.Budget = GRADIENTS, model: nn.Module | None = None, **options: Any
+    device: str,
+    budget: str | int | ts.Budget = GRADIENTS,
+    model: nn.Module | None = None,
+    streams: int = 1,
+    **options: Any,
 ) -> nn.Module:
     """The same network, its blocks at home in host memory unless ``options`` say otherwise. The budget is for what is
-    its own: workspaces of products, which a GPU has and the network is small beside, come on top."""
+    its own: workspaces of products, which a GPU has and the network is small beside, come on top. ``streams``: in
+    which it runs; forward and backward have a workspace each, in each other stream one of them runs."""
     options = {"home": "host", "machine": MACHINE, **options}
     budget = ts.Budget.of(budget)
     assert budget.device_nbytes is not None
-    budget = budget.with_device(budget.device_nbytes + workspaces_nbytes(torch.device(device)))
+    workspaces = workspaces_nbytes(torch.device(device)) * (streams + 1) // 2
+    budget = budget.with_device(budget.device_nbytes + workspaces)
     return ts.stream(network() if model is None else model, device=device, budget=budget, **options)
 
 
@@ -186,10 +192,10 @@ def trainings(device: str) -> Iterator[Training]:
     yield our_training(device)
 
 
-def models(device: str, budget: str | ts.Budget = GRADIENTS) -> Iterator[nn.Module]:
+def models(device: str, budget: str | ts.Budget = GRADIENTS, streams: int = 1) -> Iterator[nn.Module]:
     """The same without an optimizer."""
     yield network().to(device)
-    yield streamed(device, budget)
+    yield streamed(device, budget, streams=streams)
 
 
 def compared(found: Iterable[Sequence[Tensor | None]]) -> Pairs:
@@ -667,7 +673,7 @@ def side_stream(device: str) -> Pairs:
     train(plain, optimizer, device)
     expected = weights(plain)
     with torch.Stream(device):
-        model, optimizer = our_training(device)
+        model, optimizer = our_training(device, streams=2)
         train(model, optimizer, device)
         found = weights(model)
     return compared([expected, found])
@@ -687,7 +693,7 @@ def forward_in_side_stream_backward_in_default(device: str) -> Pairs:
         return gradients(model)
 
     with torch.get_device_module(device).device(device):
-        return compared(run(model) for model in models(device))
+        return compared(run(model) for model in models(device, streams=2))
 
 
 def autocast_bf16(device: str) -> Pairs:

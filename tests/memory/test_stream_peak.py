@@ -62,6 +62,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("budget", "update"), SETTINGS)
 def test_a_step_takes_what_was_simulated(budget: str, update: str, tmp_path: Path) -> None:
     check(CASE, budget, update, **options_of("auto", tmp_path))

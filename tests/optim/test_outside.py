@@ -1,8 +1,13 @@
 """The optimizer of parameters outside the blocks: wide gradients of narrow parameters are there one at a time."""
 
+from collections.abc import MutableMapping
+from typing import Any
+
 import pytest
 import torch
 
+from tapestream.optim.common import Common, Way
+from tapestream.optim.inner import Inner
 from tapestream.optim.outside import Outside
 from tapestream.storage.meter import track_memory
 
@@ -23,8 +28,10 @@ def gradients(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_wide_gradients_come_one_at_a_time_and_give_the_same_bits(cls: type[torch.optim.Optimizer]) -> None:
     half, whole = parameters(torch.bfloat16), parameters(torch.float32)
     both = [*half, *whole]
-    groups = [{"params": both, "lr": 1e-2}]
-    outside = Outside(cls, {}, groups, both, frozenset(map(id, half)))  # type: ignore[arg-type]
+    filled = cls([torch.zeros(1)]).param_groups[0]  # type: ignore[call-arg]
+    groups: list[MutableMapping[str, Any]] = [{**filled, "params": both, "lr": 1e-2}]
+    inner = Inner(cls, {}, Common(cls.__name__, lambda: groups, Way()), Way(), lambda number: [])
+    outside = Outside(inner, groups, both, frozenset(map(id, half)))
     masters = [p.detach().float().clone().requires_grad_() for p in half]
     others = [p.detach().clone().requires_grad_() for p in whole]
     plain = cls([*masters, *others], lr=1e-2)  # type: ignore[call-arg]

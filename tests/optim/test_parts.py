@@ -123,7 +123,7 @@ def test_others_are_found_too(make: Any, rate: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- updates
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_cut_parameter_is_updated_like_a_whole_one(name: str, update: str, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_cut_parameter_is_updated_like_a_whole_one(name: str, update: str, tmp
     assert_exact(CASE, budget, make=make, knobs=knobs, update=update, **found)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("level", ["least", "half", "full"])
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("engine", "home"), SETTINGS)

@@ -20,7 +20,7 @@ from tapestream.simulate import simulate
 plan = planners["async_multistage"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("key", PUBLISHED["async_fwd"])
 def test_forwards_are_the_published_ones_less_the_last_interval(key):
     n, interval, slots = map(int, re.fullmatch(r"n=(\d+);I=(\d+);s=(\d+)", key).groups())
@@ -56,7 +56,7 @@ def test_no_stalls_with_the_interval_derived_and_some_with_half_of_it(write, rea
         assert halved.stall_seconds > 0.05 * halved.compute_seconds
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("n", [20, 60, 200])
 @pytest.mark.parametrize(("write", "read"), [(0.25, 0.25), (1, 1), (3, 3), (7.5, 7.5), (30, 30), (20, 2), (2, 20)])
 def test_hardly_slower_than_revolve_of_as_many_slots_or_offload_alone_in_as_many_bytes(n, write, read):

@@ -28,6 +28,7 @@ def peak_of(schedule, profile):
     return simulate(schedule, profile).peak_nbytes[Tier.DEVICE]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", RECOMPUTE)
 @settings(max_examples=200, deadline=None)
 @given(profile=chains(), share=st.floats(0.15, 1.1))

@@ -95,7 +95,7 @@ def test_everything_that_fits_stays(profile: Profile, update, machine: Machine) 
     assert at_its_peak.seconds == plan.seconds
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("update", ["step", "backward", None])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_more_budget_is_never_slower(machine: Machine, update: str | None) -> None:

@@ -34,6 +34,7 @@ def test_a_loaded_plan_is_the_saved_one(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["plan.json"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("damage", ["cut", "format", "schedule", "budget", "missing", "list"])
 def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "plan.json"

@@ -47,7 +47,9 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("way", ["chain", "loop", "opaque"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("chain", marks=pytest.mark.full), "loop", pytest.param("opaque", marks=pytest.mark.full)]
+)
 def test_deep_graphs_do_not_end_the_process(way: str) -> None:
     code = _DEEP.replace("BUDGET", "2**30")
     done = subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, check=False)

@@ -109,3 +109,28 @@ def test_links_between_devices(clock: Clock) -> None:
 
 def test_cards_have_figures(simulator: Simulator) -> None:
     assert CARDS["h100"].memory > CARDS["rtx4090"].memory
+
+
+def test_a_question_is_answered_by_the_clock(clock: Clock) -> None:
+    """And not by how fast this machine is; who asks again and again gets an answer."""
+    torch.cuda._sleep(10_000_000)
+    event = torch.cuda.current_stream().record_event()
+    assert not event.query()
+    moment = clock.moment(event)
+    asked = 1
+    while not event.query():
+        asked += 1
+    assert asked > 100
+    assert moment <= clock.host() < moment + 1e-5
+
+
+def test_an_event_of_an_earlier_setting_is_over(clock: Clock) -> None:
+    torch.cuda._sleep(10_000_000)
+    event = torch.cuda.current_stream().record_event()
+    assert clock.moment(event) > 0
+    clock.set("h100")
+    assert clock.moment(event) == 0
+    event.synchronize()
+    torch.cuda.current_stream().wait_event(event)
+    assert clock.host() == 0
+    assert event.query()

@@ -16,6 +16,7 @@ def command(scenario: str, folder: Path) -> list[str]:
     return [sys.executable, "-W", "error::ResourceWarning", str(SCRIPT), scenario, str(folder)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("scenario", ["imports", "functions", "streams", "plans", "measures"])
 def test_it_works(scenario: str, tmp_path: Path) -> None:
     done = subprocess.run(command(scenario, tmp_path), capture_output=True, text=True)

@@ -73,7 +73,7 @@ def trio(request: Any, tmp_path: Path) -> Iterator[Trio]:
         yield found
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_and_scores_are_those_of_plain_pytorch(trio: Trio, way: str) -> None:
     compare_tokens(trio, way)

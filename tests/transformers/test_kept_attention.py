@@ -17,7 +17,7 @@ KEEPING = ("gemma3", "t5", "segformer", "whisper", "clip")  # others have two bl
 ATTENDING = [name for name, family in FAMILIES.items() if "sdpa" in family.attentions]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(ATTENDING)))
 def test_three_steps_have_the_bits_of_plain_pytorch(
     number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ def on_meta(family: Family) -> Any:
         return family.make().train()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_folders_are_read_into_models_on_meta(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -63,6 +64,7 @@ def test_a_streamed_model_is_saved_as_a_plain_one(name: str, tmp_path: Path) -> 
     assert_same(all_of(plain), all_of(read))
 
 
+@pytest.mark.filterwarnings("ignore:this .* lay on the meta device")
 def test_saving_takes_no_memory(tmp_path: Path) -> None:
     with torch.device("meta"):
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}

@@ -114,7 +114,7 @@ def lazy_loss(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("setting", "micro"), [(AMPLE, 1), (TIGHT, 2), (BFLOAT16, 2)], ids=["ample", "tight", "bfloat16"]

@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_at_the_least_budget_stays_within_it(name: str, update: str, tmp_path: Path) -> None:

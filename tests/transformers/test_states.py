@@ -22,7 +22,7 @@ def test_every_family_is_here() -> None:
     assert {name for name, _ in CASES} == set(FAMILIES)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("name", "setting"), CASES, ids=str)
 def test_three_steps(name: str, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ts, "stream", functools.partial(ts.stream, planner="offload"))

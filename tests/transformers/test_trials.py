@@ -256,7 +256,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("trial", "setting"), cases())
 def test_trial(trial: Trial, setting: Setting, tmp_path: Path) -> None:
     setting = replace(setting, sdpa=trial.attention == "sdpa")

@@ -29,7 +29,7 @@ def contents(cache: Any, prefix: str = "") -> Trace:
     return trace
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("setting", [TIGHT, AMPLE], ids=["tight", "ample"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_cache_is_filled_once(name: str, setting: Setting, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def on_keys(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
 @pytest.mark.parametrize(("make", "loss"), [(gemma3n, loss_of), (llama, on_keys)], ids=["gemma3n", "keys"])
 def test_gradients_through_a_cache_are_exact_or_refused(make: Any, loss: Any, disk: bool, tmp_path: Path) -> None:
@@ -90,8 +90,7 @@ def test_gradients_through_a_cache_are_exact_or_refused(make: Any, loss: Any, di
             loss(ours, batch).backward()
         except GradientError as error:
             assert "stage " in str(error)  # noqa: PT017
-        else:  # in one memory, with room for all, a call is plain PyTorch's
-            assert not disk
+        else:
             assert_same(gradients_of(plain), gradients_of(ours))
         ts.unstream(ours)
 

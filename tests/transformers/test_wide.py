@@ -15,6 +15,7 @@ CASTING = Setting(training=True, bfloat16=True, sdpa=False, tight=True, disk=Tru
 CHOSEN = ("gpt2", "llama", "t5", "bert")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES])
 @pytest.mark.parametrize("setting", [TIGHT, pytest.param(CASTING, marks=pytest.mark.full)], ids=str)
 def test_three_steps_have_the_bits_of_plain_pytorch(

@@ -63,7 +63,7 @@ def test_the_settings_hold_every_pair_of_values(name: str) -> None:
     assert any(s.training and s.tight and s.disk and not s.bfloat16 for s in settings)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("name", "setting"), cases())
 def test_three_steps_have_the_bits_of_plain_pytorch(name: str, setting: Setting, tmp_path: Path) -> None:
     assert_exact(FAMILIES[name], setting, tmp_path / "home")

@@ -9,6 +9,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from tapestream.capture.python_state import is_front_end
+
 Slot = tuple[nn.Module, str]
 
 NUMBERS = frozenset((bool, int, float, complex, str, type(None)))
@@ -31,6 +33,8 @@ def buffer_slots(modules: Sequence[nn.Module]) -> tuple[Slot, ...]:
 
 
 def _attributes(module: nn.Module) -> list[str]:
+    if is_front_end(module):
+        return []
     own = [name for name, value in vars(module).items() if type(value) in NUMBERS and name not in _EVERY_MODULES]
     return [*own, *(name for name in _of_class(type(module)) if name not in vars(module))]
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.capture.buffers import BufferSnapshot, buffer_slots
 from tapestream.capture.cells import Cell, Contents, Version, key_of
 from tapestream.capture.python_state import key_of_generator
+from tapestream.capture.rebinding import LeavesCompiled, left_out
 
 _aten: Any = torch.ops.aten
 
@@ -41,12 +41,14 @@ class UnknownModules(Exception):
 class Observation:
     """What a run did. ``cells``: memory that it wrote into, neither its arguments' nor its own; ``contents``: what was
     there before; ``generators``: random generators, other than PyTorch's own, that operations were given, with their
-    states before; ``modules``: those that were called and that nobody knew."""
+    states before; ``modules``: those that were called and that nobody knew; ``rebinds``: whether a tensor was set to
+    what it is, which is left out (see `Rebinding`)."""
 
     def __init__(self) -> None:
         self.contents = Contents((), ())
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.modules: list[nn.Module] = []
+        self.rebinds = False
         self._buffers: list[BufferSnapshot] = []
 
     def called(self, module: nn.Module) -> None:
@@ -100,7 +102,7 @@ def observed(
         raise UnknownModules(found.modules)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(LeavesCompiled):
     """Sees each operation before its kernel runs."""
 
     def __init__(self, found: Observation, known: Iterable[torch.Tensor]) -> None:
@@ -111,17 +113,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._versions: list[Version] = []
         self._drawn = set[int]()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It need not be: to skip it takes seconds to import."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if left_out(func, args):
+            self._found.rebinds = True
+            return args[0]
         kwargs, kind = kwargs or {}, _kind_of(func)
         if kind.places or kind.names or func in _SILENT_WRITERS:
             for tensor in _written_by(func, kind, args, kwargs):

@@ -26,7 +26,7 @@ from torch import nn
 GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 """Random generators that are objects."""
 LISTS, SETS = (list, tuple, deque), (set, frozenset)
-_FIXED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.Tensor)
+FIXED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.Tensor)
 _OF_LIBRARIES = ("tapestream.", "torch.")
 _NONE_OF_ITS = (logging.Logger, io.IOBase)
 """No result depends on what these log, count or hold."""
@@ -38,9 +38,21 @@ def key_of_generator(generator: Any) -> int:
     return int(getattr(generator, "_cdata", 0)) or id(generator)
 
 
+def is_front_end(value: Any) -> bool:
+    """Whether it is one of ours, with plans and counts of its own, and functions that users gave."""
+    return hasattr(type(value), "user_functions") and str(type(value).__module__).startswith("tapestream.")
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Its attributes; of a front end, whose own they are, what users gave it."""
+    return dict(held_by(module)) if is_front_end(module) else vars(module)
+
+
 def held_by(value: Any) -> Mapping[Any, Any]:
     """What ``value`` leads to, by key; nothing for tensors, modules of PyTorch, libraries and what holds nothing."""
-    if isinstance(value, (*_FIXED, nn.Module, *_NONE_OF_ITS)):
+    if is_front_end(value):
+        return dict(enumerate(value.user_functions))
+    if isinstance(value, (*FIXED, nn.Module, *_NONE_OF_ITS)):
         return {}
     for kind, held in _KINDS.items():
         if isinstance(value, kind):
@@ -49,7 +61,7 @@ def held_by(value: Any) -> Mapping[Any, Any]:
         return {}
     slots = (name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name))
     own = {**{name: getattr(value, name) for name in slots}, **(getattr(value, "__dict__", None) or {})}
-    return own if _of_library(type(value)) else {**own, ("class", ""): type(value)}
+    return own if is_of_library(type(value)) else {**own, ("class", ""): type(value)}
 
 
 def walk(roots: Sequence[Any]) -> Iterator[Any]:
@@ -97,14 +109,16 @@ def _attributes_of(value: Any) -> list[Any]:
 def things_behind(function: Callable[..., Any], kinds: tuple[type, ...]) -> list[Any]:
     """Objects of ``kinds`` that ``function`` reaches, by way of parameters and attributes of modules too, each once."""
     modules = (below for one in walk([function]) if isinstance(one, nn.Module) for below in one.modules())
-    roots = (value for m in dict.fromkeys(modules) for held in (m._parameters, vars(m)) for value in held.values())
+    places = (place for m in dict.fromkeys(modules) for place in (m._parameters, attributes_of(m)))
+    roots = (value for place in places for value in place.values())
     found = {id(one): one for one in walk([function, *roots]) if isinstance(one, kinds)}
     return list(found.values())
 
 
 def containers_behind(functions: Sequence[Any]) -> list[Any]:
-    """Dictionaries, lists and sets that ``functions`` reach."""
-    return [one for one in walk(functions) if isinstance(one, (dict, list, set))]
+    """Dictionaries, lists and sets that ``functions`` reach, each once."""
+    found = (one for function in functions for one in things_behind(function, (dict, list, set)))
+    return list({id(one): one for one in found}.values())
 
 
 @functools.lru_cache(4096)
@@ -133,11 +147,11 @@ def _of_function(function: types.FunctionType) -> dict[Any, Any]:
 
 def _may_be_its(function: types.FunctionType, value: Any) -> bool:
     """Of what a library names, data alone: its functions lead everywhere."""
-    if _of_library(function):
-        return isinstance(value, (*_FIXED, *LISTS, *SETS, dict, nn.Module, numpy.ndarray, *GENERATORS))
+    if is_of_library(function):
+        return isinstance(value, (*FIXED, *LISTS, *SETS, dict, nn.Module, numpy.ndarray, *GENERATORS))
     if isinstance(value, types.FunctionType):
-        return value.__globals__ is function.__globals__ or not _of_library(value)
-    return not isinstance(value, type) and not (isinstance(value, types.ModuleType) and _of_library(value))
+        return value.__globals__ is function.__globals__ or not is_of_library(value)
+    return not isinstance(value, type) and not (isinstance(value, types.ModuleType) and is_of_library(value))
 
 
 def _of_cell(cell: types.CellType) -> dict[Any, Any]:
@@ -149,15 +163,15 @@ def _of_cell(cell: types.CellType) -> dict[Any, Any]:
 
 def _of_class(cls: type) -> dict[Any, Any]:
     """Data among its attributes and those of its bases."""
-    if _of_library(cls):
+    if is_of_library(cls):
         return {}
     own = {name: value for name, value in _named(cls).items() if not hasattr(type(value), "__get__")}
-    return {**own, **{("base", base.__qualname__): base for base in cls.__bases__ if not _of_library(base)}}
+    return {**own, **{("base", base.__qualname__): base for base in cls.__bases__ if not is_of_library(base)}}
 
 
 def _of_module(module: types.ModuleType) -> dict[Any, Any]:
     """Data among its names."""
-    own = {} if _of_library(module) else _named(module)
+    own = {} if is_of_library(module) else _named(module)
     return {name: value for name, value in own.items() if not isinstance(value, types.ModuleType)}
 
 
@@ -206,7 +220,7 @@ def _slots_of(cls: type) -> Sequence[str]:
     return [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
 
 
-def _of_library(value: Any) -> bool:
+def is_of_library(value: Any) -> bool:
     """Whether a class, function or module is installed, rather than the user's own."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return name is not None and _is_installed(str(name).partition(".")[0])

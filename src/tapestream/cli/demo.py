@@ -54,8 +54,8 @@ def _job(quick: bool, device: str, budget: str | None, home: Path) -> Job:
     shape = (8, 512, 8) if quick else (24, 1024, 16)
     config = GPTConfig(*shape, vocabulary=BYTES, context=256)
     return Job(
-        config, "stdlib", batch=2, sequence=256, steps=10 if quick else 20, rate=1e-3 if quick else 1.5e-4,
-        warmup=10 if quick else 5, optimizer="adamw", update="backward", device=device,
+        config, "stdlib", batch=2, sequence=128 if quick else 256, steps=6 if quick else 20,
+        rate=1e-3 if quick else 1.5e-4, warmup=10 if quick else 5, optimizer="adamw", update="backward", device=device,
         budget=budget or ("96MiB" if quick else "1GiB"), host_budget=None, home="disk", folder=str(home),
     )  # fmt: skip
 

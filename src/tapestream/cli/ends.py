@@ -13,6 +13,7 @@ import typer
 
 from tapestream.cli.told import told
 from tapestream.errors import TapestreamError
+from tapestream.system.signals import ENDING, STOPPING
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,12 +24,13 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO)
 def reported(command: Callable[P, R]) -> Callable[P, R]:
     """Ends a command as people and scripts expect: exit 2 and one red line for tapestream's own errors, 130 for Ctrl-C.
 
-    SIGTERM (exit 143) is taken as Ctrl-C, so that both leave by way of Python's own end, where home files are removed.
+    SIGTERM (exit 143) and SIGHUP (129), unless it is ignored (nohup), are taken as Ctrl-C, so that all leave by way of
+    Python's own end, where home files are removed.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = _on_sigterm(interrupt)
+        before = _listen({one: interrupt for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN})
         try:
             return command(*args, **kwargs)
         except TapestreamError as error:
@@ -41,29 +43,35 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             _failure(f"cannot write the output: {error.strerror}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            _failure("stopped")
-            number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+            with suppress(OSError):  # the terminal may be gone
+                _failure("stopped")
+            number = error.number if isinstance(error, Terminated) else signal.SIGINT
             raise typer.Exit(128 + number) from error
         finally:
-            _on_sigterm(before)
+            _listen(before)
 
     return run
 
 
-def _on_sigterm(handler: Any) -> Any:
+def _listen(handlers: dict[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """Set them; returns those before."""
     try:
-        return signal.signal(signal.SIGTERM, handler)
+        return {one: signal.signal(one, handler) for one, handler in handlers.items()}
     except ValueError:  # not in the main thread, where signals are nobody's business
-        return None
+        return {}
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, taken as Ctrl-C."""
+    """A signal by which others end a process, taken as Ctrl-C."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     """A handler of signals that end a command."""
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise Terminated(number) if number in ENDING else KeyboardInterrupt
 
 
 @contextmanager
@@ -71,7 +79,7 @@ def importing() -> Iterator[None]:
     """Inside, where modules are imported and nothing has begun that would have to be put right, Ctrl-C and SIGTERM end
     the process at once: modules that are being imported turn exceptions into errors of their own."""
     with ExitStack() as after:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: somebody else's, not of Python
                 with suppress(ValueError):  # not in the main thread
                     after.callback(signal.signal, number, signal.signal(number, _stop))

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import is_save
 from tapestream.frontends.saving.save import save_nbytes
 from tapestream.storage.locked import held_alone
-from tapestream.system.signals import SAVING, STOPPING
+from tapestream.system.signals import ENDING, SAVING, STOPPING
 
 _KEEP = 2  # saves that stay
 _RUNNING = ".running"  # in the folder of saves, while a run has it
@@ -162,13 +162,14 @@ class Saver:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGUSR1 asks for a save after the step at hand or, before the training, the first one; SIGINT and
-        SIGTERM also for the end. A second one of these ends at once, as does one before the training: there is nothing
+        """Inside, SIGUSR1 asks for a save after the step at hand or, before the training, the first one; those in
+        STOPPING also for the end. A second one of these ends at once, as does one before the training: there is nothing
         to save yet. Without a folder signals do what they always do; Windows has no SIGUSR1."""
         if self._folder is None:
             yield
             return
-        before = {one: signal.signal(one, self._heard) for one in (*STOPPING, *SAVING)}
+        ignored = [one for one in ENDING if signal.getsignal(one) is signal.SIG_IGN]  # by nohup
+        before = {one: signal.signal(one, self._heard) for one in (*STOPPING, *SAVING) if one not in ignored}
         try:
             yield
         finally:
@@ -178,11 +179,11 @@ class Saver:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if number in STOPPING:
             if self.stopped_by is not None:
-                os.write(2, b"\nstopping at once: steps since the last save are lost; --resume takes them again\n")
+                _tell(b"\nstopping at once: steps since the last save are lost; --resume takes them again\n")
             if self.stopped_by is not None or not self._ready:
                 interrupt(number, frame)
             self.stopped_by = signal.Signals(number)
-            os.write(2, b"\nstopping with a save after this step; once more stops at once, without one\n")
+            _tell(b"\nstopping with a save after this step; once more stops at once, without one\n")
         self._asked = True
 
     def _identity(self) -> dict[str, Any]:
@@ -190,6 +191,11 @@ class Saver:
         found = self._job.to_json()
         same = ("config", "data", "batch", "sequence", "optimizer", "warmup", "rate", "seed", "dtype")
         return {name: found[name] for name in same}
+
+
+def _tell(words: bytes) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, words)
 
 
 def _difference(name: str, there: Any, here: Any) -> str:

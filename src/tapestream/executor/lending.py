@@ -9,6 +9,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.ir.actions import Tier, Value
 from tapestream.runner.guards import Pack, Unpack, Watch, written_since_saved
+from tapestream.runner.state import of_parts, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,22 @@ class _Saved:
     lent: bool
 
 
+@dataclass(slots=True)
+class _Sparse:
+    """A sparse tensor, some parts of which are a parameter's."""
+
+    layout: torch.layout
+    shape: torch.Size
+    coalesced: bool
+    parts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, parts: tuple[Any, ...]) -> "_Sparse":
+        """With ``parts`` packed."""
+        coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+        return cls(tensor.layout, tensor.shape, coalesced, parts)
+
+
 def lending_hooks(
     store: BlockStore, block: int | None, name: str, watch: Watch, others: tuple[Pack, Unpack] | None = None
 ) -> tuple[Pack, Unpack]:
@@ -53,7 +70,11 @@ def lending_hooks(
     lent = 0 if block is None else store.version(block)
 
     def pack(tensor: torch.Tensor) -> Any:
-        found = known.get(tensor.untyped_storage().data_ptr()) if known else None
+        found = None
+        if tensor.layout is torch.strided:
+            found = known.get(tensor.untyped_storage().data_ptr()) if known else None
+        elif any(part.untyped_storage().data_ptr() in known for part in parts_of(tensor.detach())):
+            return _Sparse.of(tensor, tuple(map(pack, parts_of(tensor.detach()))))
         if found is None and others is not None:
             return others[0](tensor)
         if found is None or stay:  # detached: an output would hold the node that saves it
@@ -63,6 +84,9 @@ def lending_hooks(
 
     def unpack(saved: Any) -> torch.Tensor:
         watch.check(name)
+        if isinstance(saved, _Sparse):
+            parts = list(map(unpack, saved.parts))
+            return of_parts(saved.layout, saved.shape, parts, coalesced=saved.coalesced)
         if not isinstance(saved, (_Saved, _Place)):
             assert others is not None
             return others[1](saved)

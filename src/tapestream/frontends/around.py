@@ -10,8 +10,8 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd import forward_ad
 
 from tapestream.errors import InputError
-from tapestream.executor.program.calls.seams import listener_now
 from tapestream.runner.guards import PLACING, refuse_hooks
+from tapestream.runner.nesting import covered
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,9 +37,18 @@ def uncompiled(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_around(what: str) -> None:
-    """Raise InputError inside a `Program` and inside hooks on saved tensors."""
-    check_no_program(f"ts.{what}", "use the plain function, which the program's budget covers too")
-    check_no_hooks(what)
+    """Raise InputError inside hooks on saved tensors and inside transforms."""
+    refuse_hooks(what, PLACING)
+    _check_no_transforms(what)
+
+
+def check_uncovered(what: str, instead: str) -> None:
+    """Raise InputError inside another front end, which cannot run what is asked for as a part of its own."""
+    if covered():
+        raise InputError(
+            f"{what} is called inside a ts.Program, a stage, a step or a streamed block, which cannot run it again; "
+            f"call it outside and pass its result in, or {instead}"
+        )
 
 
 def _check_no_transforms(what: str) -> None:
@@ -50,20 +59,4 @@ def _check_no_transforms(what: str) -> None:
             f"{what} is called inside a transform of torch.func (vmap, jvp, grad) or forward-mode differentiation, "
             "which cannot look into it; use the plain function there, or call the transform inside a stage, step or "
             "block"
-        )
-
-
-def check_no_hooks(what: str) -> None:
-    """Raise InputError inside hooks on saved tensors, but for those that only move them: these may be left out; and
-    inside transforms, which work by hooks of another kind."""
-    refuse_hooks(what, PLACING)
-    _check_no_transforms(what)
-
-
-def check_no_program(what: str, instead: str) -> None:
-    """Raise InputError inside a `Program`, for which such a call would be one that it can neither see nor repeat."""
-    if listener_now() is not None:
-        raise InputError(
-            f"a {what} is called inside a ts.Program, which cannot run it again; call it outside and pass its result "
-            f"in, or {instead}"
         )

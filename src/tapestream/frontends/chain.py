@@ -1,7 +1,7 @@
 """`Chain`: stages one after the other as one differentiable function under a budget."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from tapestream.capture.cells import kept_nbytes
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
-from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.around import check_around, uncompiled
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
+from tapestream.frontends.chain_call import Call, ChainNode
 from tapestream.frontends.check import check_deterministic
 from tapestream.frontends.given import (
     check_kinds,
@@ -25,19 +25,19 @@ from tapestream.frontends.given import (
     listed,
     named_device,
 )
+from tapestream.frontends.giving_way import Awaiting
 from tapestream.frontends.others import beside_others, room_for_call
-from tapestream.ir.actions import PhaseKind, Tier
-from tapestream.planning.cache import PlanCache, Prepared
+from tapestream.frontends.reached import also_reached
+from tapestream.ir.actions import Tier
+from tapestream.planning.cache import ByShape, KnownInputs, Prepared, ProfiledStages, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import let_go_of_failed_backward
-from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.join import join, views_written, with_dense
-from tapestream.runner.modes import with_tangents
-from tapestream.runner.runner import Gradients, Runner
-from tapestream.runner.stage import Mode, Stage, Traits, mode_of
+from tapestream.runner.nesting import covered, covering
+from tapestream.runner.stage import Mode, Stage, Traits, left_nbytes, mode_of
 from tapestream.runner.state import State, take_apart
 
 
@@ -62,8 +62,8 @@ class Chain(nn.Module):
 
     The first call with new shapes or modes makes a plan; later calls reuse it. If a stage writes into a view, and
     others use the tensor that the view shows, the stages from the one that made it run as one. Gradients equal plain
-    PyTorch's bit for bit, with one exception: the parts of a parameter used twice inside the chain *and* outside it may
-    be added in another order.
+    PyTorch's bit for bit, of several calls before one backward, too. One exception: if a parameter is used twice inside
+    the chain, and by plain code after or between its calls, its parts may be added in another order.
 
     Raises BudgetError if no plan fits, InputError for unusable stages, inputs, homes or knobs, StorageError if the disk
     is full or fails: that call is lost, and parameters and gradients are as before.
@@ -97,8 +97,11 @@ class Chain(nn.Module):
         self.budget = Budget.of(budget)
         self.planner, self.verify, self.gradients_within = planner, verify, gradients_within
         self._device = named_device(device)
-        self._knobs, self._given, self._plans = knobs, plan, PlanCache()
+        self._knobs, self._given = knobs, plan
+        self._known: ByShape[KnownInputs] = ByShape()
+        self._last: Plan | None = None
         self._live = dict.fromkeys(Tier, 0)  # bytes of the budget that live calls hold
+        self.awaiting = Awaiting()
         check_home(home, folder, host=True)
         self._tiers: dict[str, Any] = {"folder": folder, "home": home, "machine": machine, "engine": engine}
         self._below: Below | None = None
@@ -110,12 +113,18 @@ class Chain(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.
-        return {**self.__dict__, "_plans": PlanCache(), "_live": dict.fromkeys(Tier, 0), "_below": None}
+        mine: dict[str, Any] = {"_known": ByShape(), "_last": None, "_below": None, "awaiting": Awaiting()}
+        return {**self.__dict__, **mine, "_live": dict.fromkeys(Tier, 0)}
+
+    @property
+    def user_functions(self) -> tuple[Callable[[Any], Any], ...]:
+        """Its stages."""
+        return tuple(stage.function for stage in self._stages)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last call. None before the first call that needs gradients."""
-        return self._plans.last
+        return self._last
 
     @property
     def copies(self) -> EngineStatistics:
@@ -127,17 +136,17 @@ class Chain(nn.Module):
         """The last state, differentiable like any other tensor."""
         initial, tensors = self._take_apart(state)
         device = self._check_device(initial)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or covered():
             return self._plain(state)
         check_not_inference(type(self).__name__, tensors)
         check_around(type(self).__name__)
-        with reentrant_checkpointing_off():
+        with covering(), reentrant_checkpointing_off():
             prepared = self._prepare(initial, device)
         if not (any(initial.requires) or prepared.reaches_leaves or self._trainable()):
             return self._plain(state)
         call = self._call(prepared, initial, device)
         inputs = (*tensors, *prepared.leaves)
-        out = _ChainNode.apply(call, len(tensors), *inputs)  # type: ignore[no-untyped-call]
+        out = ChainNode.apply(call, len(tensors), *inputs)  # type: ignore[no-untyped-call]
         template = call.output
         assert template is not None
         return template.tree(out)
@@ -145,44 +154,73 @@ class Chain(nn.Module):
     def _take_apart(self, state: Any) -> tuple[State, tuple[torch.Tensor, ...]]:
         return take_apart(state)
 
-    def _call(self, prepared: Prepared, initial: State, device: torch.device) -> "Call":
+    def _call(self, prepared: Prepared, initial: State, device: torch.device) -> Call:
         return Call(self, prepared, initial, device)
 
     def _trainable(self) -> bool:
         return any(p.requires_grad for stage in self._stages for p in stage.parameters())
 
     def _plain(self, state: Any) -> Any:
-        for stage in self._stages:
-            state = stage.function(state)
+        with covering():
+            for stage in self._stages:
+                state = stage.function(state)
         return state
 
     def _prepare(self, initial: State, device: torch.device) -> Prepared:
-        if any(self._live.values()):
-            let_go_of_failed_backward()
-        live = tuple(self._live.values())
-        found = self._plans.find(initial, self._mode(), device, live=live)
-        if found is not None:
-            return found
+        kind, shapes = key_of(initial, self._mode(), device), shapes_of(initial)
+        known = self._known.find(kind, shapes)
+        if known is None:
+            known = KnownInputs(self._profiled(initial, device))
+            self._known.add(kind, shapes, known)
+        none = dict.fromkeys(Tier, 0)
+        found = self.awaiting.planned(
+            lambda: self._beside(known, self._live, initial, device), lambda: self._beside(known, none, initial, device)
+        )
+        self._last = found.plan
+        return found
+
+    def _beside(self, known: KnownInputs, live: Mapping[Tier, int], initial: State, device: torch.device) -> Prepared:
+        """A plan beside calls that hold ``live`` bytes."""
+        found = known.beside.find(tuple(live.values()), lambda: self._room(device, live))
+        if found is None:
+            if any(live.values()):
+                let_go_of_failed_backward()
+            plan = self._planned(known.profiled, live, initial, device)
+            repeated = self._repeated(known.profiled.traits, initial)
+            found = Prepared.of(plan, self._stages, known.profiled, device, repeated=repeated, fusing=self._fusing)
+            known.beside.add(tuple(live.values()), found)
+        return found
+
+    def _profiled(self, initial: State, device: torch.device) -> ProfiledStages:
         if self.verify:
             with as_recompute():
                 check_deterministic(self._stages, initial, device)
         profile, traits, last = self._profile(initial, device)
-        profile = replace(profile, outside_nbytes=profile.outside_nbytes + kept_nbytes(t.cells for t in traits))
+        beside = kept_nbytes(t.cells for t in traits) + left_nbytes(traits)
+        profile = replace(profile, outside_nbytes=profile.outside_nbytes + beside)
         if self.gradients_within:
             profile = with_gradients(profile, traits, initial)
-        below, room = self._below_on(device), self._room(device)
-        with beside_others(type(self).__name__, live[0], self.budget):
+        return ProfiledStages.of(profile, traits, last)
+
+    def _planned(
+        self, profiled: ProfiledStages, live: Mapping[Tier, int], initial: State, device: torch.device
+    ) -> Plan:
+        below, profile = self._below_on(device), profiled.profile
+        with beside_others(type(self).__name__, live[Tier.DEVICE], self.budget):
+            room = self._room(device, live)
             if self._given is not None:
                 plan = fit_given_plan(self._given, profile, room)
             else:
-                plan = plan_with(below, profile, room, self.planner, self._knobs_for(traits, initial))
+                plan = plan_with(below, profile, room, self.planner, self._knobs_for(profiled.traits, initial))
         check_lanes(plan, below)
-        return self._plans.add(
-            initial, self._mode(), device, plan, self._stages, traits, last, live=live, fusing=self._fusing
-        )
+        return plan
 
     def _knobs_for(self, traits: Sequence[Traits], initial: State) -> dict[str, Any]:
         return self._knobs
+
+    def _repeated(self, traits: Sequence[Traits], initial: State) -> frozenset[int]:
+        """Which tensors of the first state are used more than once."""
+        return traits[0].inputs_repeated
 
     def _mode(self) -> Mode:
         return mode_of([module for stage in self._stages for module in stage.modules])
@@ -203,12 +241,12 @@ class Chain(nn.Module):
             if not written.stretches:
                 return profile, with_dense(traits, written), last
             self._stages[part] = join(stages, written.stretches)
-            self._plans.clear()  # their traits are of the stages before
+            self._known.clear()  # their traits are of the stages before
 
-    def _room(self, device: torch.device) -> Budget:
+    def _room(self, device: torch.device, live: Mapping[Tier, int]) -> Budget:
         """What other live calls leave of the budget."""
         host = self._below_on(device).host_nbytes()
-        return room_for_call(type(self).__name__, self.budget, self._live, host, device)
+        return room_for_call(type(self).__name__, self.budget, live, host, device)
 
     def _below_on(self, device: torch.device) -> Below:
         if self._below is None or self._below.device != device:
@@ -234,117 +272,3 @@ class Chain(nn.Module):
                         f"call .to({str(device)!r}) on the stages or move the input"
                     )
         return device
-
-
-def also_reached(stages: Sequence[Stage], registered: nn.ModuleList) -> nn.ModuleList:
-    """Modules that function stages reach: registered too, so that parameters(), state_dict() and train() find them."""
-    known = {id(m) for m in registered.modules()}
-    found: list[nn.Module] = []
-    for stage in stages:
-        for module in stage.modules:
-            if id(module) not in known:
-                known.update(id(m) for m in module.modules())
-                found.append(module)
-    return nn.ModuleList(found)
-
-
-class Call:
-    """One live call: the interpreter, and the bytes that it holds of the chain's budget until it dies."""
-
-    def __init__(self, chain: Chain, prepared: Prepared, initial: State, device: torch.device) -> None:
-        run = prepared.run
-        runner = Runner(run.stages, run.traits, device, once=prepared.once)
-        self.below, parcels = chain._below_on(device), None
-        if prepared.plan.simulation.bytes_moved:
-            parcels = self.below.parcels((*initial.tensors, *prepared.leaves))
-        self.parcels = parcels
-        self.interpreter: Interpreter | None = Interpreter(
-            run.schedule, runner, parcels=parcels, moving=prepared.moving
-        )
-        self.chain, self.prepared, self.initial = chain, prepared, initial
-        self.output: State | None = None
-        self._held = True
-        self._count(+1)
-
-    def run(self) -> State:
-        """The forward phase."""
-        interpreter = self.interpreter
-        assert interpreter is not None
-        try:
-            out = self._run_forward(interpreter)
-        except BaseException:
-            self.release()
-            raise
-        if out.spec != self.prepared.output.spec:
-            raise InputError(
-                f"{self.chain._stages[-1].name} returned another structure ({out.spec}) than when it was profiled "
-                f"({self.prepared.output.spec}); a stage must return the same structure for the same shapes"
-            )
-        # The structure alone: tensors that a node's own call holds would keep the node alive for ever.
-        self.output = replace(out, tensors=())
-        return out
-
-    def differentiate(self, cotangents: Gradients) -> tuple[Gradients, dict[int, torch.Tensor]]:
-        """The backward phase: cotangents of the initial state, gradients by id of leaf."""
-        interpreter, self.interpreter = self.interpreter, None
-        if interpreter is None:
-            raise GradientError(
-                "this chain was differentiated a second time, but its tape is gone after one backward "
-                "(retain_graph=True is not supported); call the chain again"
-            )
-        try:
-            given = self._run_backward(interpreter, cotangents)
-        finally:
-            interpreter.close()
-            self.release()
-        return given, {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
-
-    def _run_forward(self, interpreter: Interpreter) -> State:
-        interpreter.begin(self.initial)
-        interpreter.run_phase(PhaseKind.FORWARD)
-        return interpreter.hand_over(len(interpreter.runner.stages))
-
-    def _run_backward(self, interpreter: Interpreter, cotangents: Gradients) -> Gradients:
-        interpreter.cotangents[len(interpreter.runner.stages)] = cotangents
-        interpreter.run_phase(PhaseKind.BACKWARD)
-        return interpreter.cotangents[0]
-
-    def release(self) -> None:
-        """Give the budget back and drop what is held."""
-        if self._held:
-            self._held = False
-            self._count(-1)
-        if self.interpreter is not None:
-            self.interpreter.close()
-            self.interpreter = None
-
-    def _count(self, calls: int) -> None:
-        for tier, nbytes in self.prepared.plan.simulation.peak_nbytes.items():
-            self.chain._live[tier] += calls * nbytes
-
-    def __del__(self) -> None:
-        if getattr(self, "_held", False):  # False: made in part only
-            self._count(-1)
-            if self.parcels is not None:
-                self.below.leave(self.parcels)
-
-
-class _ChainNode(torch.autograd.Function):
-    """The one autograd node of a call."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, states: int, *inputs: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.states = call, states
-        ctx.leaves = [id(leaf) for leaf in inputs[states:]]
-        with with_tangents(), reentrant_checkpointing_off():
-            out = call.run()
-        ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
-        return out.tensors
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        check_differentiated_once("this chain", "call its stages one after the other without the chain")
-        with reentrant_checkpointing_off():
-            given, sums = ctx.call.differentiate(list(cotangents))
-        return (None, None, *given, *(sums.get(key) for key in ctx.leaves))

@@ -28,6 +28,7 @@ def check_deterministic(stages: Sequence[Stage], state: State, device: torch.dev
                 cells=cells,
                 leaves=tuple(p for p in stage.parameters() if p.requires_grad),
                 calls_autograd=True,
+                rebinds=True,
             )
             runner = Runner([stage], [cautious], device)
             first = runner.forward(0, [state])

@@ -13,14 +13,18 @@ from torch.utils import _pytree as pytree
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError, ScheduleError
 from tapestream.executor.interpreter import Interpreter
-from tapestream.frontends.chain import Call, Chain, also_reached
+from tapestream.frontends.chain import Chain
+from tapestream.frontends.chain_call import Call
+from tapestream.frontends.reached import also_reached
 from tapestream.ir.actions import PhaseKind
 from tapestream.planning.cache import Prepared
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages
+from tapestream.runner.nesting import covering
 from tapestream.runner.runner import Gradients
 from tapestream.runner.stage import Mode, Stage, Traits, mode_of
 from tapestream.runner.state import State, take_apart
+from tapestream.runner.trees import tree_flatten, tree_leaves
 
 
 class Join(Chain):
@@ -96,13 +100,14 @@ class Join(Chain):
 
     def _plain(self, state: Any) -> Any:
         outputs = []
-        for (start, stop), one in zip(self._spans, state, strict=True):
-            for stage in self._stages[start:stop]:
-                one = stage.function(one)
-            outputs.append(one)
+        with covering():
+            for (start, stop), one in zip(self._spans, state, strict=True):
+                for stage in self._stages[start:stop]:
+                    one = stage.function(one)
+                outputs.append(one)
         return tuple(outputs)
 
-    def _call(self, prepared: Prepared, initial: State, device: torch.device) -> "Call":
+    def _call(self, prepared: Prepared, initial: State, device: torch.device) -> Call:
         return _JoinCall(self, prepared, initial, device)
 
     def _mode(self) -> Mode:
@@ -118,6 +123,13 @@ class Join(Chain):
             | {i for i in numbers if initial.requires[i]}  # far below any id
         )
         return {**self._knobs, "in_order": "both" if max(users.values(), default=1) > 1 else "sweep"}
+
+    def _repeated(self, traits: Sequence[Traits], initial: State) -> frozenset[int]:
+        uses = Counter[int]()
+        for (start, _), numbers in zip(self._spans, numbers_of(initial), strict=True):
+            uses.update(numbers)
+            uses.update(numbers[i] for i in traits[start].inputs_repeated)
+        return frozenset(i for i, count in uses.items() if count > 1)
 
     def _profile(self, initial: State, device: torch.device) -> tuple[Profile, list[Traits], State]:
         profiles: list[Profile] = []
@@ -168,12 +180,16 @@ class _JoinCall(Call):
         totals: Gradients = [None] * len(self.initial.tensors)
         numbers = {start: numbers for (start, _), numbers in zip(spans, inputs, strict=True)}
         # What is the input of several branches: a later branch's gradient is where an earlier one's sum begins.
-        interpreter.begun = lambda k: [_taken(i, numbers, interpreter.cotangents) for i in numbers.get(k, ())]
+        interpreter.begun = lambda k: [self._begun(i, numbers, interpreter.cotangents) for i in numbers.get(k, ())]
         interpreter.run_phase(PhaseKind.BACKWARD)
         for start, found in numbers.items():
             for i, gradient in zip(found, interpreter.cotangents[start], strict=True):
                 totals[i] = gradient if totals[i] is None else totals[i]
         return totals
+
+    def _begun(self, i: int, numbers: dict[int, list[int]], cotangents: dict[int, Gradients]) -> torch.Tensor | None:
+        found = _taken(i, numbers, cotangents)
+        return self.begun(i) if found is None else found
 
 
 def _taken(i: int, numbers: dict[int, list[int]], cotangents: dict[int, Gradients]) -> torch.Tensor | None:
@@ -196,7 +212,7 @@ def together(states: Sequence[State]) -> State:
         slots += (s + len(tensors) if s >= 0 else s - len(others) for s in state.slots)
         tensors += state.tensors
         others += state.others
-    spec = pytree.tree_structure(tuple(_skeleton(state.spec) for state in states))
+    _, spec = tree_flatten(tuple(_skeleton(state.spec) for state in states))
     return State(tuple(tensors), tuple(r for s in states for r in s.requires), tuple(others), tuple(slots), spec)
 
 
@@ -205,7 +221,7 @@ def apart(state: State) -> list[State]:
     parts: list[State] = []
     leaves = 0  # of the parts so far
     for tree, numbers in zip(_skeleton(state.spec), numbers_of(state), strict=True):
-        spec = pytree.tree_structure(tree)
+        _, spec = tree_flatten(tree)
         slots = state.slots[leaves : leaves + spec.num_leaves]
         leaves += spec.num_leaves
         others = [~s for s in slots if s < 0]
@@ -226,14 +242,15 @@ def numbers_of(state: State) -> list[list[int]]:
     found: list[list[int]] = []
     leaves = 0
     for tree in _skeleton(state.spec):
-        stop = leaves + len(pytree.tree_leaves(tree))
+        stop = leaves + len(tree_leaves(tree))
         found.append(list(dict.fromkeys(s for s in state.slots[leaves:stop] if s >= 0)))
         leaves = stop
     return found
 
 
 def _skeleton(spec: pytree.TreeSpec) -> Any:
-    return pytree.tree_unflatten([0] * spec.num_leaves, spec)
+    """A tree of this structure: of tensors, around which dataclasses are nodes."""
+    return pytree.tree_unflatten([torch.empty(0, device="cpu")] * spec.num_leaves, spec)
 
 
 def _no_stage(state: Any) -> Any:

@@ -36,9 +36,11 @@ def left_on_device(what: str, budget: Budget, live: int, device: torch.device) -
     limit = budget.device_nbytes
     whole = free_nbytes(device) + live if limit is None else limit
     if whole <= live:
+        least = whole + live
         raise BudgetError(
             f"{what}: the budget of {limit} bytes is taken by calls whose backward has not run yet; {_ADVICE} more, "
-            f"or give each a part of it: Budget({limit}, calls=2)"
+            f"a part of it for each: Budget({least}, calls=2)",
+            least_nbytes=least,
         )
     return max(1, _left(whole, live, budget.calls) or 0)
 

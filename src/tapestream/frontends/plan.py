@@ -1,6 +1,7 @@
 """`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,7 +13,11 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import reserved_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import GradientError, InputError
+from tapestream.executor.engines import EngineStatistics
+from tapestream.frontends.chain import Chain
+from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
+from tapestream.frontends.program.program import Program
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
@@ -51,13 +56,15 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last step of a streamed model, as planned and as it went. ``print(report)`` shows it.
+    """The last step of a streamed model, or the last call of another front end, as planned and as it went.
+    ``print(report)`` shows it.
 
     ``plan``: that of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``:
     most bytes that parameter blocks held in each tier (the plans' simulations have the tape). ``bytes_moved`` by
     (source, target) and ``wait_seconds``: sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's
     allocator holds of an accelerator for the whole process, free pieces included (None on the CPU); a budget counts
-    what is allocated. ``cudnn_benchmark``: True if the setting is on; it was off inside of blocks.
+    what is allocated. ``cudnn_benchmark``: True if the setting is on; it was off inside of blocks. ``exceeded``: what
+    `BudgetExceeded` last said of a call that holds more than its budget, None where none does.
     """
 
     plan: Plan
@@ -67,6 +74,7 @@ class Report:
     wait_seconds: float
     reserved_nbytes: int | None
     cudnn_benchmark: bool
+    exceeded: str | None = None
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -80,10 +88,11 @@ class Report:
             (
                 *map(str, self.plans),
                 "measured since the last report",
-                f"  blocks       {held or '0 B'} at the peak, without tape",
+                *([f"  blocks       {held or '0 B'} at the peak, without tape"] if self.peak_nbytes else []),
                 f"  moved        {moved or 'nothing'}",
                 f"  waited       {format_seconds(self.wait_seconds)} for copies",
                 *self._of_the_device(),
+                *([] if self.exceeded is None else [f"  exceeded     {self.exceeded}"]),
             )
         )
 
@@ -98,8 +107,11 @@ class Report:
         return lines
 
 
-def report(model: nn.Module) -> Report:
-    """What a streamed model has done since the last report. Raises InputError before its first step."""
+def report(model: nn.Module | Program) -> Report:
+    """What a streamed model, a `Chain`, `Join`, `Loop` or `Program` has done since the last report. Raises InputError
+    before its first step."""
+    if isinstance(model, (Chain, Loop, Program)):
+        return _report_of(model)
     handle = handle_of(model)
     if handle.last is None:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
@@ -111,6 +123,22 @@ def report(model: nn.Module) -> Report:
         reserved_nbytes(handle.device) if on_accelerator else None,
         on_accelerator and torch.backends.cudnn.benchmark,
     )  # fmt: skip
+
+
+_COUNTED: "weakref.WeakKeyDictionary[Any, EngineStatistics]" = weakref.WeakKeyDictionary()
+"""What the last report of a front end has counted."""
+
+
+def _report_of(front: Chain | Loop | Program) -> Report:
+    if front.plan is None:
+        raise InputError(
+            f"report: this {type(front).__name__} has not been called with gradients yet; run a training step first"
+        )
+    now, before = front.copies, _COUNTED.get(front, EngineStatistics({}, 0, 0.0))
+    _COUNTED[front] = now
+    moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in now.bytes_moved.items()}
+    said = None if isinstance(front, Chain) else front.exceeded.last
+    return Report(front.plan, (front.plan,), {}, moved, now.wait_seconds - before.wait_seconds, None, False, said)
 
 
 def verify(model: nn.Module, batch: Any) -> None:

@@ -1,7 +1,7 @@
 """Parameter groups as users give them, and what an optimizer makes of its options, checked before anything is made."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ def as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer on tensors of one element: checks the options and fills in the defaults without any state of
-    size. Raises InputError for an optimizer whose step needs a closure, and for what it does not take."""
+    """The optimizer on tensors of one element, with the parameters' dimensions: checks the options and fills in
+    the defaults without any state of size. Raises InputError for an optimizer whose step needs a closure, and for what
+    it does not take."""
     if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
         raise InputError(
             f"{cls!r} was given as the optimizer's class; give the class, such as torch.optim.AdamW, and its options "
@@ -37,12 +38,15 @@ def template(cls: OptimizerClass, listed: list[dict[str, Any]], options: Mapping
             "tensors independently, such as AdamW, SGD or Adagrad"
         )
     stand_ins = [
-        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=p.dtype, device="cpu")) for p in group["params"]]}
+        {
+            **group,
+            "params": [nn.Parameter(torch.zeros((1,) * p.dim(), dtype=p.dtype, device="cpu")) for p in group["params"]],
+        }
         for group in listed
     ]
     try:
         return cls(stand_ins, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever a class of others may raise
         raise InputError(f"{cls.__name__} does not take these options: {error}") from error
 
 
@@ -59,3 +63,15 @@ def _group(number: int, group: Any) -> dict[str, Any]:
         found = "a set, which has no order" if strange is None else f"a {type(strange).__name__} among its params"
         raise InputError(f"groups[{number}] has {found}; give a list of parameters: {{'params': [p, ...]}}")
     return {**group, "params": parameters}
+
+
+def check_alone(mine: Collection[int], others: Collection[int] | None) -> None:
+    """Raise InputError where one that was made for other parameters is still to be used: two at a time, each with a
+    part of the model, as plain PyTorch has them, would be taken for one that replaces the other."""
+    if others is not None and set(others).isdisjoint(mine):
+        raise InputError(
+            f"an optimizer for {len(mine)} parameters of a streamed model was asked for, but the model has one for "
+            f"{len(others)} others that was never stepped; there is one at a time, and a new one replaces it: make one "
+            "with groups=[{'params': [...], 'lr': ...}, {'params': [...], ...}], or, for different classes, use "
+            "torch's own for the smaller part (its state stays in memory)"
+        )

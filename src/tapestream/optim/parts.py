@@ -36,8 +36,18 @@ class Member:
 
     @property
     def extra_nbytes(self) -> int:
-        """Transient bytes of an update of it all: two temporaries of the rule, and the gradient's cast."""
-        return 2 * self.rule_nbytes + self.cast_nbytes
+        """Transient bytes of an update of it all: those of the rule, and the gradient's cast."""
+        return self.step_nbytes + self.cast_nbytes
+
+    @property
+    def step_nbytes(self) -> int:
+        """Two temporaries of the rule, or what it was seen to make beside the state."""
+        return max(2 * self.rule_nbytes, self.state.later_nbytes)
+
+    @property
+    def first_nbytes(self) -> int:
+        """What the update that makes the state holds, the state included."""
+        return max(self.state.nbytes + 2 * self.rule_nbytes, self.state.first_nbytes) + self.cast_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -92,25 +102,24 @@ def _part(pieces: Sequence[tuple[Member, Piece]], together: bool) -> StatePart:
         for name, shape, dtype in member.state.tensors:
             slots.append((number, name))
             tensors.append((shape if piece.whole else (piece.elements,), dtype))
-    return StatePart(
-        tuple(piece for _, piece in pieces),
-        tuple(slots),
-        Layout.of(tensors) if tensors else None,
-        _extra_nbytes(pieces, together),
-    )
+    layout = Layout.of(tensors) if tensors else None
+    extra = _extra_nbytes(pieces, together, layout.nbytes if layout else 0)
+    return StatePart(tuple(piece for _, piece in pieces), tuple(slots), layout, extra)
 
 
-def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool) -> int:
-    """Transient bytes of an update: casts of all gradients, and two temporaries of the rule, of all pieces or of one;
-    such a loop holds the last temporary of a piece until the next one's replaces it. Or those of the first update,
-    whose pieces come one by one, the largest first: the rule makes the state of each, the very first not beside the
-    part's own. (One that has no gradient then, and gets one later, takes its state's bytes in addition.)"""
+def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool, part_nbytes: int) -> int:
+    """Transient bytes of an update: casts of all gradients, and temporaries of the rule, of all pieces or of one; a
+    loop holds the last temporary of a piece until the next one's replaces it. Or those of the first update, whose
+    pieces come one by one, the largest first: the rule makes the state of each, the very first not beside the part's
+    own. (One that has no gradient then, and gets one later, takes its state's bytes in addition.)"""
     casts = [_share(member, piece, member.cast_nbytes) for member, piece in pieces]
     own = [_share(member, piece, member.rule_nbytes) for member, piece in pieces]
-    ever = 2 * sum(own) if together else max(b + 2 * n for b, n in zip((0, *own), own, strict=False))
+    steps = [_share(member, piece, member.step_nbytes) for member, piece in pieces]
+    ever = sum(steps) if together else max(b + n for b, n in zip((0, *own), steps, strict=False))
     largest, *others = sorted(pieces, key=lambda pair: -pair[1].elements)
-    made = [_share(member, piece, member.state.nbytes + member.extra_nbytes) for member, piece in others]
-    return max(sum(casts) + ever, _share(*largest, largest[0].state.nbytes), *made)
+    made = [_share(member, piece, member.first_nbytes) for member, piece in others]
+    alone = max(_share(*largest, largest[0].state.nbytes), _share(*largest, largest[0].first_nbytes) - part_nbytes)
+    return max(sum(casts) + ever, alone, *made)
 
 
 def _share(member: Member, piece: Piece, nbytes: int) -> int:

@@ -2,14 +2,15 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from tapestream.errors import GradientError
 from tapestream.executor.updates import PartUpdate
-from tapestream.optim.state import OptimizerClass
+from tapestream.optim.inner import Inner
 from tapestream.storage.blocks import Piece
 
 Groups: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]]
@@ -19,7 +20,7 @@ MASTER = "master"
 @dataclass(slots=True)
 class _Entry:
     """A parameter, or the ``piece`` of one that is number ``number`` of its part, to be updated: ``bytes`` are its own,
-    ``target`` is what the optimizer sees."""
+    ``target`` is what the optimizer sees of ``memory``."""
 
     parameter: torch.Tensor
     number: int
@@ -28,6 +29,7 @@ class _Entry:
     gradient: torch.Tensor
     places: "_Places"
     target: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
@@ -65,33 +67,51 @@ class Rule:
     ``masters`` (ids) are updated through an fp32 copy that lies beside their state.
     """
 
-    def __init__(
-        self, cls: OptimizerClass, options: Mapping[str, Any], groups: Groups, masters: frozenset[int]
-    ) -> None:
-        self._cls, self._options, self._groups, self._masters = cls, options, groups, masters
+    def __init__(self, inner: Inner, groups: Groups, masters: Container[int]) -> None:
+        self._inner, self._groups, self._masters = inner, groups, masters
         self.updated = False  # whether anything was, since somebody set this to False
         self.scalars: dict[int, dict[str, Any]] = {}  # per parameter id: what is not streamed (Adam's step)
         self._before: dict[int, dict[str, Any]] = {}  # the same as it was before the first piece was updated
         self._created: set[tuple[int, int]] = set()
         self._group_of: dict[int, int] = {}
-        self._inner: torch.optim.Optimizer | None = None  # made once: its constructor takes longer than a small step
-        self._constructor_makes_state = False  # as Adagrad's in older PyTorch, where a step expects to find it
 
     def run(self, work: Sequence[PartUpdate]) -> None:
         """Update what the parts cover of parameters that are the optimizer's and have a gradient, in place, and their
         state in its views."""
-        if not self._group_of:  # groups never lose or gain parameters
+        if not self._group_of:
             self._group_of.update({id(p): g for g, group in enumerate(self._groups()) for p in group["params"]})
         # All at once costs no temporaries where they are those of one tensor, unless gradients are cast for masters.
         at_once = self._tensor_by_tensor(work) and not self._masters
         for together in [work] if at_once else [[part] for part in work]:
             entries = [entry for part in together for entry in self._entries(part)]
-            self._step([entry for entry in entries if entry.key in self._created])
+            for some in self._at_once([entry for entry in entries if entry.key in self._created]):
+                self._step(some)
             # The first step makes the state itself: one tensor at a time, so that only one is held twice, and the
             # largest while there is no room for all of it yet.
             for entry in sorted(entries, key=lambda entry: -entry.piece.elements):
                 if entry.key not in self._created:
                     self._step([entry])
+
+    def regroup(self) -> None:
+        """The groups have other parameters now."""
+        self._group_of.clear()
+
+    def _at_once(self, entries: list[_Entry]) -> Iterator[list[_Entry]]:
+        """All entries; where the optimizer makes its state anew, which lies beside the old one until it is put away,
+        so many that theirs is no larger than the largest of one."""
+        if not self._inner.replaces:
+            yield entries
+            return
+        sizes = [sum(view.nbytes for view in entry.states.values()) for entry in entries]
+        some: list[_Entry] = []
+        held = 0
+        for entry, nbytes in zip(entries, sizes, strict=True):
+            if some and held + nbytes > max(sizes):
+                yield some
+                some, held = [], 0
+            some.append(entry)
+            held += nbytes
+        yield some
 
     def restored(self, parameter: torch.Tensor, scalars: dict[str, Any], pieces: Sequence[Piece]) -> None:
         """A saved state was written to the home of all the parameter's pieces."""
@@ -137,28 +157,32 @@ class Rule:
                 if entry.target is not None:
                     entry.target.grad = None
         for entry in entries:
+            assert entry.target is not None
+            assert entry.memory is not None
+            self._inner.put_back(entry.target, entry.memory)
             if id(entry.parameter) in self._masters:
-                assert entry.target is not None
                 entry.bytes.copy_(entry.target)
                 if entry.key not in self._created:
                     entry.states[MASTER].copy_(entry.target)
-            entry.target = None  # one that was made for this step must not outlast it beside the next one's
+            entry.target = entry.memory = (
+                None  # one that was made for this step must not outlast it beside the next one's
+            )
             self._created.add(entry.key)
 
     def _aim(self, entry: _Entry) -> None:
         """What the optimizer is to see: the parameter's bytes, or its master, with the gradient."""
-        target, gradient = entry.bytes, entry.gradient
+        memory, gradient = entry.bytes, entry.gradient
         if id(entry.parameter) in self._masters:
             if entry.key in self._created:
-                target = entry.states[MASTER]
+                memory = entry.states[MASTER]
             else:
-                target = torch.empty(target.shape, dtype=torch.float32, device=target.device).copy_(target)
-            gradient = gradient.to(target.dtype)
-        target.grad = gradient
-        entry.target = target
+                memory = torch.empty(memory.shape, dtype=torch.float32, device=memory.device).copy_(memory)
+            gradient = gradient.to(memory.dtype)
+        entry.memory, entry.target = memory, self._inner.target(memory)
+        entry.target.grad = gradient
 
     def _optimize(self, entries: Sequence[_Entry]) -> None:
-        members: dict[int, list[torch.Tensor | None]] = {}
+        members: dict[int, list[Any]] = {}
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for entry in entries:
             members.setdefault(self._group_of[id(entry.parameter)], []).append(entry.target)
@@ -166,21 +190,7 @@ class Rule:
                 streamed = {k: v for k, v in entry.states.items() if k != MASTER}
                 assert entry.target is not None
                 state[entry.target] = {**self._scalars_for(entry), **streamed}
-        groups = self._groups()
-        chosen = [{**groups[g], "params": targets} for g, targets in sorted(members.items())]
-        inner = self._inner
-        if inner is None or (self._constructor_makes_state and not state):
-            one = {**chosen[0], "params": chosen[0]["params"][:1]}  # there is room for one tensor's state twice
-            inner = self._inner = self._cls([one], **self._options)
-            self._constructor_makes_state = bool(inner.state)
-            if not state:  # a first step, which is one tensor's
-                state.update(inner.state)
-        inner.param_groups, inner.state = chosen, state
-        try:
-            with torch.enable_grad():
-                inner.step()
-        finally:
-            inner.param_groups, inner.state = [], defaultdict(dict)
+        self._inner.step(self._groups(), members, state)
         for entry in entries:
             assert entry.target is not None
             entry.target.grad = None  # a cast of it would take room beside the state
@@ -205,6 +215,12 @@ class Rule:
             if view is None:
                 scalars[name] = value
             elif value is not view and value.data_ptr() != view.data_ptr():
+                if value.shape != view.shape:
+                    raise GradientError(
+                        f"an optimizer's state {name!r} had the shape {tuple(view.shape)} after its first step and "
+                        f"has {tuple(value.shape)} now; a streamed model's optimizer keeps its state in places of one "
+                        "size: make it yourself, of all parameters, its state in memory, or use another, such as AdamW"
+                    )
                 view.copy_(value)
         if entry.piece.start:
             return

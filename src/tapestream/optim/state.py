@@ -1,14 +1,17 @@
 """What state an optimizer keeps for a tensor, found by asking the optimizer itself."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
+from tapestream.optim.made_bytes import MadeBytes
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -16,10 +19,15 @@ OptimizerClass = type[torch.optim.Optimizer]
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """Tensors that an optimizer keeps for one parameter, by name; scalars such as Adam's ``step`` are not streamed.
-    ``scalars``: how many of these lie beside the parameter, and stay on the device."""
+    ``scalars``: how many of these lie beside the parameter, and stay on the device. ``first_nbytes``: the most that a
+    step which makes it holds, state and temporaries; ``later_nbytes``: what a later one holds beside it.
+    ``beside_nbytes``: of state in lists and the like, or that comes after the first step; it stays on the device."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     scalars: int = 0
+    first_nbytes: int = 0
+    later_nbytes: int = 0
+    beside_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +42,8 @@ def probe(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> StateShape:
-    """Step the optimizer once on a tensor without bytes (on one of zeros, where it asks for numbers), and look at the
-    state that it has made.
+    """Step the optimizer twice on a tensor without bytes (on one of zeros, where it asks for numbers), and look at
+    the state that it has made, and what the steps hold.
 
     ``options``: the entries of its parameter group; ``required``: what its constructor was given.
 
@@ -46,31 +54,48 @@ def probe(
     options = {k: plain[k] for k in options}
     try:
         try:
-            optimizer, parameter = _stepped(cls, options, required, torch.empty(shape, dtype=dtype, device="meta"))
+            state, later, *held = _stepped(cls, options, required, torch.empty(shape, dtype=dtype, device="meta"))
         except (RuntimeError, NotImplementedError):  # some ask for numbers
-            optimizer, parameter = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype, device="cpu"))
+            state, later, *held = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype, device="cpu"))
     except Exception as error:
         raise InputError(
             f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream "
             "streams optimizers that treat tensors independently, such as AdamW, SGD or Adagrad"
         ) from error
-    state = optimizer.state.get(parameter, {})
     found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    changed = [n for n, value in found.items() if getattr(later.get(n, value), "shape", None) != value.shape]
+    if changed:
+        raise InputError(
+            f"{cls.__name__} keeps a state {changed[0]!r} that has another shape after each step; a streamed model's "
+            f"optimizer keeps its state in places of one size. Instead: make it yourself, {cls.__name__}"
+            "(model.parameters(), ...), its state in memory, or use another, such as AdamW, SGD or Adagrad"
+        )
+    apart = {id(t): t.nbytes for t in tree_leaves(later) if isinstance(t, torch.Tensor) and t.dim() > 0}
+    apart = {key: nbytes for key, nbytes in apart.items() if key not in {id(later.get(name)) for name in found}}
     return StateShape(
         tuple((name, tuple(value.shape), value.dtype) for name, value in found.items() if value.dim() > 0),
         # torch's fused forms keep theirs on the device, and capturable ones.
         sum(1 for value in found.values() if value.dim() == 0 and (fused or value.is_meta)),
+        0 if fused else held[0],
+        0 if fused else held[1],
+        sum(apart.values()),
     )
 
 
 def _stepped(
     cls: OptimizerClass, options: Mapping[str, Any], required: Mapping[str, Any], tensor: torch.Tensor
-) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """The state after a first step and after another; the most bytes that the first made, and that the other made."""
     parameter = torch.nn.Parameter(tensor)
     parameter.grad = torch.zeros_like(parameter)
     optimizer = cls([{**options, "params": [parameter]}], **required)
-    optimizer.step()
-    return optimizer, parameter
+    with MadeBytes() as first:
+        optimizer.step()
+    state = dict(optimizer.state.get(parameter, {}))
+    later = MadeBytes()
+    with contextlib.suppress(Exception), later:  # some cannot go on from zeros
+        optimizer.step()
+    return state, dict(optimizer.state.get(parameter, {})), first.peak_nbytes, later.peak_nbytes
 
 
 def is_elementwise(

@@ -1,56 +1,30 @@
 """`StreamedOptimizer`: any torch optimizer that treats tensors independently, on a streamed model."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import rounded_nbytes
-from tapestream.costs import Budget, Profile
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.blocks import BlockStore, Updater
+from tapestream.executor.blocks import Updater
 from tapestream.ir.actions import Kind, Tier
+from tapestream.optim.arrangement import Arrangement
+from tapestream.optim.common import Common
 from tapestream.optim.grad_scaler import Scaled
-from tapestream.optim.groups import as_groups, template
+from tapestream.optim.groups import as_groups, check_alone, template
+from tapestream.optim.handle import Handle
+from tapestream.optim.inner import Inner
 from tapestream.optim.outside import Outside
-from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.rule import Rule
-from tapestream.optim.showing import Showing
 from tapestream.optim.shown import StateInParts
-from tapestream.optim.state import OptimizerClass, StateShape
+from tapestream.optim.state import OptimizerClass
 from tapestream.optim.tried import Tried
-from tapestream.storage.blocks import StatePart
 
 Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-
-
-class Given(Protocol):
-    """What the optimizer needs of a plan that the user brought."""
-
-    @property
-    def budget(self) -> Budget: ...
-    @property
-    def profile(self) -> Profile: ...
-
-
-class Handle(Protocol):
-    """What the optimizer needs of a streamed model."""
-
-    store: BlockStore
-    budget: Budget
-    optimizer: "StreamedOptimizer | None"
-
-    @property
-    def given(self) -> "Given | None": ...
-
-    update: Literal["step", "backward"] | None
-
-    def check_idle(self, what: str) -> None: ...
-    def attach(self, optimizer: "StreamedOptimizer", updater: Updater) -> None: ...
-    def run_step(self) -> None: ...
 
 
 class StreamedOptimizer(Scaled, torch.optim.Optimizer):
@@ -58,7 +32,8 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
 
     ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
     live, in parts of at most a sixteenth of the device budget, and ``state[p]`` shows it there: as views, or as
-    `StateInParts` where a parameter is so large that it was cut.
+    `StateInParts` where a parameter is so large that it was cut. ``takes_all``: the groups are all parameters that take
+    gradients, those too that do so later.
     """
 
     def __init__(
@@ -70,6 +45,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         update: str,
         master: str | None,
         options: Mapping[str, Any],
+        takes_all: bool = False,
     ) -> None:
         if update not in ("step", "backward"):
             raise InputError(f"update={update!r} was asked for; it is 'step' or 'backward'")
@@ -88,20 +64,27 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
             raise InputError(f"an optimizer cannot take these groups of parameters: {error}") from error
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
-        self._mine = frozenset(map(id, parameters))
+        self._mine, self._count = set(map(id, parameters)), len(parameters)
+        self._takes_all, self._adopted, self.behind = takes_all, set[int](), False
         self._used = self._gone = False
-        self._check_alone()
-        self._masters = frozenset(id(p) for p in parameters if master == "auto" and p.dtype in _SIXTEEN_BITS)
+        self._written: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+        other = handle.optimizer
+        check_alone(self._mine, None if other is None or other._used else other._mine)
+        self._master, self._masters = master, set[int]()
+        self._widen(parameters)
         self._options = dict(options)
-        self._rule = Rule(optimizer_class, self._options, lambda: self.param_groups, self._masters)
-        self._tried = Tried(
-            optimizer_class, self._options, lambda: self.param_groups, self._masters, handle.store.device
-        )
-        inside = {id(p) for block in handle.store.blocks for p in block.parameters}
-        mine = [p for p in parameters if id(p) not in inside]
-        self._outside = Outside(self._class, self._options, self.param_groups, mine, self._masters) if mine else None
-        self._lay_out()
-        self._showing = Showing(handle.store, self._rule.scalars)
+        groups_now = lambda: self.param_groups  # noqa: E731
+        self._tried = Tried(optimizer_class, self._options, groups_now, self._masters, handle.store.device)
+        way = self._tried.way()
+        self._common = Common(optimizer_class.__name__, groups_now, way)
+        self._inner = Inner(optimizer_class, self._options, self._common, way, self._tried.stand_ins)
+        away = bool(self._masters) or handle.store.homes[Kind.GRADIENT] is not Tier.DEVICE
+        self._notes_gradients = way.writes_gradients and away and self.update == "step"
+        self._rule = Rule(self._inner, groups_now, self._masters)
+        self._outside: Outside | None = None
+        self._take_outside(parameters)
+        self._arrangement = Arrangement(handle, self._rule, self._tried, groups_now)
+        self._showing = self._arrangement.showing
         handle.attach(self, Updater(self._rule.run, update == "backward"))
 
     @property
@@ -117,17 +100,19 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
 
     def state_nbytes(self, parameter: torch.Tensor) -> int:
         """Bytes of state that this parameter has or will have, its fp32 master included."""
-        found = self._tried.shape(parameter).tensors if id(parameter) in self._mine else ()
-        sizes = (torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found)
-        return sum(rounded_nbytes(nbytes, self._handle.store.device) for nbytes in sizes)
+        if id(parameter) not in self._mine:
+            return 0
+        found = self._tried.shape(parameter)
+        sizes = (torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found.tensors)
+        return found.beside_nbytes + sum(rounded_nbytes(nbytes, self._handle.store.device) for nbytes in sizes)
 
     def scalar_nbytes(self) -> int:
-        """Bytes of an accelerator that scalars of the state take: they stay there, those of streamed parameters too."""
-        device = self._handle.store.device
+        """Device bytes of what is not streamed of blocks' state, and of scalars that lie on an accelerator."""
+        device, beside = self._handle.store.device, self._arrangement.beside_nbytes
         if not is_accelerator(device):
-            return 0
+            return beside
         found = (self._tried.shape(p).scalars for group in self.param_groups for p in group["params"])
-        return sum(found) * rounded_nbytes(1, device)
+        return beside + sum(found) * rounded_nbytes(1, device)
 
     def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""
@@ -143,29 +128,47 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
     def cut_finer(self) -> bool:
         """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether
         there was anything to cut. No call may be under way."""
-        store = self._handle.store
-        if not self._finer:
+        if not self._arrangement.cut_finer():
             return False
-        cut = self._cut(self._finer.pop())
-        if all(block.state_parts == parts for block, parts in zip(store.blocks, cut, strict=True)):
-            return False
-        store.settle()
-        store.place(frozenset())
-        for block, parts in zip(store.blocks, cut, strict=True):
-            saved = self._showing.saved(block)
-            store.drop(Kind.OPTIMIZER_STATE, block.index)
-            block.state_parts = parts
-            self._showing.follow(block)
-            for parameter, found in saved.items():
-                self._showing.written(parameter, found)
-                self._rule.restored(parameter, self._rule.scalars[id(parameter)], self._showing.pieces_of(parameter))
         self.state.clear()
         self._show_state()
+        return True
+
+    def follow(self, *, live: bool) -> bool:
+        """Take over parameters that take gradients since they were last looked at: those that are in no group, where
+        none were given, and a place for the state of all. Returns whether anything was done; with ``live`` calls places
+        wait for the next call: see `behind`.
+
+        Raises InputError where ``live`` calls still await their backward and a parameter is in no group.
+        """
+        named = self._handle.model.named_parameters() if self._takes_all else ()
+        late = {name: p for name, p in named if p.requires_grad and id(p) not in self._mine}
+        if late and live:
+            raise InputError(
+                f"requires_grad of {next(iter(late))!r} was switched on between a forward and its backward, which ends "
+                "before the optimizer can take it over; call backward() first"
+            )
+        if late:
+            self._adopted |= {id(p) for p in late.values()}
+            among = {id(p) for p in (*self.param_groups[0]["params"], *late.values())}
+            self.param_groups[0]["params"][:] = [p for p in self._handle.model.parameters() if id(p) in among]
+            self._take(list(late.values()))
+        self.behind = live and self._arrangement.is_behind()
+        if self.behind or not (self._arrangement.follow() or late):
+            return False
+        self.state.clear()
+        self._show_state()
+        self._handle.replan()
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what ``update="backward"`` has not updated yet; returns the closure's value."""
         self._check_current("step()")
+        if sum(len(group["params"]) for group in self.param_groups) != self._count:
+            raise InputError(
+                "param_groups of a streamed model's optimizer were given parameters, or lost some, in place; use "
+                "optimizer.add_param_group({'params': [...]}), and requires_grad_(False) for what is not to be trained"
+            )
         if self._gone and not self._rule.updated:
             raise GradientError(
                 "step() came after a state was loaded over the updates of the last backward (update='backward'), and "
@@ -173,12 +176,22 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
             )
         loss = None
         if closure is not None:
+            self._tried.check_closure()
             with torch.enable_grad():
                 loss = closure()
-        self._handle.run_step()
-        if self._outside is not None:
-            self._outside.step(self.param_groups)
+        if self.update == "backward":
+            self._common.check_unchanged()
+        try:
+            self._handle.run_step()
+            if self._outside is not None:
+                self._outside.step(self.param_groups)
+            self._inner.finish(self.param_groups)
+        finally:
+            self._common.drop()
         self._used, self._rule.updated, self._gone = True, False, False
+        if self._notes_gradients:
+            found = [(p, p.grad) for p in self._listed() if p.grad is not None]
+            self._written = [(p, weakref.ref(gradient), gradient._version) for p, gradient in found]
         self._show_state()
         return loss
 
@@ -196,6 +209,12 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self.check_stepped("a forward")
         if not torch.is_grad_enabled():
             return
+        if any(p.grad is not None and p.grad is g() and p.grad._version == at for p, g, at in self._written):
+            raise GradientError(
+                f"a forward came after optimizer.step() without zero_grad(), but {self._class.__name__} writes into "
+                "gradients, which of a streamed model lie elsewhere than where it steps: call optimizer.zero_grad() "
+                "before the forward"
+            )
         if self.update == "backward" and self._outside is not None and self._outside.has_taken():
             raise GradientError(
                 "a forward came after optimizer.step() without zero_grad(): gradients would be accumulated, except "
@@ -213,6 +232,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self.state.clear()
         self._showing.forget()
         self._rule.forget()
+        self._common.load(state_dict)
         for parameter, found in list(loaded.items()):
             pieces = self._showing.pieces_of(parameter)
             if pieces:
@@ -238,19 +258,38 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self._check_current("state_dict()")
         found = super().state_dict()
         found["state"] = {
-            key: {name: shown(value) for name, value in entries.items()} for key, entries in found["state"].items()
+            key: {name: shown(value) for name, value in entries.items()} if isinstance(key, int) else entries
+            for key, entries in found["state"].items()
         }
-        return found
+        return found | self._common.saved()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: the state of all blocks has its place already."""
-        if hasattr(self, "update"):
+        """As torch's. What was thawed since the optimizer was made, and not updated since, may be given a group.
+
+        Raises InputError between a forward and its backward, and for a group that the optimizer does not take.
+        """
+        if not hasattr(self, "update"):  # by the constructor
+            super().add_param_group(param_group)
+            return
+        self._check_current("add_param_group()")
+        self._handle.check_idle("add_param_group()")
+        listed = as_groups([param_group])
+        filled = template(self._class, listed, self._options).param_groups[0] | {"params": listed[0]["params"]}
+        given = {id(p) for p in listed[0]["params"] if id(p) in self._adopted and not self._has_state(p)}
+        first = self.param_groups[0]["params"]
+        first[:], before = [p for p in first if id(p) not in given], list(first)
+        try:
+            super().add_param_group(filled)
+        except (TypeError, ValueError) as error:
+            first[:] = before
             raise InputError(
-                "add_param_group: the optimizer of a streamed model knows its parameters from the start; make a new "
-                "one with "
-                "tapestream.optimizer(model, ..., groups=[...])"
-            )
-        super().add_param_group(param_group)
+                f"an optimizer cannot take this group of parameters: {error}. What is thawed is updated with the "
+                "first group's options unless its own is added before: do so before the forward"
+            ) from error
+        self._take(listed[0]["params"])
+        self._inner.follow(self._tried.again())
+        self._arrangement.follow()
+        self._handle.replan()
 
     def __deepcopy__(self, _: object) -> Any:
         raise InputError(
@@ -268,18 +307,6 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _check_alone(self) -> None:
-        """Raise InputError where one that was made for other parameters is still to be used: two at a time, each with
-        a part of the model, as plain PyTorch has them, would be taken for one that replaces the other."""
-        other = self._handle.optimizer
-        if other is not None and not other._used and other._mine.isdisjoint(self._mine):
-            raise InputError(
-                f"an optimizer for {len(self._mine)} parameters of a streamed model was asked for, but the model has "
-                f"one for {len(other._mine)} others that was never stepped; there is one at a time, and a new one "
-                "replaces it: make one with groups=[{'params': [...], 'lr': ...}, {'params': [...], ...}], or, for "
-                "different classes, use torch's own for the smaller part (its state stays in memory)"
-            )
-
     def _check_current(self, what: str) -> None:
         if self._handle.optimizer is not self:
             raise InputError(
@@ -288,60 +315,35 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
                 "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
             )
 
-    def _lay_out(self) -> None:
-        store = self._handle.store
-        mine = {id(p) for p in self._listed()}
-        members = [
-            [self._member(i, p) for i, p in enumerate(block.parameters) if id(p) in mine] for block in store.blocks
-        ]
-        largest = max((sum(one.nbytes for one in block) for block in members), default=0)
-        self._members = members
-        # What never moves needs no parts; a plan that was given knows those that it was made with.
-        given = self._handle.given
-        budget = (self._handle.budget if given is None else given.budget).device_nbytes
-        limits = part_limits(None if store.home is Tier.DEVICE else budget, largest)
-        cuts = [self._cut(limit) for limit in limits or (None,)]
-        known = None if given is None else [cost.state_parts for cost in given.profile.blocks]
-        sizes = [[tuple(part.nbytes for part in parts) for parts in cut] for cut in cuts[1:]]
-        chosen = 1 if known is not None and known in sizes else 0
-        self._finer = [] if chosen else list(limits[1:])
-        store.settle()  # not before: until here the one that this one replaces may still be needed
-        store.place(frozenset())
-        store.drop(Kind.OPTIMIZER_STATE)
-        for block, parts in zip(store.blocks, cuts[chosen], strict=True):
-            block.state_parts = parts
+    def _take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take note of parameters that are in a group now."""
+        self._mine |= set(map(id, parameters))
+        self._count = len(self._listed())
+        self._widen(parameters)
+        self._rule.regroup()
+        self._take_outside(parameters)
 
-    def _cut(self, limit: int | None) -> list[tuple[StatePart, ...]]:
-        """The parts of every block for a limit of their bytes."""
-        cut = []
-        for block, members in zip(self._handle.store.blocks, self._members, strict=True):
-            large = [one for one in members if limit is not None and one.nbytes > limit]
-            divisible = {one.number for one in large if self._tried.may_be_cut(block.parameters[one.number])}
-            members = [replace(one, divisible=one.number in divisible) for one in members]
-            cut.append(state_parts(members, limit, together=self._together))
-        return cut
+    def _has_state(self, parameter: torch.Tensor) -> bool:
+        outside = self._outside is not None and self._outside.has_state(parameter)
+        return outside or id(parameter) in self._rule.scalars
 
-    @property
-    def _together(self) -> bool:
-        """Whether the rule makes temporaries of all tensors at once: its foreach form does, the default on a GPU."""
-        default = self._handle.store.device.type != "cpu"
-        asked = [g.get("foreach") for g in self.param_groups if not g.get("fused")]
-        return any(default if foreach is None else foreach for foreach in asked)
+    def _widen(self, parameters: Sequence[torch.Tensor]) -> None:
+        wide = self._master == "auto"
+        self._masters |= {id(p) for p in parameters if wide and p.dtype in _SIXTEEN_BITS}
 
-    def _member(self, number: int, parameter: torch.Tensor) -> Member:
-        shape, dtype = tuple(parameter.shape), self._tried.target_dtype(parameter)
-        if not parameter.requires_grad:  # its state, if it ever has any, is kept with the scalars
-            return Member(number, shape, StateShape(()), 0)
-        nbytes = parameter.numel() * dtype.itemsize
-        temporary = 0 if self._tried.group_of(parameter).get("fused") else nbytes  # fused rules make none
-        return Member(
-            number, shape, self._tried.shape(parameter), temporary, nbytes if dtype is not parameter.dtype else 0
-        )
+    def _take_outside(self, parameters: Sequence[torch.Tensor]) -> None:
+        inside = {id(p) for block in self._handle.store.blocks for p in block.parameters}
+        mine = [p for p in parameters if id(p) not in inside]
+        if self._outside is None and mine:
+            self._outside = Outside(self._inner, self.param_groups, mine, self._masters)
+        elif self._outside is not None:
+            self._outside.add(self.param_groups, mine)
 
     def _show_state(self) -> None:
         self._showing.show(self.state)
         if self._outside is not None:
             self.state.update(self._outside.shown())
+        self.state.update(self._common.state)
 
     def _listed(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -1,14 +1,17 @@
 """`Tried`: what an optimizer does with a parameter of a group, found by trying it once for each kind of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
+from tapestream.errors import InputError
+from tapestream.optim.common import Way
 from tapestream.optim.rule import MASTER
 from tapestream.optim.speed import bytes_per_second
 from tapestream.optim.state import OptimizerClass, StateShape, is_elementwise, probe
+from tapestream.optim.trial import SmallGroup, small_group, stand_ins, way_of
 
 Group: TypeAlias = dict[str, Any]
 
@@ -21,14 +24,51 @@ class Tried:
         cls: OptimizerClass,
         options: Mapping[str, Any],
         groups: Callable[[], Sequence[Group]],
-        masters: frozenset[int],
+        masters: Container[int],
         device: torch.device,
     ) -> None:
         self._cls, self._groups, self._masters, self._device = cls, groups, masters, device
+        self._options = options
         self._required = {k: v for k, v in options.items() if k not in ("fused", "foreach")}
+        self._way: Way | None = None
+        self._small: dict[int, list[torch.Tensor]] = {}
         self._shapes: dict[object, StateShape] = {}
         self._elementwise: dict[object, bool] = {}
         self._speeds: dict[object, float | None] = {}
+
+    def way(self) -> Way:
+        """How steps are taken part by part. Raises InputError for an optimizer that looks across tensors."""
+        if self._way is None:
+            groups = [self._small_group(group) for group in self._groups()]
+            self._way = way_of(self._cls, self._options, groups, self._device)
+        return self._way
+
+    def again(self) -> Way:
+        """The same for groups that are others now."""
+        self._way = None
+        self._small.clear()
+        return self.way()
+
+    def stand_ins(self, number: int) -> list[torch.Tensor]:
+        """Small tensors without gradients that stand for those of a group."""
+        if number not in self._small:
+            self._small[number] = stand_ins(self._small_group(self._groups()[number]), self._device)
+        return self._small[number]
+
+    def check_closure(self) -> None:
+        """Raise InputError for an optimizer that calls the closure of its step several times."""
+        calls = self.way().closure_calls
+        if calls > 1:
+            raise InputError(
+                f"{self._cls.__name__}.step(closure) calls its closure {calls} times, with all parameters changed at "
+                "once; the blocks of a streamed model are updated one after the other: call backward() and then "
+                "step() without a closure, or use another optimizer"
+            )
+
+    def _small_group(self, group: Group) -> SmallGroup:
+        trained = [p for p in group["params"] if p.requires_grad]
+        trained = trained or [p for p in group["params"] if p.is_floating_point() and p.itemsize > 1]  # may be thawed
+        return small_group(_plain(group), [(tuple(p.shape), self.target_dtype(p)) for p in trained])
 
     def shape(self, parameter: torch.Tensor) -> StateShape:
         """The state that the parameter has or will have, its fp32 master included."""

@@ -1,11 +1,14 @@
-"""`PlanCache`: plans by shapes and modes; a plan for a larger shape serves slightly smaller ones."""
+"""Plans are found again: by shapes and modes, where one for a larger shape serves slightly smaller ones, and by what
+other calls hold of the budget."""
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from tapestream.costs import Budget, Profile
 from tapestream.executor.fused import Shorter, fused
 from tapestream.executor.travel.travel import moved_saved
 from tapestream.ir.schedule import run_once
@@ -18,7 +21,7 @@ from tapestream.runner.state import State
 # A smaller input may use the plan of a larger one down to this share of its elements: below, a plan of its own
 # recomputes less.
 _SERVES_DOWN_TO = 0.75
-
+_MOST_BESIDE = 64
 
 T = TypeVar("T")
 
@@ -45,17 +48,52 @@ class ByShape(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class ProfiledStages:
+    """What was found of the stages for inputs of one kind: what they cost and do, and the last state, without bytes."""
+
+    profile: Profile
+    traits: tuple[Traits, ...]
+    output: State
+
+    @classmethod
+    def of(cls, profile: Profile, traits: Sequence[Traits], output: State) -> "ProfiledStages":
+        """Only the structure of the last state is needed: its bytes must not stay."""
+        bare = tuple(t.new_empty(0) for t in output.tensors)
+        return cls(profile, tuple(traits), replace(output, tensors=bare))
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a call needs to know: the plan, what is run by it (see `fused`), the last state as a template, and of
-    what is run those stages that are once, and those whose saved tensors move."""
+    """All that a call needs to know: the plan, what is run by it (see `fused`), the last state as a template, and
+    tensors that get a gradient. ``several``: ids of those to which the call adds several parts; ``inputs_repeated``:
+    tensors of the first state to which it does. ``once``, ``moving``: of what is run, stages that are once, and those
+    whose saved tensors move."""
 
     plan: Plan
     run: Shorter
     output: State
     leaves: tuple[torch.Tensor, ...]
-    shapes: tuple[torch.Size, ...]
+    several: frozenset[int]
+    inputs_repeated: frozenset[int]
     once: frozenset[int]
     moving: Container[int]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, stages: Sequence[Stage], profiled: ProfiledStages, device: torch.device,
+        *, repeated: frozenset[int] = frozenset(), fusing: bool = True,
+    ) -> "Prepared":  # fmt: skip
+        """``repeated``: see ``inputs_repeated``; ``fusing``: stages may be run as one."""
+        leaves = {id(leaf): leaf for trait in profiled.traits for leaf in trait.leaves}
+        uses = Counter(id(leaf) for trait in profiled.traits for leaf in trait.leaves)
+        uses.update(key for trait in profiled.traits for key in trait.repeated)
+        several = frozenset(key for key in leaves if uses[key] > 1)
+        run = Shorter(plan.schedule, [*stages], [*profiled.traits])
+        if fusing and not Autocast.capture(device).enabled:  # where each stage casts its weights by itself
+            reading = {k for k, cost in enumerate(plan.profile.stages) if cost.reads_input}
+            run = fused(*run, reading)
+        once, moving = run_once(run.schedule), moved_saved(run.schedule)
+        return cls(plan, run, profiled.output, tuple(leaves.values()), several, repeated, once, moving)
 
     @property
     def reaches_leaves(self) -> bool:
@@ -63,58 +101,57 @@ class Prepared:
         return bool(self.leaves)
 
 
-class PlanCache:
-    """Plans that one handle has made, newest last."""
+Live: TypeAlias = tuple[int, ...]
+"""Bytes of the budget that other calls of a front end hold now, of each tier."""
+
+
+class HasPlan(Protocol):
+    """What was prepared by a plan."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+
+PlannedT = TypeVar("PlannedT", bound=HasPlan)
+
+
+class Beside(Generic[PlannedT]):
+    """What was planned beside calls that held some bytes of the budget, found again where it may serve."""
 
     def __init__(self) -> None:
-        self._prepared: ByShape[Prepared] = ByShape()
-        self.last: Plan | None = None
+        self._planned: dict[Live, PlannedT] = {}
 
-    def find(self, state: State, mode: object, device: torch.device, *, live: object = 0) -> Prepared | None:
-        """A plan for this input, or for one of the same kind that is a little larger in every dimension.
+    def find(self, live: Live, room: Callable[[], Budget]) -> PlannedT | None:
+        """What was planned beside as much, else beside less, if it fits ``room`` now: a plan that is the fastest in
+        more room is the fastest of those that fit."""
+        found = self._planned.get(live)
+        if found is not None or not self._planned:
+            return found
+        now = room()
+        for then, planned in self._planned.items():
+            if all(a <= b for a, b in zip(then, live, strict=True)) and _fits(planned.plan, now):
+                return planned
+        return None
 
-        ``live``: bytes of the budget, of each tier, that other calls of the same handle hold now.
-        """
-        found = self._prepared.find(key_of(state, mode, device, live), shapes_of(state))
-        self.last = self.last if found is None else found.plan
-        return found
+    def add(self, live: Live, planned: PlannedT) -> None:
+        """Remember it."""
+        if len(self._planned) >= _MOST_BESIDE:
+            self._planned.clear()
+        self._planned[live] = planned
 
-    def add(
-        self,
-        state: State,
-        mode: object,
-        device: torch.device,
-        plan: Plan,
-        stages: Sequence[Stage],
-        traits: Sequence[Traits],
-        output: State,
-        *,
-        live: object = 0,
-        fusing: bool = True,
-    ) -> Prepared:
-        """Remember a new plan and what belongs to it. ``fusing``: stages may be run as one (see `fused`)."""
-        leaves = {id(leaf): leaf for trait in traits for leaf in trait.leaves}
-        # Only the structure of the last state is needed: its bytes must not stay.
-        bare = State(
-            tuple(t.new_empty(0) for t in output.tensors),
-            output.requires,
-            output.others,
-            output.slots,
-            output.spec,
-        )
-        run = Shorter(plan.schedule, [*stages], [*traits])
-        if fusing and not Autocast.capture(device).enabled:  # where each stage casts its weights by itself
-            reading = {k for k, cost in enumerate(plan.profile.stages) if cost.reads_input}
-            run = fused(*run, reading)
-        once, moving = run_once(run.schedule), moved_saved(run.schedule)
-        prepared = Prepared(plan, run, bare, tuple(leaves.values()), shapes_of(state), once, moving)
-        self._prepared.add(key_of(state, mode, device, live), prepared.shapes, prepared)
-        self.last = plan
-        return prepared
 
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._prepared.clear()
+def _fits(plan: Plan, room: Budget) -> bool:
+    limits = ((nbytes, room.nbytes(tier)) for tier, nbytes in plan.simulation.peak_nbytes.items())
+    return all(limit is None or nbytes <= limit for nbytes, limit in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownInputs:
+    """What is known of inputs of one kind and these shapes: what was found of the stages, and plans."""
+
+    profiled: ProfiledStages
+    beside: Beside[Prepared] = field(default_factory=Beside)
 
 
 def shapes_of(state: State) -> tuple[torch.Size, ...]:
@@ -122,11 +159,11 @@ def shapes_of(state: State) -> tuple[torch.Size, ...]:
     return tuple(t.shape for t in state.tensors)
 
 
-def key_of(state: State, mode: object, device: torch.device, live: object = 0) -> object:
+def key_of(state: State, mode: object, device: torch.device) -> object:
     """Hashable: all that must be equal, besides shapes, for a plan to serve."""
     kinds = tuple((t.dtype, t.dim(), t.device) for t in state.tensors)
     others = tuple((type(o).__name__, _looks(o)) for o in state.others)
-    return kinds, state.requires, others, state.slots, str(state.spec), mode, Autocast.capture(device), live
+    return kinds, state.requires, others, state.slots, str(state.spec), mode, Autocast.capture(device)
 
 
 def _looks(thing: object) -> object:

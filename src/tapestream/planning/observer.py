@@ -22,6 +22,9 @@ class _Token:
     """Lives as long as a node of a graph."""
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 class Observer:
     """Saved-tensor hooks that notice an unpack before the stage has ended, and a graph that outlives it.
     ``ending_seconds``: from the last saved tensor to the stage's end."""
@@ -33,7 +36,8 @@ class Observer:
         self._packed: list[weakref.ref[_Saved | _Token]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        self.shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
+        strides = () if tensor.layout in _COMPRESSED else tensor.stride()
+        self.shapes.append((tensor.shape, strides, tensor.dtype))
         saved = _Saved(tensor.detach())  # with its graph, a saved output would keep that graph alive for ever
         self._packed.append(weakref.ref(saved))
         if not torch.compiler.is_compiling():

@@ -14,22 +14,23 @@ from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.capture.buffers import BufferSnapshot
 from tapestream.capture.cells import Cell, Contents
 from tapestream.capture.observe import Observation, UnknownModules, observed
+from tapestream.capture.rebinding import Rebinding
 from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
-from tapestream.planning.repeating import check_repeats, check_runs_alike
+from tapestream.planning.repeating import check_generators, check_repeats, check_runs_alike
 from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled, with_inside
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
-from tapestream.runner.belongings import Belongings, Change, unchanged, undo
+from tapestream.runner.belongings import Belongings, Change, left_by, unchanged, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.depth import check_depth
-from tapestream.runner.graph import cast_leaves, next_sequence_number, node_names, reached_leaves
-from tapestream.runner.guards import refusing_backward, refusing_transforms
+from tapestream.runner.graph import next_sequence_number, node_names, reached_leaves, used_again, uses_of_leaves
+from tapestream.runner.guards import hooks_off, refusing_backward
 from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import as_a_stage
@@ -76,18 +77,16 @@ def profile_stages(
 ) -> tuple[Profile, list[Traits], State]:
     """Run each stage on ``state``: a kind of stage seen before twice forward, a new kind more often and backward too.
 
-    Returns the Profile, with ``initial_nbytes`` 0 since the caller owns its arguments, the traits, and the last
-    state as a template. Needs the memory of one stage beyond its input; the RNG, buffers and gradients are as before
-    when it returns or raises.
+    Returns the Profile (``initial_nbytes`` 0: the caller owns its arguments), the traits, and the last state as a
+    template. Needs the memory of one stage beyond its input; afterwards RNG, buffers and gradients are as before.
     """
-    costs: list[StageCost] = []
-    traits: list[Traits] = []
-    travellers = Travellers(state)
-    profiled = Profiled()
+    costs, traits = list[StageCost](), list[Traits]()
+    travellers, profiled = Travellers(state), Profiled()
     with unchanged_generators(device), watch_memory(device) as watch, contextlib.ExitStack() as stack:
         stack.callback(profiled.put_back)
         for k, stage in enumerate(stages):
-            cost, trait, out = profile_stage(stage, state, watch, profiled)
+            with hooks_off([*stage.parameters(), *leaves_captured(stage.function)]):
+                cost, trait, out = profile_stage(stage, state, watch, profiled)
             # Where gradients are not counted, nothing that comes before they do can be set off against them.
             costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
             traits.append(trait)
@@ -119,8 +118,7 @@ def profile_stage(
     """Cost and traits of one stage, and its output, from runs on ``state``; buffers are afterwards as before.
 
     A stage whose run builds the same graph over the same shapes as one in ``profiled`` takes over its cost; where sizes
-    depend on the data, and costs are upper bounds for that reason, the shapes may differ if they are no larger.
-    `recomputing` is true in these runs: none of them is the user's.
+    depend on the data, and costs are upper bounds, the shapes may differ if they are no larger. `recomputing` is true.
     """
     check_modules(stage.name, stage.modules)
     device, alike = watch.device, profiled.alike
@@ -237,28 +235,26 @@ def _discover(
     """Run the stage under observation. What it changes besides its buffers is added to ``changes``; raises InputError
     where it would find that changed when it runs again."""
     generators, belongings = TorchGenerators.capture(device), Belongings(stage.modules, stage.function)
-    host, graph, reading, since = HostGenerators.capture(), Observer(), Reading(), next_sequence_number()
+    host, graph, since = HostGenerators.capture(), Observer(), next_sequence_number()
     probe = Runner([stage], [Traits(mutates=frozenset(range(len(state.tensors))))], device)
     watching, casting = saved_tensors_hooks(graph.pack, graph.unpack), probe.autocast.entered(cache=False)
     asked = refusing_backward(stage.name, [*stage.parameters(), *leaves_captured(stage.function)])
-    with refusing_transforms(stage.name), asked, as_a_stage(device), casting, watching:
+    with asked, as_a_stage(device), casting, watching:
         inputs, edges = probe.guarded(0, state)
-        before = [t._version for t in inputs]
+        before, reading = [(t._version, t.grad_fn) for t in inputs], Reading(stage.name, inputs)
         tree, seen = _called(stage, state, inputs, reading, belongings, snapshot, looks)
         graph.ended()
-    mutated = frozenset(i for i, (t, v) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
+    mutated = frozenset(i for i, (t, (v, _)) in enumerate(zip(inputs, before, strict=True)) if t._version != v)
     out, live = take_apart(tree)
     check_passable(stage.name, out, live)
     _check_aliases(stage.name, state, mutated)
     reached = reached_leaves(live, since, stage.name, probe.own_leaves(inputs))
-    casts, uncast, twice = cast_leaves(live)
-    looked = (node_names(live), tuple(graph.shapes))
-    watched = [weakref.ref(leaf) for leaf in reached]
+    uses, again = uses_of_leaves(live), used_again(live, [node for _, node in before])
+    looked, watched = (node_names(live), tuple(graph.shapes)), [weakref.ref(leaf) for leaf in reached]
     graph.watch((*edges, *(get_gradient_edge(t) for t in (*stage.parameters(), *reached) if t.requires_grad)))
     own = None if storages(inputs).keys() & storages(out.tensors).keys() else out
-    del tree, live, inputs, reached, edges
+    del tree, live, inputs, reached, edges, before
     alive = [leaf for reference in watched if (leaf := reference()) is not None]
-    known = {id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}
     traits = Traits(
         mutates=mutated,
         buffers=snapshot.buffers.changed(),
@@ -266,28 +262,31 @@ def _discover(
         draws_host=not host.equals(HostGenerators.capture()),
         calls_autograd=graph.called,
         requires=out.requires,
-        leaves=tuple(known.values()),
-        casts=casts if probe.autocast.enabled else frozenset(),
-        uncast=uncast if probe.autocast.enabled else frozenset(),
-        casts_twice=twice,
+        leaves=tuple({id(p): p for p in (*stage.parameters(), *alive) if p.requires_grad}.values()),
+        casts=uses.casts if probe.autocast.enabled else frozenset(),
+        uncast=uses.uncast if probe.autocast.enabled else frozenset(),
+        casts_twice=uses.casts_twice,
+        repeated=uses.repeated,
+        inputs_repeated=again,
         makes_leaves=len(alive) < len(watched),
         reads=reading.found,
+        rebinds=seen.rebinds,
         saves=len(looked[1]),
         nodes=len(looked[0]),
     )
     drew, lives = not generators.equals(TorchGenerators.capture(device)), graph.something_lives()
 
-    def again() -> bool:
+    def repeats() -> bool:
         generators.restore()
         host.restore()
         snapshot.put_back()
-        with as_a_stage(device), probe.autocast.entered(cache=False):
+        with as_a_stage(device), probe.autocast.entered(cache=False), Rebinding():
             found, _ = take_apart(stage.function(state.tree(probe.guarded(0, state)[0])))
         return found.same_structure(out) and all(map(same_bits, found.tensors, out.tensors))
 
-    drawn = check_runs_alike(stage, belongings, again, changes, seen)
-    if drawn:
-        traits = replace(traits, draws_host=True, generators=drawn)
+    drawn, leaving = check_runs_alike(stage, belongings, repeats, changes, seen)
+    check_generators(stage, belongings, drawn)
+    traits = replace(traits, draws_host=traits.draws_host or bool(drawn), generators=drawn, left=left_by(leaving))
     steady = not (drew or traits.draws_host or traits.buffers or traits.cells)
     return _Discovered(traits, lives, looked, own, steady, graph.ending_seconds)
 
@@ -323,13 +322,13 @@ def _check_aliases(name: str, state: State, mutated: frozenset[int]) -> None:
 def undisturbed(
     stages: Sequence[Stage], device: torch.device, own: Sequence[object] = (), cells: Sequence[Cell] = ()
 ) -> Iterator[None]:
-    """Random generators (``own``: and these), the stages' buffers, ``cells`` and what else they hold are afterwards as
-    before."""
+    """Random generators (and ``own``), the stages' buffers, ``cells`` and the rest are afterwards as before."""
     snapshots = [BufferSnapshot.take(stage.buffer_slots()) for stage in stages]
     contents = Contents.take(cells)
     try:
         with unchanged_generators(device, own), algorithms_not_tried(device), contextlib.ExitStack() as stack:
             for stage in stages:
+                stack.enter_context(hooks_off([*stage.parameters(), *leaves_captured(stage.function)]))
                 stack.enter_context(unchanged(stage.modules, stage.function))
             yield
     finally:

@@ -19,8 +19,9 @@ _ROUNDING = 100  # times the relative accuracy of a dtype
 
 def check_runs_alike(
     stage: Stage, before: Belongings, again: Callable[[], bool], changes: list[Change], seen: Observation
-) -> tuple[Any, ...]:
-    """The random generators of its own from which a run of the stage drew, whose states recomputes have to restore.
+) -> tuple[tuple[Any, ...], list[Change]]:
+    """The random generators of its own from which a run of the stage drew, whose states recomputes have to restore; and
+    where the run has left something: what has changed, and tensors in whose place others of the same content are.
 
     ``before``: what it had before that run, in which ``seen`` was observed; ``again``: runs it once more with torch's,
     Python's and NumPy's generators
@@ -43,7 +44,20 @@ def check_runs_alike(
             undo(found)
             raise InputError(_refusal(stage.name, (further or found)[0].name, further=bool(further)))
     changes += found
-    return tuple(own.values())
+    return tuple(own.values()), [*found, *before.replaced(after)]
+
+
+def check_generators(stage: Stage, before: Belongings, drawn: tuple[Any, ...]) -> None:
+    """Raise InputError where the stage has made one of the random generators ``drawn`` at its first run, which the next
+    one finds."""
+    if drawn:
+        known = {key_of_generator(one) for one in before.generators}
+        held = {key_of_generator(one) for one in Belongings(stage.modules, stage.function).generators}
+        if any(key in held - known for key in map(key_of_generator, drawn)):
+            raise InputError(
+                f"{stage.name} makes a random generator at its first run and keeps it, so that a recompute would not "
+                "find it as it was; make it before (in __init__, say)"
+            )
 
 
 def _written(change: Change, seen: Observation) -> bool:

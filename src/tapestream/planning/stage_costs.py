@@ -16,8 +16,9 @@ from tapestream.costs import StageCost
 from tapestream.executor.travel.cargo import copies_to_move
 from tapestream.planning.uneven import Skewed, skewed
 from tapestream.runner.bits import same_bits
+from tapestream.runner.entry import Tape
 from tapestream.runner.inside import nbytes_of
-from tapestream.runner.runner import Runner, Tape
+from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages
 from tapestream.storage.meter import MemoryWatch

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from tapestream.capture.buffers import NUMBERS
-from tapestream.capture.python_state import GENERATORS, LISTS, SETS, held_by
+from tapestream.capture.python_state import GENERATORS, LISTS, SETS, attributes_of, held_by
 from tapestream.runner.ambient import same_states, set_state, state_of
 from tapestream.runner.bits import same_bits
+from tapestream.runner.private import tensors_in
+from tapestream.runner.state import storages
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(_PLAIN)
@@ -55,17 +57,32 @@ class _Thing:
 @dataclass(frozen=True, slots=True)
 class Change:
     """``holder`` (a module, container, object or generator) had ``before`` under ``key``, or as its own content (None).
-    ``name``: of the attribute, variable or global by which it is reached, with its owner."""
+    ``name``: of the attribute, variable or global by which it is reached, with its owner. ``alike``: another tensor of
+    the same content is there."""
 
     holder: Any
     key: Any
     before: Any
     name: str
+    alike: bool = False
 
     @property
     def makes_attribute(self) -> bool:
         """Whether a module has a new attribute."""
         return isinstance(self.holder, nn.Module) and self.before is _Absent
+
+    def now(self) -> Any:
+        """What is there now."""
+        if self.key is None or isinstance(self.holder, types.GeneratorType):
+            return self.holder
+        if isinstance(self.holder, ContextVar):
+            return self.holder.get(None)
+        if isinstance(self.key, _Buffer):
+            return self.holder._buffers.get(self.key.name)
+        if not isinstance(self.holder, dict) and not hasattr(self.holder, "__dict__"):  # a cell, an object with slots
+            return getattr(self.holder, str(self.key), None)
+        place, key = _place_of(self.holder, self.key)
+        return place.get(key)
 
     def put_back(self) -> None:
         """Let it be there again. What tensors held before they were written into is not known any more."""
@@ -110,17 +127,24 @@ class Belongings:
     def changes(self, later: "Belongings") -> list[Change]:
         """What of these is another in ``later``. Where hooks were registered in between, attributes that are new stay:
         one of them may tell that this has been done."""
+        hooked = self._hooks != later._hooks
+        return [one for one in self._all_changes(later) if not (one.alike or (hooked and one.makes_attribute))]
+
+    def replaced(self, later: "Belongings") -> list[Change]:
+        """Tensors of these in whose place others of the same content are in ``later``."""
+        return [one for one in self._all_changes(later) if one.alike]
+
+    def _all_changes(self, later: "Belongings") -> list[Change]:
         found: list[Change] = []
         for old, new in zip(self._roots, later._roots, strict=False):
             if isinstance(old, _Thing) and isinstance(new, _Thing) and old.value is new.value:
                 owner = getattr(old.value, "__name__", type(old.value).__name__)
                 found.extend(_inside(old, new, owner))
-        hooked = self._hooks != later._hooks
-        return [change for change in found if not (hooked and change.makes_attribute)]
+        return found
 
     def _module(self, module: nn.Module) -> _Thing:
         thing = _Thing(module)
-        for name, value in vars(module).items():
+        for name, value in attributes_of(module).items():
             if name not in _EVERY_MODULES:
                 thing.inside[name] = self._look(value, _DEEPEST)
         forward = type(module).forward
@@ -208,6 +232,8 @@ def _inside(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
             yield from _inside(before, after, called)
         elif not _equal(before, after):
             yield Change(old.value, key, before, called)
+        elif _is_another_tensor(before, after):
+            yield Change(old.value, key, before, called, alike=True)
 
 
 def _called(owner: str, key: Any) -> str:
@@ -224,10 +250,16 @@ def _inside_list(old: _Thing, new: _Thing, name: str) -> Iterator[Change]:
         elif not _equal(before, after):
             yield Change(old.value, None, old, name)
             return
+        elif _is_another_tensor(before, after):
+            yield Change(old.value, None, old, name, alike=True)
 
 
 def _is_one(old: Any, new: Any) -> bool:
     return isinstance(old, _Thing) and isinstance(new, _Thing) and old.value is new.value
+
+
+def _is_another_tensor(old: Any, new: Any) -> bool:
+    return isinstance(old, _Thing) and isinstance(old.value, torch.Tensor) and old.value is not new.value
 
 
 def _same_mark(old: _Thing, new: _Thing) -> bool:
@@ -249,7 +281,7 @@ def _equal(old: Any, new: Any) -> bool:
     if type(old.value) is not type(new.value):
         return False
     if old.value is new.value:
-        return not any(True for _ in _inside(old, new, ""))
+        return all(change.alike for change in _inside(old, new, ""))
     if isinstance(old.value, torch.Tensor):
         return same_bits(old.value if old.copy is None else old.copy, new.value)
     if isinstance(old.value, (numpy.ndarray, *GENERATORS)):
@@ -290,6 +322,23 @@ def unchanged(modules: Sequence[nn.Module], function: Any = None) -> Iterator[No
     finally:
         changes = before.changes(Belongings(modules, function))
         undo([change for change in changes if not change.makes_attribute])
+
+
+def left_by(changes: Sequence[Change]) -> tuple[tuple[tuple[int, str], int], ...]:
+    """Bytes of tensors that a run has left, by where they are: they stay until the next run replaces them.
+
+    Of one in another object that each run makes anew (a list), or in a variable of a function, there are two: a
+    `tapestream.runner.stills.Look` at the first run has the one that recomputes replace.
+    """
+    found = dict[tuple[int, str], int]()
+    for change in changes:
+        if not isinstance(change.holder, (torch.Tensor, numpy.ndarray, *GENERATORS)):
+            now = change.now()
+            tensors = [t for t in tensors_in([now]) if not isinstance(t, nn.Parameter)]
+            one = isinstance(now, torch.Tensor) and not isinstance(change.holder, (types.FunctionType, types.CellType))
+            once = change.key is None or isinstance(change.holder, dict) or one
+            found[id(change.holder), str(change.key)] = sum(storages(tensors).values()) * (1 if once else 2)
+    return tuple((place, nbytes) for place, nbytes in found.items() if nbytes)
 
 
 def undo(changes: Sequence[Change]) -> None:

@@ -1,10 +1,13 @@
-"""`Entry`: where the cotangents of a recorded stage enter its graph."""
+"""`Tape`: one recorded stage; `Entry`: where its cotangents enter."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tapestream.runner.guards import Watch
 
 
 class Entry:
@@ -51,3 +54,20 @@ class _Giving(torch.autograd.Function):
         given = tuple(ctx.held)
         ctx.held.clear()
         return (None, *given)
+
+
+@dataclass(slots=True)
+class Tape:
+    """One recorded stage, ready for its backward.
+
+    ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
+    enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in
+    the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose ``.data`` was
+    elsewhere meanwhile has a new node). ``watch``: the guard between the parts."""
+
+    inputs: list[GradientEdge | None]
+    entry: Entry
+    leaves: list[torch.Tensor]
+    owners: list[torch.Tensor]
+    places: Sequence[GradientEdge | torch.Tensor]
+    watch: Watch

@@ -51,6 +51,12 @@ class _FusedStills(Stills):
         for part in self._parts:
             part.expect(slots)
 
+    def learn(self, kinds: object, after: bool) -> None:
+        """See `Stills`."""
+        super().learn(kinds, after)
+        for part in self._parts:
+            part.learn(kinds, after)
+
 
 class Fused(Stage):
     """The stages ``parts``, two or more, as stage ``index`` of a shorter chain."""

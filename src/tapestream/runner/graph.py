@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -106,21 +107,38 @@ def node_names(outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
     return tuple(node.name() for node in _nodes(outputs))
 
 
-def cast_leaves(outputs: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int], bool]:
-    """Ids of leaves that the graph uses through casts alone, ids of those it uses otherwise, and whether it casts
+class Uses(NamedTuple):
+    """How a graph uses its leaves, by their ids: through casts alone, otherwise, more than once; and whether it casts
     any leaf twice."""
-    casts: dict[int, int] = {}
-    others: set[int] = set()
+
+    casts: frozenset[int]
+    uncast: frozenset[int]
+    repeated: frozenset[int]
+    casts_twice: bool
+
+
+def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> Uses:
+    """How the graph of ``outputs`` uses its leaves."""
+    casts, others = Counter[int](), Counter[int]()
     for node in _nodes(outputs):
         for following, _ in node.next_functions:
             variable = None if following is None else _variable(following)
-            if variable is None:
-                continue
-            if node.name() == "ToCopyBackward0":
-                casts[id(variable)] = casts.get(id(variable), 0) + 1
-            else:
-                others.add(id(variable))
-    return frozenset(casts.keys() - others), frozenset(others), any(count > 1 for count in casts.values())
+            if variable is not None:
+                (casts if node.name() == "ToCopyBackward0" else others)[id(variable)] += 1
+    repeated = frozenset(key for key, count in (casts + others).items() if count > 1)
+    return Uses(frozenset(casts.keys() - others), frozenset(others), repeated, any(n > 1 for n in casts.values()))
+
+
+def times_used(outputs: Sequence[torch.Tensor], nodes: Sequence[Node | None]) -> list[int]:
+    """How often the graph of ``outputs`` uses what each of ``nodes`` has made, outputs themselves among that."""
+    into = Counter(following for node in _nodes(outputs) for following, _ in node.next_functions)
+    into.update({id(t): t.grad_fn for t in outputs}.values())
+    return [0 if node is None else into[node] for node in nodes]
+
+
+def used_again(outputs: Sequence[torch.Tensor], nodes: Sequence[Node | None]) -> frozenset[int]:
+    """By place, which of ``nodes`` have made what the graph of ``outputs`` uses more than once."""
+    return frozenset(i for i, times in enumerate(times_used(outputs, nodes)) if times > 1)
 
 
 def flows_alone(outputs: Sequence[torch.Tensor], start: Node | None, end: Node) -> bool:

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -124,23 +125,14 @@ def check_differentiated_once(what: str, instead: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def refusing_transforms(name: str) -> Iterator[None]:
-    """Raise InputError where what runs inside, while saved tensors are taken note of, calls ``torch.func.grad``."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise InputError(
-            f"{name} calls torch.func's grad, vjp, jacrev or hessian, which do not work while saved tensors are "
-            "dropped and recomputed; make it a torch.autograd.Function that calls torch.autograd.grad in its forward"
-        ) from error
-
-
 _HOOKS_OF = "tapestream", "torch.utils.checkpoint"
 PLACING = "torch.autograd.graph"
 """Where hooks are from that move saved tensors and change none (`save_on_cpu`)."""
+
+
+def places(pack: Any) -> bool:
+    """Whether a hook on saved tensors only moves them."""
+    return str(getattr(pack, "__module__", "")).startswith(PLACING)
 
 
 def refuse_hooks(name: str, *harmless: str) -> None:
@@ -162,15 +154,46 @@ def refuse_hooks(name: str, *harmless: str) -> None:
 
 @contextlib.contextmanager
 def hooks_off(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part."""
-    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    for leaf, _ in hooked:
-        leaf._backward_hooks = None
+    """Hooks that users registered on parameters must see the sum once, when it leaves the chain, not every part. Those
+    that are registered inside, by a run that is none of the user's, go."""
+    before = [(leaf, leaf._backward_hooks) for leaf in leaves]
+    for leaf, hooks in before:
+        if hooks:
+            leaf._backward_hooks = None
     try:
         yield
     finally:
-        for leaf, hooks in hooked:
-            leaf._backward_hooks = hooks
+        for leaf, hooks in before:
+            if leaf._backward_hooks is not hooks:
+                leaf._backward_hooks = hooks
+
+
+def check_asked(function: Any, args: Sequence[Any], inputs: Container[int], name: str) -> None:
+    """Raise InputError where the stage ``name`` asks whether one of its ``inputs`` (by id) is a leaf: in plain PyTorch
+    the call's argument may be one, and what an earlier stage returns is none; here they cannot be told apart."""
+    if function == _IS_LEAF and id(args[0]) in inputs and _asked_by_users():
+        raise InputError(
+            f"{name} asks whether its argument is a leaf (is_leaf), which it cannot see: a stage is cut off from the "
+            "graph before it; ask before the call, and give the answer to the stage"
+        )
+
+
+def _asked_by_users() -> bool:
+    """Whether it is users' code, not this library's or PyTorch's, that a mode hears of."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in ("_asked_by_users", "check_asked", "__torch_function__"):
+        frame = frame.f_back
+    return frame is None or not str(frame.f_globals.get("__name__", "")).startswith(("tapestream.", "torch."))
+
+
+_IS_LEAF: Any = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+
+
+def drop_hooks(leaves: Sequence[torch.Tensor]) -> None:
+    """Inside `hooks_off`: those that a run has registered, which is none of the user's, go before its backward."""
+    for leaf in leaves:
+        if leaf._backward_hooks:
+            leaf._backward_hooks = None
 
 
 @contextlib.contextmanager

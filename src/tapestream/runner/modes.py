@@ -1,7 +1,7 @@
 """Function modes and dispatch modes that are entered, of users and of others."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from tapestream.accelerator.device import is_accelerator
 from tapestream.runner.graph import numbered_here
 from tapestream.runner.kernels import KERNELS, ON_CPU, algorithms_not_tried, choose
+from tapestream.runner.nesting import cover, uncover
 
 _C: Any = torch._C
 
@@ -44,17 +45,44 @@ def saving_entered() -> bool:
     return _C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def save_below(hooks: saved_tensors_hooks) -> None:
-    """Enter ``hooks`` below all that are entered here, which are left before them."""
-    above, autograd = list[tuple[Any, Any]](), _C._autograd
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        above.append(top)
+def _why_none() -> str | None:
+    """What was said when hooks on saved tensors were disabled; None where they are not."""
+    found: str | None = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return found
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Inside, hooks on saved tensors may be entered, wherever somebody around a backward has disabled them."""
+    message = _why_none()
+    if message is None:
+        yield
+        return
+    _C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _C._autograd._saved_tensors_hooks_disable(message, False)
+
+
+@contextlib.contextmanager
+def unhooked(ours: Callable[[Any], bool] | None = None) -> Iterator[None]:
+    """Inside, hooks on saved tensors that are entered here are left: all, or the innermost that are ``ours``."""
+    autograd, taken = _C._autograd, list[tuple[Any, Any]]()
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and (ours is None or ours(top[0])):
+        taken.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
-        hooks.__enter__()
+        yield
     finally:
-        for pack, unpack in reversed(above):
+        for pack, unpack in reversed(taken):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def save_below(hooks: saved_tensors_hooks) -> None:
+    """Enter ``hooks`` below all that are entered here, which are left before them."""
+    with unhooked():
+        hooks.__enter__()
 
 
 def dispatching() -> tuple[Any, ...]:
@@ -105,16 +133,42 @@ def with_tangents() -> contextlib.AbstractContextManager[None]:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def as_a_stage(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What every run of a stage has around it, the first and the recompute: gradients are on, nodes of its graph are
-    numbered by this thread, and no algorithms are tried."""
-    return _on_accelerator(device) if is_accelerator(device) else torch.enable_grad()
+class as_a_stage:
+    """What every run of a stage has around it, the first and the recompute: gradients are on, front ends inside are
+    covered, hooks on saved tensors around the call are left (a checkpoint's would ask for what is not its own), nodes
+    of its graph are numbered by this thread, and no algorithms are tried.
+
+    A class: what contextlib makes of a function takes as long as a small operation.
+    """
+
+    __slots__ = ("_covering", "_device", "_grad", "_others")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._covering, self._grad, self._others = cover(), torch.is_grad_enabled(), None
+        torch._C._set_grad_enabled(True)
+        if saving_entered() or is_accelerator(self._device):
+            self._others = _further(self._device)
+            self._others.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        try:
+            return None if self._others is None else self._others.__exit__(*raised)
+        finally:
+            torch._C._set_grad_enabled(self._grad)
+            uncover(self._covering)
 
 
 @contextlib.contextmanager
-def _on_accelerator(device: torch.device) -> Iterator[None]:
-    with torch.enable_grad(), numbered_here(device), algorithms_not_tried(device):
-        yield
+def _further(device: torch.device) -> Iterator[None]:
+    with unhooked():
+        if is_accelerator(device):
+            with numbered_here(device), algorithms_not_tried(device):
+                yield
+        else:
+            yield
 
 
 class Surroundings:
@@ -131,7 +185,7 @@ class Surroundings:
         """Whether they are the same here, and nothing else stands in the way of running something again."""
         if _C._len_torch_function_stack() or self._modes or self._dispatching or _C._len_torch_dispatch_stack():
             return False
-        if torch.is_inference_mode_enabled() or saving_entered():
+        if torch.is_inference_mode_enabled() or saving_entered() or _why_none() is not None:
             return False
         kernels = [get() for get, _ in KERNELS[: len(self._kernels)]]
         return torch.get_default_dtype() == self._dtype and kernels == self._kernels
@@ -150,7 +204,7 @@ class Surroundings:
             choose(self._kernels)
             exchange([*(mode for mode in modes if getattr(mode, "only_watches", False)), *self._modes])
             dispatched.enter(self._dispatching)
-            with torch.inference_mode(False), plainly:
+            with torch.inference_mode(False), hooks_allowed(), plainly:
                 yield
         finally:
             dispatched.leave()

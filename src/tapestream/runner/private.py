@@ -4,7 +4,7 @@ import copy
 import enum
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ def may_change(thing: Any) -> bool:
 
 def tensors_in(things: Sequence[Any]) -> list[torch.Tensor]:
     """Every tensor that attributes and containers of ``things`` lead to, each once."""
-    return [found for found in _shared(things) if isinstance(found, torch.Tensor)]
+    return [found for found in shared_in(things) if isinstance(found, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,24 @@ def copies_of(tree: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def detached(things: Sequence[Any]) -> Sequence[Any]:
-    """Copies of ``things`` that hold the same tensors, cut off from their graph."""
-    return _copied(things, torch.Tensor.detach)
+def detached(things: Sequence[Any], known: Mapping[int, torch.Tensor]) -> Sequence[Any]:
+    """Copies of ``things`` that hold the same tensors, cut off from their graph: leaves where these require a
+    gradient. ``known``: by id, what to put in the place of some."""
+    return _copied(things, lambda t: known[id(t)] if id(t) in known else _cut(t))
+
+
+def standing_in(things: Sequence[Any], *, clone: bool) -> tuple[Sequence[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Copies of ``things``, with ``clone`` of the tensors in them too, cut off from their graph; and pairs of each
+    tensor that requires a gradient with the leaf that stands for it."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        cut = _cut(tensor, clone=clone)
+        if tensor.requires_grad:
+            found.append((tensor, cut))
+        return cut
+
+    return _copied(things, stand_in), found
 
 
 def take_over(thing: Any, changed: Any) -> None:
@@ -90,12 +105,17 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def _copied(things: Sequence[Any], of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    memo = {id(x): of_tensor(x) if isinstance(x, torch.Tensor) else x for x in _shared(things)}
+    memo = {id(x): of_tensor(x) if isinstance(x, torch.Tensor) else x for x in shared_in(things)}
     return tuple(copy.deepcopy(list(things), memo))
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _cut(tensor: torch.Tensor, *, clone: bool = False) -> torch.Tensor:
+    found = tensor.detach().clone() if clone else tensor.detach()
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +126,14 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()  # with its graph: without, a gradient that flows through it would be lost unseen
 
 
-def _shared(things: Sequence[Any]) -> Iterator[Any]:
+def slots_of(thing: Any) -> list[str]:
+    """Names of attributes in ``__slots__`` that ``thing`` has."""
+    found = [base.__dict__.get("__slots__", ()) for base in type(thing).__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(thing, name)]
+
+
+def shared_in(things: Sequence[Any]) -> Iterator[Any]:
     """What a copy has in common with its original: tensors, modules, generators, functions."""
     seen: set[int] = set()
     waiting = list(things)
@@ -124,7 +151,4 @@ def _shared(things: Sequence[Any]) -> Iterator[Any]:
         elif isinstance(thing, (list, tuple, set, frozenset, deque)):
             waiting.extend(thing)
         waiting.extend(getattr(thing, "__dict__", {}).values())
-        for base in type(thing).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            names = (slots,) if isinstance(slots, str) else slots
-            waiting.extend(getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__"))
+        waiting.extend(getattr(thing, name) for name in slots_of(thing))

@@ -12,7 +12,7 @@ from torch import nn
 
 from tapestream.capture.buffers import NUMBERS
 from tapestream.capture.cells import Cell, among
-from tapestream.capture.python_state import names_of
+from tapestream.capture.python_state import is_front_end, names_of
 from tapestream.runner.captured import InTurn, cell_contents, globals_named
 
 _CONTAINERS, _MOST = (dict, list, tuple), 64
@@ -67,6 +67,8 @@ def marks_in(container: Any, cells: Sequence[Cell]) -> Iterator[Any]:
 def containers_read(module: nn.Module) -> Iterator[Any]:
     """Small containers that are attributes of a module or of its class and that its forward, or a method that it calls,
     names; none where these may write into containers."""
+    if is_front_end(module):
+        return
     kind, named, waiting = type(module), set[str](), [type(module).forward]
     while waiting:
         code = getattr(waiting.pop(), "__code__", None)

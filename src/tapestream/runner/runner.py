@@ -4,17 +4,19 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tapestream.accelerator.device import is_accelerator
+from tapestream.capture.rebinding import Rebinding
 from tapestream.errors import GradientError, InputError, ScheduleError
 from tapestream.runner.ambient import Autocast, as_recompute
 from tapestream.runner.casts import SharedCasts
-from tapestream.runner.entry import Entry
+from tapestream.runner.counts import digest_of
+from tapestream.runner.entry import Entry, Tape
 from tapestream.runner.fused import PartBorders
 from tapestream.runner.graph import gradient_edges, reached_leaves, root_of_graph, user_of
 from tapestream.runner.guards import (
@@ -32,7 +34,7 @@ from tapestream.runner.guards import (
 from tapestream.runner.inside import Giving, Keeping, Otherwise
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import Surroundings, as_a_stage
-from tapestream.runner.seen import Seen, Versions, first_run, written
+from tapestream.runner.seen import Seen, Versions, first_run, settled, written
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, replica, take_apart, tensors_in
 from tapestream.runner.stills import Look
@@ -40,23 +42,6 @@ from tapestream.runner.unneeded import End, LeftOut, end_left_out
 
 Gradients = list[torch.Tensor | None]
 Sums = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(slots=True)
-class Tape:
-    """One recorded stage, ready for its backward.
-
-    ``inputs``: where each input's cotangent leaves (None where it carries none). ``entry``: where those of the outputs
-    enter. ``leaves``: parameters and captured tensors that the graph reaches; ``owners``: the same, but for a stand-in
-    the weight it stands for. ``places``: where their gradients leave the graph (asked later, one whose ``.data`` was
-    elsewhere meanwhile has a new node). ``watch``: the guard between the parts."""
-
-    inputs: list[GradientEdge | None]
-    entry: Entry
-    leaves: list[torch.Tensor]
-    owners: list[torch.Tensor]
-    places: Sequence[GradientEdge | torch.Tensor]
-    watch: Watch
 
 
 class Runner:
@@ -92,7 +77,9 @@ class Runner:
     def forward(self, k: int, states: list[State], *, keep_inside: bool = False) -> State:
         """Run stage ``k`` on the only one of ``states`` and keep nothing but its output; with ``keep_inside`` also what
         `tapestream.runner.inside` names."""
-        traits = self.traits[k]
+        traits, first = self.traits[k], k not in self.seen
+        if not first:
+            self._settle_counts(k, states[0])
         with self._surroundings(k), Keeping() if keep_inside else contextlib.nullcontext() as keeping:
             if keeping is not None:
                 self.inside[k] = keeping.found
@@ -109,6 +96,9 @@ class Runner:
                     guarded, _ = self.guarded(k, states[0])
                     tree = self._call(k, states, guarded)
                 out, _ = take_apart(tree)
+        counted = self.seen[k].counted
+        if counted is not None:
+            self.seen[k] = replace(self.seen[k], counted=replace(counted, digest=digest_of(out.tensors)))
         return out
 
     def record(self, k: int, states: list[State], *, output_needed: bool = True) -> tuple[State, Tape]:
@@ -117,6 +107,8 @@ class Runner:
         Unless its output is needed, a recompute may leave out what follows the last saved tensor; the state then has no
         tensors.
         """
+        if k in self.seen:
+            self._settle_counts(k, states[0])
         end, again = self.traits[k].end, [*states]
         # What backward reads of a state of several tensors may be one of them: the others would be held for nothing.
         held = len(self.stages[k].parts) == 1 or len(states[0].tensors) == 1
@@ -220,6 +212,16 @@ class Runner:
         """Drop what recomputes of stage ``k`` would need: there will be none."""
         self.seen.pop(k, None)
 
+    def _settle_counts(self, k: int, state: State) -> None:
+        """Before the first recompute of stage ``k``."""
+
+        def again(seen: Seen) -> State:
+            self.seen[k] = seen
+            return self.forward(k, [state])
+
+        if self.seen[k].counted is not None:
+            self.seen[k] = settled(self.seen[k], again, self.stages, k)
+
     # -- one run ------------------------------------------------------------------------------------------------
 
     def _inputs(self, k: int, state: State) -> list[torch.Tensor]:
@@ -276,7 +278,10 @@ class Runner:
                 self._check_unchanged(k, seen)
                 stack.enter_context(as_recompute())
                 stack.enter_context(self._surrounded.again())
+                stack.enter_context(hooks_off(traits.leaves))
             stack.enter_context(as_a_stage(self.device))  # innermost: to leave inference mode undoes a part of it
+            if traits.rebinds:
+                stack.enter_context(Rebinding())
             if self.autocast.enabled or Autocast.capture(self.device) != self.autocast:
                 stack.enter_context(self.autocast.entered(cache=traits.casts_twice))
             if k in self._once:

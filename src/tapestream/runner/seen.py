@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,8 +11,10 @@ from tapestream.capture.cells import Contents
 from tapestream.capture.observe import observed
 from tapestream.errors import GradientError
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, host_mark
+from tapestream.runner.counts import Counted, digest_of, kinds_of
 from tapestream.runner.guards import Mark
 from tapestream.runner.stage import Stage, Traits
+from tapestream.runner.state import State
 from tapestream.runner.stills import Look
 
 Versions = tuple[int | Mark, ...]
@@ -21,7 +23,7 @@ Versions = tuple[int | Mark, ...]
 @dataclass(frozen=True, slots=True)
 class Seen:
     """States of generators, buffers and other memory, where the run has changed them; versions of parameters; the rest:
-    `Look`."""
+    `Look`; ``counted``: what it has counted, unless it is known which values recomputes need."""
 
     torch_generators: TorchGenerators | None
     host_generators: HostGenerators | None
@@ -29,6 +31,11 @@ class Seen:
     contents: Contents | None
     versions: Versions
     look: Look | None
+    counted: Counted | None = None
+
+    def with_buffers(self, more: BufferSnapshot) -> "Seen":
+        """With other contents of what it has counted."""
+        return replace(self, buffers=more if self.buffers is None else self.buffers.also(more), counted=None)
 
     def restore(self, stack: contextlib.ExitStack, device: torch.device) -> None:
         """Have generators, buffers and other memory as they were."""
@@ -95,6 +102,26 @@ def first_run(
         for other in stages:  # alike, they will do the same
             other.stills.expect(stage.stills.late)
         raise
+    mine = Seen(generators if drew else None, host, buffers, contents, then, after)
     if late is not None:
-        buffers = late if buffers is None else buffers.also(late)
-    found.append(Seen(generators if drew else None, host, buffers, contents, then, after))
+        counted, known = Counted.since(late), stage.stills.counts.get(kinds_of(late.slots))
+        mine = replace(mine, counted=counted) if known is None else mine.with_buffers(counted.after if known else late)
+    found.append(mine)
+
+
+def settled(seen: Seen, again: Callable[[Seen], State], stages: Sequence[Stage], k: int) -> Seen:
+    """What stage ``k`` has seen, with what its recomputes need of what it has counted, which all ``stages`` learn.
+    ``again`` runs it once more. Raises GradientError where neither value gives what the first run gave."""
+    counted = seen.counted
+    assert counted is not None
+    both = [seen.with_buffers(held) for held in (counted.before, counted.after)]
+    right = [digest_of(again(one).tensors) == counted.digest for one in both]
+    if not any(right):
+        raise GradientError(
+            f"{stages[k].name} counts {counted.names} where tapestream.recomputing() is false, and reads it so that "
+            "neither the old nor the new value gives again what the first run gave; count in each run, or do not read "
+            "it there"
+        )
+    for stage in stages:
+        stage.stills.learn(kinds_of(counted.before.slots), not right[0])
+    return both[right.index(True)]

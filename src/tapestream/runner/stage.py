@@ -1,6 +1,6 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,11 @@ class Traits:
     of which it uses nothing but casts; ``uncast``: ids of leaves that it uses as they are. ``requires``: which output
     tensors carry a gradient. ``end``: what follows its last saved tensor, where recomputes may leave that out.
     ``leaves``: tensors that get a gradient from it; ``makes_leaves``: its graph ends at others too, made inside and
-    gone with it. ``reads``: it takes numbers out of tensors other than by an operation. ``saves``: how many tensors it
-    saves for its backward; ``nodes``: of its graph.
+    gone with it; ``repeated``: ids of those that it uses more than once; ``inputs_repeated``: input tensors of which
+    it does so; ``others``: those that belong to no block of
+    a streamed model, whose gradients go straight to the user. ``reads``: it takes numbers out of tensors other than by
+    an operation. ``rebinds``: it sets tensors to what they are. ``saves``: how many tensors it saves for its backward;
+    ``nodes``: of its graph. ``left``: bytes of tensors that it leaves in attributes, by where.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -45,11 +48,24 @@ class Traits:
     uncast: frozenset[int] = frozenset()
     makes_leaves: bool = False
     reads: bool = False
+    rebinds: bool = False
+    repeated: frozenset[int] = frozenset()
+    inputs_repeated: frozenset[int] = frozenset()
+    others: tuple[torch.Tensor, ...] = ()
     saves: int = 0
     nodes: int = 0
+    left: tuple[tuple[tuple[int, str], int], ...] = ()
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None
+
+
+def left_nbytes(traits: Iterable[Traits]) -> int:
+    """What runs of stages leave in attributes; of those that leave it in one place, the most."""
+    found: dict[tuple[int, str], int] = {}
+    for place, nbytes in (one for trait in traits for one in trait.left):
+        found[place] = max(nbytes, found.get(place, 0))
+    return sum(found.values())
 
 
 class Stage:

@@ -91,11 +91,11 @@ def tensors_in(tree: Any) -> Sequence[torch.Tensor]:
 
 def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Distinct storages behind ``tensors``: address to bytes."""
-    held = (part.untyped_storage() for t in tensors for part in _parts(t))
+    held = (part.untyped_storage() for t in tensors for part in parts_of(t))
     return {storage.data_ptr(): storage_nbytes(storage) for storage in held if storage.nbytes() > 0}
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors with memory that one is made of; none where that is hidden (those of oneDNN), and of zeros that have
     none (tangents of what has no tangent)."""
     if tensor._is_zerotensor():
@@ -109,6 +109,17 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def of_parts(
+    layout: torch.layout, shape: torch.Size, parts: Sequence[torch.Tensor], *, coalesced: bool
+) -> torch.Tensor:
+    """The sparse tensor that has these `parts_of`."""
+    if layout is torch.sparse_coo:
+        places, values = parts
+        return torch.sparse_coo_tensor(places, values, shape, is_coalesced=coalesced, check_invariants=False)
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, check_invariants=False)
 
 
 def replica(tensor: torch.Tensor) -> torch.Tensor:

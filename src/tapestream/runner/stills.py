@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every
 
+from tapestream.capture.attributes import Attribute, AttributesRead
 from tapestream.capture.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
 from tapestream.capture.cells import Cell
+from tapestream.capture.python_state import attributes_of
 from tapestream.errors import GradientError
 from tapestream.runner.reads import Reads, containers_read, marks_in, reads_of, version_of
 
@@ -32,7 +34,8 @@ _PLACES = 8  # dictionaries of a module that are looked at: these, and four of h
 class Look:
     """What a stage reads, at one moment. ``held``: what the dictionaries of modules hold, with its ``keys``, dictionary
     by dictionary (``ends``). ``still``: buffers and frozen parameters, with their ``versions``. ``captured``: what
-    functions have captured; ``marks``: the content of what may be written into among that.
+    functions have captured; ``marks``: the content of what may be written into among that. ``numbers``: what
+    ``attributes`` of other objects hold.
     """
 
     held: list[Any]
@@ -42,13 +45,15 @@ class Look:
     versions: list[int]
     captured: list[Any]
     marks: list[Any]
+    attributes: tuple[Attribute, ...]
+    numbers: list[Any]
 
     def same(self, now: "Look") -> bool:
         """Whether all that is held is the very same. If not, it may still be equal."""
         return (
             self.versions == now.versions and self.marks == now.marks
             and _identical(self.held, now.held) and _identical(self.captured, now.captured)
-            and _identical(self.still, now.still)
+            and _identical(self.still, now.still) and _identical(self.numbers, now.numbers)
         )  # fmt: skip
 
     def of(self, place: int) -> dict[Any, Any]:
@@ -62,13 +67,18 @@ class Stills:
     so that most is done by comparing what is held by identity; where to look is found anew when that has changed."""
 
     __slots__ = (
+        "_attributes",
         "_containers",
         "_dicts",
         "_ends",
         "_functions",
         "_held",
         "_keys",
+        "_made",
+        "_named",
+        "_objects",
         "_plain",
+        "counts",
         "draws_host",
         "late",
         "modules",
@@ -78,18 +88,25 @@ class Stills:
         self.modules = tuple(modules)
         self.late = tuple[Slot, ...]()  # buffers that it writes at times, though not when it was profiled
         self.draws_host = False  # the same of Python's and NumPy's generators
+        # By kinds of slots (see `kinds_of`), whether recomputes need what they hold after the first run.
+        self.counts = dict[object, bool]()
         self._held: list[Any] | None = None
         self._keys, self._ends = list[Any](), list[int]()
+        self._made = list[int]()  # where among ``_held`` attributes are tensors
         self._dicts = list[dict[Any, Any]]()
         self._functions = list[Reads]()
         self._plain = list[nn.Parameter]()
         self._containers = list[Any]()
+        self._objects, self._named = list[Any](), list[Any]()
+        self._attributes: AttributesRead | None = None
 
     def look(self, function: Any, written: Sequence[Slot], cells: Sequence[Cell]) -> Look:
         """At what the stage ``function`` with these modules sees now. ``written`` and ``cells``: what it writes into
         itself, which recomputes get back in another way (see `BufferSnapshot`)."""
-        if self._held is None or not _identical([*chain.from_iterable(map(dict.values, self._dicts))], self._held):
+        if self._held is None or not _identical(self._holding(), self._held):
             self._find()
+        if self._attributes is None or self._attributes.lead_elsewhere():
+            self._attributes = AttributesRead.of((function, *self._named), self.modules)
         buffers = chain.from_iterable(map(dict.values, self._dicts[_BUFFERS : _PLACES * len(self.modules) : _PLACES]))
         own = {id(module._buffers.get(name)) for module, name in written}
         still = [b for b in buffers if b is not None and id(b) not in own]
@@ -100,33 +117,51 @@ class Stills:
         for container in self._containers:
             marks += marks_in(container, cells)
         assert self._held is not None
-        return Look(self._held, self._keys, self._ends, still, [version_of(t) for t in still], captured, marks)
+        versions, numbers = [version_of(t) for t in still], [one.now() for one in self._attributes.numbers]
+        return Look(
+            self._held, self._keys, self._ends, still, versions, captured, marks, self._attributes.numbers, numbers
+        )
+
+    def _holding(self) -> list[Any]:
+        """What the dictionaries hold now. Tensors that are attributes (what hooks make from parameters, the last
+        result) are not held from here: the module drops them when it runs again, and nothing compares them."""
+        held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        for at in self._made:
+            if at < len(held) and isinstance(held[at], torch.Tensor):
+                held[at] = torch.Tensor
+        return held
 
     def _find(self) -> None:
         self._dicts = [
             place
             for m in self.modules
-            for place in (vars(m), m._modules, m._parameters, m._buffers, m._forward_hooks, m._forward_pre_hooks,
-                          m._backward_hooks, m._backward_pre_hooks)
+            for place in (attributes_of(m), m._modules, m._parameters, m._buffers, m._forward_hooks,
+                          m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]  # fmt: skip
         self._dicts += _EVERY_HOOKS
-        self._held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        sizes, own, self._made = [*map(len, self._dicts)], self._dicts[: _PLACES * len(self.modules) : _PLACES], []
+        for start, attributes in zip([0, *accumulate(sizes)][::_PLACES], own, strict=False):
+            self._made += [start + at for at, one in enumerate(attributes.values()) if isinstance(one, torch.Tensor)]
+        self._held = self._holding()
         self._keys = [*chain.from_iterable(self._dicts)]
         self._ends = [*accumulate(map(len, self._dicts))]
         parameters = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
         self._plain = list(parameters.values())
         forwards = {id(type(m)): type(m).forward for m in self.modules}
         functions = [f for f in forwards.values() if not str(f.__module__).startswith("torch.")]
-        functions += [value for m in self.modules for value in vars(m).values() if type(value) in _FUNCTIONS]
+        functions += [value for m in self.modules for value in attributes_of(m).values() if type(value) in _FUNCTIONS]
         self._functions = [reads for function in functions for reads in reads_of(function)]
         found = (one for m in self.modules for one in containers_read(m))
         self._containers = list({id(one): one for one in found}.values())
+        objects = [value for value in self._held if type(value) not in NUMBERS]
+        if not _identical(objects, self._objects):  # a walk takes long, and modules count
+            self._objects, self._named, self._attributes = objects, functions, None
 
     def check(self, name: str, then: Look, now: Look, written: Sequence[Slot]) -> None:
         """Raise GradientError with the name of what a recompute would see other than it was."""
         if then.same(now):
             return
-        found = self._differing(then, now, written)
+        found = [*self._differing(then, now, written), *_of_objects(then, now)]
         if found:
             raise GradientError(
                 f"{name}: {self._what(found[0])} was changed between the call and its backward, so recomputing would "
@@ -150,8 +185,12 @@ class Stills:
                 + ("from the next call on the old value is kept: run the step again" if all_known else
                    "give it to the stage as an argument, or keep it as a buffer or number of a module")
             )  # fmt: skip
-        slots = tuple(one.slot for one in found if one.slot is not None)
-        return BufferSnapshot(slots, tuple(one.before for one in found)) if slots else None
+        return _before(found)
+
+    def counted(self, before: Look, after: Look, written: Sequence[Slot]) -> BufferSnapshot | None:
+        """Numbers that are not what they were, and buffers in whose place others are, as they were."""
+        found = [] if before.same(after) else self._differing(before, after, written)
+        return _before([one for one in found if one.before is not _LOST])
 
     def expect(self, slots: Sequence[Slot]) -> None:
         """From the next call on, keep what is in these slots, and in those of the same name of modules of the same
@@ -160,6 +199,10 @@ class Stills:
         like = [(m, name) for m in self.modules for kind, name in names if type(m) is kind]
         there = ((m, name) for m, name in like if name in m._buffers or name in vars(m))
         self.late = tuple(dict.fromkeys((*self.late, *there)))
+
+    def learn(self, kinds: object, after: bool) -> None:
+        """Of what is counted, recomputes need the value after the first run, or before it."""
+        self.counts[kinds] = after
 
     def _what(self, one: "_Difference") -> str:
         return one.what if one.module is None else f"{one.what} of a {type(one.module).__name__}"
@@ -203,6 +246,11 @@ class _Difference(NamedTuple):
     before: Any = None
 
 
+def _before(found: Sequence[_Difference]) -> BufferSnapshot | None:
+    pairs = [(one.slot, one.before) for one in found if one.slot is not None]
+    return BufferSnapshot(tuple(slot for slot, _ in pairs), tuple(before for _, before in pairs)) if pairs else None
+
+
 def _of_attributes(
     module: nn.Module, old: dict[str, Any], new: dict[str, Any], own: Container[tuple[int, str]]
 ) -> Iterator[_Difference]:
@@ -228,6 +276,18 @@ def _of_buffers(
             yield _Difference("a buffer or frozen parameter", module, (module, name), _LOST)
         elif name not in new or not _equal(buffer, new[name]):
             yield _Difference("a buffer or frozen parameter", module, (module, name), buffer)
+
+
+def _of_objects(then: Look, now: Look) -> Iterator[_Difference]:
+    """Numbers of objects that are no modules; another object in one's place may hold the same."""
+    alike = [one.name for one in then.attributes] == [one.name for one in now.attributes]
+    keys = [range(len(look.attributes)) if alike else [(id(one.holder), one.name) for one in look.attributes]
+            for look in (then, now)]  # fmt: skip
+    new = dict(zip(keys[1], now.numbers, strict=True))
+    for key, one, value in zip(keys[0], then.attributes, then.numbers, strict=True):
+        other = new.get(key, value)
+        if type(value) is not type(other) or value != other:
+            yield _Difference(f"{one.owner}.{one.name}", None)
 
 
 def _identical(a: list[Any], b: list[Any]) -> bool:

@@ -5,7 +5,7 @@ checkpointing stops its recompute at that point.)
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tapestream.runner.guards import check_asked
 
 _EARLIER = 4  # saved tensors: an operation has begun before what it saves is seen
 
@@ -79,15 +81,17 @@ class LeftOut:
 
 class Reading(TorchFunctionMode):
     """Inside, ``found`` tells whether anything asks for a tensor's numbers, or where they lie, other than by an
-    operation: what that gives of what was left out, `end_left_out` does not see."""
+    operation: what that gives of what was left out, `end_left_out` does not see. ``inputs``: of the stage ``name``,
+    which may not ask everything of them (see `check_asked`)."""
 
     only_watches = True
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.found = False
+        self.found, self._name, self._inputs = False, name, frozenset(map(id, inputs))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_asked(func, args, self._inputs, self._name)
         self.found = self.found or func in _READING
         return func(*args, **(kwargs or {}))
 

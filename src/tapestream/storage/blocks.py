@@ -74,14 +74,16 @@ class ParameterBlock:
     strides: tuple[tuple[int, ...], ...] = field(init=False)
     state_parts: tuple[StatePart, ...] = ()
     unit: int = ALIGNMENT
+    _once: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.strides = tuple(p.stride() if _dense(p) else _contiguous(p) for p in self.parameters)
         self.divide()
 
     def divide(self) -> None:
-        """Lay out what is trained now apart from what is frozen now."""
-        self.trained, self.frozen = divided([p.requires_grad for p in self.parameters])
+        """Lay out what takes gradients now, or has taken some, apart from what never did."""
+        self._once |= {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        self.trained, self.frozen = divided([i in self._once for i in range(len(self.parameters))])
         self.layout, self.frozen_layout = (
             Layout.of(((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers), self.unit)
             for numbers in (self.trained, self.frozen)

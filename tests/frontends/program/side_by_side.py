@@ -12,6 +12,7 @@ from torch import nn
 from tapestream.errors import BudgetError
 from tapestream.executor.program.noting import following
 from tapestream.executor.program.noting.recorder import Recorder
+from tapestream.frontends.program import candidates
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
@@ -89,7 +90,8 @@ def compare(
 
 
 def fix_seconds(monkeypatch: pytest.MonkeyPatch, by_name: Mapping[str, float]) -> None:
-    """Operations take these seconds by the names of their functions, others 0.1: always the same."""
+    """Operations take these seconds by the names of their functions, others 0.1: always the same. And a search for
+    plans takes as long as it takes."""
 
     def seconds(sizes: Sizes) -> Any:
         record = sizes.record
@@ -97,6 +99,7 @@ def fix_seconds(monkeypatch: pytest.MonkeyPatch, by_name: Mapping[str, float]) -
         return numpy.array([by_name.get(name, 0.1) for name in names])
 
     monkeypatch.setattr(Sizes, "seconds", seconds)
+    monkeypatch.setattr(candidates, "_MOST_SECONDS", 1e9)
 
 
 def hear_followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:

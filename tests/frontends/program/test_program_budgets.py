@@ -160,7 +160,7 @@ def share_taken(function: Function, x: torch.Tensor, run: Program, budget: int) 
     return (meter.peak_nbytes - y.nbytes - in_the_making - STATES) / budget
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(
     "share", [1.0, pytest.param(1.1, marks=FULL), pytest.param(1.3, marks=FULL), pytest.param(2.0, marks=FULL)]
 )

@@ -309,7 +309,7 @@ VARIANTS: tuple[Variant, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("factor", [1, 3, 1000])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.__name__)
 def test_a_call_that_does_something_else_is_that_of_plain_pytorch(
@@ -539,7 +539,7 @@ def test_another_value_that_is_written_into_ends_following() -> None:
         runs(x, torch.zeros(SIDE, SIDE))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(
     ("calls", "at"), one_in(2, itertools.product([(5,), (6,), (0, 1, 2, 3, 4), (3, 4, 5, 6, 7)], [0, 1, 4, 5]))
 )

@@ -48,7 +48,7 @@ def of_a_value(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight + value.sum() + weight.sum())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("body", [linear, normalised, copied, drawn_into, of_a_value])
 @pytest.mark.parametrize("planner", ["revolve", "auto"])
 def test_parameters_made_inside(body: object, planner: str) -> None:

@@ -188,7 +188,7 @@ def borders_of(seed: int) -> tuple[Borders, random.Random]:
     return found[-1], choose
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed: int) -> None:
     """Pieces of a stretch in any order: seconds by counts of who needs a value are those of a whole look."""
@@ -209,7 +209,7 @@ def test_what_is_kept_step_by_step_saves_as_much_as_when_all_is_asked_again(seed
             whole = left
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_piece_that_is_held_saves_seconds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far from each other, too: two pieces between which all runs again for either save it once."""

@@ -126,6 +126,7 @@ def test_the_backward_of_a_whole_block_fits(more: float) -> None:
         assert meter.peak_nbytes - gradients - x.nbytes <= 1.05 * (program.budget.device_nbytes or 0)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "times"), [("gpt2", 2.8), ("bert", 2.8), ("vit", 2.8), ("resnet", 1.6)])
 def test_families(name: str, times: float) -> None:
     model, batch = family(name, True)

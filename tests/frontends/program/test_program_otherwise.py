@@ -181,6 +181,7 @@ TIGHT = {rows_filled: 1.5, sparse: 1.5}
 """Times the room with which calls are not noted, where the rest needs more."""
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tight", [True, False])
 @pytest.mark.parametrize("function", CASES)
 def test_values_and_gradients(function: Callable[[Tensor, bool], Tensor], tight: bool, noted: list[Any]) -> None:
@@ -206,7 +207,7 @@ def test_values_and_gradients(function: Callable[[Tensor, bool], Tensor], tight:
     assert function is hooks_on_saved_tensors or (program.report.reruns > 0) is tight
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("budget", [45_000, 60_000, 90_000])
 def test_a_view_that_is_saved_and_a_base_that_is_written_are_one_memory_in_replays(inside: bool, budget: int) -> None:
@@ -258,8 +259,14 @@ def test_casts_of_leaves_that_are_written_into(whole: bool) -> None:
         for _ in range(2):
             outcome(lambda: program(X))
         otherwise = True
-    with pytest.raises(GradientError, match="autocast was used" if whole else "changed in place"):
-        outcome(lambda: program(X))
+    if whole:
+        with pytest.raises(GradientError, match="autocast was used"):
+            outcome(lambda: program(X))
+    else:  # all is kept
+        expected = outcome(lambda: function(X))
+        with torch.no_grad():
+            leaf.div_(2.0)
+        assert same(outcome(lambda: program(X)), expected)
 
 
 @pytest.mark.parametrize("what", ["grad mode", "needs", "the kernel"])

@@ -187,7 +187,7 @@ def check(make: Callable[[], Made], share: float, planner: str) -> int:
     return fit
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(
     ("make", "share", "planner"),
     [

@@ -50,6 +50,7 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("program", ["1GiB", "1600KiB"])
 @pytest.mark.parametrize("streamed", ["1GiB", "4MiB"])
 @pytest.mark.parametrize("home", ["disk", "device"])

@@ -94,7 +94,7 @@ def peak_budget(net: nn.Module, x: Tensor, part: float) -> int:
 PARTS = [(planner, part) for planner in PLANNERS for part in (0.3, 0.4 if planner == "superneurons" else 0.5)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("planner", "part", "engine"),
     one_in(2, [(*one, engine) for one in PARTS for engine in ("threads", "adversarial", "fake_streams")]),
@@ -149,6 +149,7 @@ def test_the_peak_stays_within_the_budget(planner: str, tmp_path: Path) -> None:
     assert run.plan.simulation.bytes_moved
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strange", [[0, 1, 2, 3, 4, 4, 4, 4, 5], [0, 1, 2], [*range(BLOCKS), 3], [7, 6], []])
 def test_a_call_that_turns_out_otherwise_goes_on_without_the_plan(strange: list[int], tmp_path: Path) -> None:
     net, x = network()

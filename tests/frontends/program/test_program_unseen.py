@@ -172,24 +172,6 @@ def test_sparse_tensors_inside() -> None:
         compare(program, [W, X], given)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("transform", ["vmap", "jvp", "grad", "vjp", "jacrev", "hessian"])
-def test_transforms_are_refused_by_name(transform: str) -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        if transform == "vmap":
-            return torch.func.vmap(lambda row: torch.tanh(row @ W))(x)
-        if transform in ("grad", "hessian"):
-            return getattr(torch.func, transform)(lambda y: torch.tanh(y @ W).sum())(x)  # type: ignore[no-any-return]
-        if transform == "jacrev":
-            return torch.func.jacrev(lambda y: torch.tanh(y @ W))(x)  # type: ignore[no-any-return]
-        if transform == "vjp":
-            return torch.func.vjp(lambda y: torch.tanh(y @ W), x)[0]
-        return torch.func.jvp(lambda y: torch.tanh(y @ W), (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
-
-    with pytest.raises(InputError, match=r"torch\.func"):
-        Program(program, budget="1MiB")(*given())
-
-
 def test_in_place_through_torch_ops() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         count = torch.ones(16)

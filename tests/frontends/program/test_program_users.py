@@ -1,6 +1,7 @@
 """What users put between a program and PyTorch: custom operations, functions and objects that calls are given, classes
 of tensors, modes, hooks, settings. It is done right, or refused by name where something would have to run again."""
 
+import contextlib
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -367,10 +368,35 @@ def test_settings_are_those_of_the_first_run() -> None:
 
 def test_hooks_around_a_call_are_refused_and_inside_are_called() -> None:
     run = Program(often(torch.tanh), budget="1MiB")
-    with torch.autograd.graph.save_on_cpu(), pytest.raises(InputError, match="inside saved_tensors_hooks"):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor / 2)
+    for around in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        with hooks, around, pytest.raises(InputError, match="inside saved_tensors_hooks"):
+            run(*given())
+    with hooks, torch.no_grad():
         run(*given())
-    with torch.autograd.graph.save_on_cpu(), torch.no_grad():
-        run(*given())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_save_on_cpu_around_a_call_is_left_out(times: int) -> None:
+    """The budget says what is kept where: noted, planned and unnoted calls, and `explain`."""
+    program = often(torch.tanh)
+
+    def gradient(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return torch.autograd.grad(function(*given()).sum(), W)[0]
+
+    wanted = gradient(program)
+    for budget in (least(program, [W, X], given, 0), 1 << 24):
+        run = Program(program, budget=budget)
+        for _ in range(4):
+            with contextlib.ExitStack() as stack:
+                for _ in range(times):
+                    stack.enter_context(torch.autograd.graph.save_on_cpu())
+                found = gradient(run)
+            assert torch.equal(found, wanted)
+            assert torch.equal(gradient(run), wanted)
+        assert run.report is not None
+        with torch.autograd.graph.save_on_cpu():
+            assert run.explain(*given())
 
 
 def test_tensors_made_in_inference_mode_are_refused_and_backward_in_it_is_right() -> None:

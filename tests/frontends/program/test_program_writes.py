@@ -9,9 +9,6 @@ import torch
 from side_by_side import compare, least
 from torch import nn
 
-from tapestream.errors import InputError
-from tapestream.frontends.program.program import Program
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that this module is to move elsewhere
     from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
@@ -139,9 +136,3 @@ def test_deep_copies_of_what_a_program_makes(size: int) -> None:
 def test_the_default_generator_by_its_name() -> None:
     net = Stepping(lambda x, mean, var: x * torch.rand(SIZE, SIZE, generator=torch.default_generator))
     compare(net, [net.weight], made, least(net, [], made, 0), calls=3, planner="auto")
-
-
-def test_lazy_modules_that_were_never_called_are_refused_by_name() -> None:
-    lazy, net = nn.LazyLinear(SIZE), Stepping(lambda x, mean, var: x)
-    with pytest.raises(InputError, match="lazy module that was never called"):
-        Program(lambda x: lazy(net(x)))(*made())

@@ -7,6 +7,8 @@
 
 namespace simulated {
 
+constexpr double kQuestion = 1e-6;
+
 VirtualClock& virtual_clock() {
   static auto* one = new VirtualClock;
   return *one;
@@ -37,6 +39,7 @@ void VirtualClock::set(const Card* card) {
   std::lock_guard<std::mutex> held(lock_);
   if (card) card_ = *card;
   on_ = card != nullptr;
+  setting_++;
   host_ = 0;
   engines_.clear();
   lanes_.clear();
@@ -126,6 +129,12 @@ double VirtualClock::host() {
 void VirtualClock::host_reaches(double moment) {
   std::lock_guard<std::mutex> held(lock_);
   host_ = std::max(host_, moment);
+}
+
+bool VirtualClock::host_asks_whether_past(double moment) {
+  std::lock_guard<std::mutex> held(lock_);
+  host_ += kQuestion;
+  return host_ >= moment;
 }
 
 void VirtualClock::host_waits_for(Queue* queue) {

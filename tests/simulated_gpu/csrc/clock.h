@@ -40,6 +40,7 @@ class VirtualClock {
  public:
   void set(const Card* card);  // null: off
   bool on() const { return on_.load(std::memory_order_relaxed); }
+  uint64_t setting() const { return setting_.load(std::memory_order_relaxed); }  // how often it was set
 
   void kernel(Queue* queue, const char* name, double operations, c10::ScalarType dtype, int64_t nbytes);
   void sleep(Queue* queue, double seconds);
@@ -51,6 +52,7 @@ class VirtualClock {
   void hold(Queue* queue, double moment);    // what is issued later starts no earlier
   double host();
   void host_reaches(double moment);
+  bool host_asks_whether_past(double moment);  // a question takes a microsecond
   void host_waits_for(Queue* queue);
   void host_works(const std::string& name, double seconds);  // of the program itself
 
@@ -65,6 +67,7 @@ class VirtualClock {
   Engine& engine(const std::string& name);
 
   std::atomic<bool> on_{false};
+  std::atomic<uint64_t> setting_{0};
   std::mutex lock_;
   Card card_{};
   double host_ = 0;

@@ -15,9 +15,21 @@ struct Event {
   Queue* queue = nullptr;
   uint64_t number = 0;
   double virtual_time = 0;
+  uint64_t setting = 0;  // of the clock; an event of an earlier one is older than all that the clock knows
   // Shared with the job that writes it: the event may be recorded again, or destroyed, before that runs.
   std::shared_ptr<Real::time_point> happened;
+
+  double moment() const { return setting == virtual_clock().setting() ? virtual_time : 0; }
+  bool over() const { return !queue || queue->reached(number); }
 };
+
+// With a virtual clock its time decides, and not how fast this machine is: all runs agree. Who asks in a loop gets on.
+bool has_happened(Queue* queue, uint64_t number, double moment) {
+  if (!virtual_clock().on() || queue->paused()) return queue->reached(number);
+  if (!virtual_clock().host_asks_whether_past(moment)) return false;
+  drain(queue, number);
+  return true;
+}
 
 // PyTorch hands out 32 streams of each device in turn, and so do we: two handles may be one stream.
 constexpr int64_t kPool = 32;
@@ -65,7 +77,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& of) const override {
     auto* queue = queue_of(of);
-    return queue->reached(queue->issued());
+    return has_happened(queue, queue->issued(), virtual_clock().moment(queue));
   }
   void synchronizeStream(const c10::Stream& of) const override { synchronize(queue_of(of), "synchronize (stream)"); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
@@ -80,32 +92,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto happened = event->happened = std::make_shared<Real::time_point>();
     event->queue = queue_of(on);
     event->virtual_time = virtual_clock().moment(event->queue);
+    event->setting = virtual_clock().setting();
     event->number = event->queue->put([happened] { *happened = Real::now(); });
   }
   void block(void* place, const c10::Stream& waiting) const override {
     auto* event = static_cast<Event*>(place);
     auto* queue = queue_of(waiting);
     if (!event || !event->queue || event->queue == queue) return;
-    virtual_clock().hold(queue, event->virtual_time);
+    virtual_clock().hold(queue, event->moment());
     queue->put([source = event->queue, number = event->number] { source->wait(number); });
   }
   bool queryEvent(void* place) const override {
     auto* event = static_cast<Event*>(place);
-    return !event || !event->queue || event->queue->reached(event->number);
+    return !event || !event->queue || has_happened(event->queue, event->number, event->moment());
   }
   void synchronizeEvent(void* place) const override {
     auto* event = static_cast<Event*>(place);
     if (!event || !event->queue) return;
     count_synchronisation("synchronize (event)");
     wait_for(event->queue, event->number);
-    virtual_clock().host_reaches(event->virtual_time);
+    virtual_clock().host_reaches(event->moment());
     raise_late_error();
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     auto *first = static_cast<Event*>(from), *last = static_cast<Event*>(to);
     TORCH_CHECK(first && last && first->queue && last->queue, "Both events must be recorded before their elapsed time");
-    TORCH_CHECK(queryEvent(from) && queryEvent(to), "Both events must have happened before their elapsed time");
-    if (virtual_clock().on()) return 1e3 * (last->virtual_time - first->virtual_time);
+    TORCH_CHECK(first->over() && last->over(), "Both events must have happened before their elapsed time");
+    if (virtual_clock().on()) return 1e3 * (last->moment() - first->moment());
     return std::chrono::duration<double, std::milli>(*last->happened - *first->happened).count();
   }
 };
@@ -115,7 +128,7 @@ c10::impl::DeviceGuardImplRegistrar registered(kDevice, new Guard);
 }  // namespace
 
 double virtual_time_of_event(void* event) {
-  return event ? static_cast<Event*>(event)->virtual_time : 0;
+  return event ? static_cast<Event*>(event)->moment() : 0;
 }
 
 }  // namespace simulated

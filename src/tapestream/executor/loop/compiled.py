@@ -6,6 +6,7 @@ from math import gcd
 from typing import Any
 
 from tapestream.errors import InputError
+from tapestream.executor.loop.late import Late
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.sweep import paired
 from tapestream.executor.loop.traits import Body
@@ -46,6 +47,7 @@ class CompiledSteps(TensorSteps):
         length: int | None = None,
     ) -> None:
         super().__init__(body, steps, tick)
+        self.late = Late(set(), set())  # a graph for each step is not what a chunk makes
         self._chunks = chunks
         self._length = body.chunk if length is None else gcd(body.chunk, length)
 
@@ -66,7 +68,7 @@ class CompiledSteps(TensorSteps):
             if sink is not None and self.first_run:
                 for step, output in enumerate(outputs, first):
                     if sink.wants(step):
-                        sink.add(step, output)
+                        self._take(step, output)
         return state
 
     def _run(self, state: Any, xs: Iterator[tuple[Any, ...]], first: int, last: int) -> Iterator[tuple[Any, Any]]:

@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tapestream.executor.loop.traits import StepTraits
+from tapestream.runner.guards import check_asked
 
 
 class StandIns:
@@ -44,14 +45,16 @@ class StandIns:
 
 
 class Seen(TorchFunctionMode):
-    """Notes every tensor that operations are given and whose graph is older than ``since`` (a sequence number)."""
+    """Notes every tensor that operations are given and whose graph is older than ``since`` (a sequence number).
+    ``inputs``: ids of the step's, of which it may not ask everything (see `check_asked`)."""
 
     def __init__(self, since: int) -> None:
         super().__init__()
-        self.since = since
+        self.since, self.inputs = since, frozenset[int]()
         self.tensors: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_asked(func, args, self.inputs, "a step of the loop")
         for tensor in _tensors((args, kwargs or {})):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < self.since:
                 self.tensors.append(tensor)

@@ -18,7 +18,7 @@ from tapestream.executor.loop.stand_ins import StandIns
 from tapestream.executor.loop.sweep import NAME, Sweeps, paired
 from tapestream.executor.loop.traits import Body
 from tapestream.runner.graph import next_sequence_number, numbered_here, reached_leaves
-from tapestream.runner.guards import mark
+from tapestream.runner.guards import drop_hooks, mark
 from tapestream.runner.state import replica
 
 Cotangent = list[torch.Tensor | None]
@@ -41,7 +41,8 @@ class TensorSteps(Sweeps):
     """See `driver.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
 
     ``reversing``: enters what the user's backward runs in, where that is other than what steps run in. ``sums``: by
-    place in ``traits.leaves``, the gradient accumulated so far.
+    place in ``traits.leaves``, the gradient accumulated so far; ``begun``: by leaf of state 0, where that of others
+    begins.
     """
 
     def __init__(self, body: Body, steps: int | None, tick: Callable[[int], None] | None = None) -> None:
@@ -50,6 +51,7 @@ class TensorSteps(Sweeps):
         self.keeper = Keeper(body)
         self.stands = StandIns.of(body.traits)
         self.sums: Cotangent = [None] * len(body.traits.leaves)
+        self.begun: dict[int, torch.Tensor] = {}
         self._targets = self.stands.targets(body.traits.leaves)
         self._sizes: set[int] = set()
         self._records = 0
@@ -77,6 +79,8 @@ class TensorSteps(Sweeps):
         live = self.stands.originals_out(self.form.leaves(after))
         tape.edges, state = self._closed(live, last)
         self._look(live, roots, inside, tape, since)
+        if not self.first_run:
+            drop_hooks(self.traits.leaves)
         if self.tick is not None:
             self.tick(last - first)
         return state, tape
@@ -91,6 +95,10 @@ class TensorSteps(Sweeps):
         if not roots:
             return [None] * len(tape.inputs)
         seeds = [g for edge, g in zip(edges, gradients, strict=True) if edge is not None and g is not None]
+        if not stage and self.begun:
+            places = [i for i in self.begun if tape.inputs[i] is not None]
+            roots = [*(tape.inputs[i] for i in places), *roots]
+            seeds = [*(self.begun.pop(i) for i in places), *seeds]
         for target, total in zip(self._targets, self.sums, strict=True):
             if total is not None:
                 roots.append(target)
@@ -146,10 +154,8 @@ class TensorSteps(Sweeps):
                 "step, or clone() the tensor"
             )
 
-    def gradients(self) -> Cotangent:
-        """The sums, in the dtypes of ``traits.leaves``."""
-        pairs = zip(self.sums, self.traits.leaves, strict=True)
-        return [None if g is None else g.to(leaf.dtype) for g, leaf in pairs]
+    def end_backward(self) -> None:
+        """All is reversed."""
 
     def _run(self, tree: Any, xs: Iterator[tuple[Any, ...]], first: int, last: int) -> Iterator[tuple[Any, Any]]:
         """State and output after each of the steps first .. last-1, in one graph."""
@@ -200,7 +206,7 @@ class TensorSteps(Sweeps):
         if not sink.wants(step):
             return
         if self.first_run:
-            sink.add(step, output)
+            self._take(step, output)
         assert sink.form is not None
         leaves = self.stands.originals_out(sink.form.leaves(output))
         if not sink.early:  # the cotangent of a sum arrives in its turn, after those of the steps that follow
@@ -210,11 +216,17 @@ class TensorSteps(Sweeps):
         if sink.early and step == last - 1 and last != self.steps:
             for i, _ in self.traits.aliases:
                 edges[i] = None  # its cotangent comes first among those of the next stage's input
+        if sink.differentiable:
+            for i, edge in enumerate(edges):
+                if edge is not None and not self.traits.outputs_require[i]:
+                    raise self._begun_late(sink.form.parts[i].name, step)
         roots += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         tape.outputs.append((step, edges))
 
     def _closed(self, live: list[Any], last: int) -> tuple[list[Place], Any]:
         """Where cotangents enter, and the state without its graph."""
+        if self.late.states and self.first_run:
+            self.traits = self.late.of_state(self.traits, live)
         edges: list[Place] = [None] * len(live)
         fresh: dict[int, torch.Tensor] = {}
         out = list(live)
@@ -225,15 +237,17 @@ class TensorSteps(Sweeps):
                 fresh[id(leaf)] = leaf.detach()
                 if leaf.requires_grad:
                     if not self.traits.requires[i]:
-                        raise self._late(i, last)
+                        self.late.begun()
+                        raise self._begun_late(self.form.parts[i].name, last - 1)
                     edges[i] = edge_of(leaf)
             out[i] = fresh[id(leaf)]
         return edges, self.form.build(out)
 
-    def _late(self, leaf: int, last: int) -> GradientError:
+    def _begun_late(self, leaf: str, step: int) -> GradientError:
         return GradientError(
-            f"Loop: {self.form.parts[leaf].name} begins to require a gradient at step {last - 1}, but did not in the "
-            "first steps; let it require one from the start (requires_grad_() on the initial state)"
+            f"Loop: {leaf} begins to require a gradient at step {step}, but did not in the first steps; run the step "
+            "again (later calls look at all steps), or let the state require one from the start (requires_grad_() on "
+            "the initial state)"
         )
 
     def _look(self, live: list[Any], roots: list[torch.Tensor], inside: Any, tape: _Tape, since: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.errors import InputError
+from tapestream.executor.loop.late import Late
 from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard, escaped
@@ -16,11 +17,12 @@ _TOLD_EVERY = 64  # steps
 
 
 class Sweeps:
-    """``tick`` hears of steps done. ``first_run``: outputs still count."""
+    """``tick`` hears of steps done. ``first_run``: outputs still count. ``late``: what may begin to need a gradient."""
 
     def __init__(self, body: Body, tick: Callable[[int], None] | None = None) -> None:
         self.body, self.form, self.traits = body, body.form, body.traits
         self.first_run = True
+        self.late = Late.of(body)
         self.reached, self.over = 0, False
         self.tick = tick
         self._root = root_of_graph()
@@ -30,7 +32,7 @@ class Sweeps:
 
         ``reached`` is then the number of steps made from the loop's beginning, ``over`` whether one was accepted.
         """
-        if self.traits.sweep is Sweep.PLAIN:
+        if self.traits.sweep is Sweep.PLAIN and not (self.first_run and self.late):
             with torch.no_grad():
                 return self.plain(state, start, stop, ended)
         with torch.enable_grad():
@@ -88,7 +90,8 @@ class Sweeps:
             if sink is not None:
                 state, output = paired(state, step)
                 if first_run and sink.wants(step):
-                    sink.add(step, output)
+                    self._take(step, output)
+                output = None  # its graph is not to live beside that of the next step
             if not matches(state):
                 raise self.form.changed(state, step)
             if ended(state):
@@ -97,7 +100,31 @@ class Sweeps:
         return state
 
     def _on_fresh(self, state: Any, *x: Any) -> Any:
-        return self.body.function(self.detached(state, requires=True), *x)
+        """A step from leaves of its own. Its graph ends with it: the next step makes another."""
+        if self.traits.sweep is Sweep.PLAIN and not self.late:  # all have begun
+            with torch.no_grad():
+                return self.body.function(state, *x)
+        if x and self.first_run and self.late and self.body.source is not None and self.body.source.differentiable:
+            x = (self.body.source.fresh(x[0])[0],)
+        found = self.body.function(self.detached(state, requires=True), *x)
+        if self.body.sink is None:
+            return self._left(found) if self.form.matches(found) else found
+        if type(found) is tuple and len(found) == 2 and self.form.matches(found[0]):
+            return self._left(found[0]), found[1]
+        return found
+
+    def _left(self, state: Any) -> Any:
+        if self.late.states and self.first_run:
+            self.traits = self.late.of_state(self.traits, self.form.leaves(state))
+        return self.detached(state)
+
+    def _take(self, step: int, output: Any) -> None:
+        """The output of a step that runs the first time."""
+        sink = self.body.sink
+        assert sink is not None
+        sink.add(step, output)
+        if self.late.outputs and sink.form is not None:
+            self.traits = self.late.of_output(self.traits, sink.form.leaves(output))
 
     def detached(self, state: Any, *, requires: bool = False) -> Any:
         """``state`` without its graph; its leaves that carry gradients require one again, if asked for."""

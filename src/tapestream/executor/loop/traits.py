@@ -33,7 +33,9 @@ class StepTraits:
     ``stand_ins``: by place in ``leaves``, the dtype in which a leaf stands in for that tensor while a step is recorded:
     tensors computed before the loop (a backward through what made them must happen once, afterwards), and weights that
     autocast casts. ``aliases``: pairs (leaf of the output, leaf of the new state) that are one tensor. ``nodes``: those
-    of its graph.
+    of its graph. ``outputs_require``: which leaves of outputs carry a gradient.
+    ``used_again``: places in ``leaves`` of those that one step uses more than once; ``state_used_again``: leaves of
+    state 0 that the first step does.
     """
 
     sweep: Sweep
@@ -52,6 +54,9 @@ class StepTraits:
     stand_ins: tuple[tuple[int, torch.dtype], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     nodes: int = 1
+    outputs_require: tuple[bool, ...] = ()
+    used_again: frozenset[int] = frozenset()
+    state_used_again: frozenset[int] = frozenset()
 
     @classmethod
     def bare(cls, form: Form) -> "StepTraits":
@@ -76,10 +81,12 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """What becomes of a step's outputs. ``early``: their cotangents come before any other, as those of a stack do."""
+    """What becomes of a step's outputs. ``early``: their cotangents come before any other, as those of a stack do.
+    ``differentiable``: gradients flow through them."""
 
     form: Form | None
     early: bool
+    differentiable: bool
 
     def wants(self, step: int) -> bool:
         """Whether this step's output counts."""
@@ -91,9 +98,26 @@ class Sink(Protocol):
         """By leaf of the output; empty where no gradient arrived."""
 
 
+@dataclass(slots=True)
+class Beginning:
+    """Of steps of one kind: whether leaves of the state have ever begun late, and in how many calls that was asked.
+
+    To see it in a call, its forward runs with gradients on. Where nothing was found, ever fewer calls do.
+    """
+
+    found: bool = False
+    calls: int = 0
+
+    def due(self) -> bool:
+        """Whether to look at this call's states."""
+        self.calls += 1
+        return self.found or not self.calls & (self.calls - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The loop itself: ``function`` is called with the state, and with an input where there is a source."""
+    """The loop itself: ``function`` is called with the state, and with an input where there is a source.
+    ``beginning``: says whether states are watched for leaves that begin to carry a gradient."""
 
     function: Callable[..., Any]
     form: Form
@@ -102,3 +126,4 @@ class Body:
     sink: Sink | None
     device: torch.device
     chunk: int = 1
+    beginning: Beginning | None = None

@@ -8,8 +8,8 @@ from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.saved import SavedTensors
 from tapestream.ir.actions import Kind, Offload, Prefetch, Tier, Value
 from tapestream.ir.schedule import Schedule, distinct_nodes
+from tapestream.runner.entry import Tape
 from tapestream.runner.guards import Pack, Unpack, check_versions
-from tapestream.runner.runner import Tape
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State
 

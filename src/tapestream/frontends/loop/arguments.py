@@ -1,7 +1,7 @@
 """What a call of a loop is given, checked."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -103,12 +103,3 @@ def device_of(form: Form, state: Any, modules: Iterable[nn.Module]) -> torch.dev
                     f"call .to({str(device)!r}) on the module or move the state"
                 )
     return device
-
-
-def roots_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Of ``modules``, with those below each other among them, the ones that hold the rest."""
-    known: set[int] = set()
-    for module in modules:
-        if id(module) not in known:
-            known.update(id(below) for below in module.modules())
-            yield module

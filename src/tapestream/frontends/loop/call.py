@@ -6,22 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tapestream.capture.buffers import BufferSnapshot
 from tapestream.capture.cells import Contents
+from tapestream.errors import BudgetError, GradientError
 from tapestream.executor.loop.driver import LoopDriver
 from tapestream.executor.loop.program import Program
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
+from tapestream.frontends.giving_way import Awaiting
 from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
+from tapestream.frontends.loop.watch import copied
+from tapestream.frontends.together import Key, Together, region_of_autocast
 from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
 from tapestream.runner.belongings import unchanged
+from tapestream.runner.counts import Counted, digest_of, kinds_of
+from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import hooks_off
 from tapestream.runner.kernels import algorithms_not_tried
-from tapestream.runner.modes import Surroundings
+from tapestream.runner.modes import Surroundings, as_a_stage
 from tapestream.runner.stage import Stage
 from tapestream.runner.stills import Look
 
@@ -37,7 +44,6 @@ class Task:
     state: Any
     source: Inputs | None
     sink: Collected | None
-    output_requires: tuple[bool, ...]
     progress: Progress | None
     later: Any = None
     stage: Stage | None = None
@@ -63,6 +69,11 @@ class TensorCall:
         self.runner: TensorSteps | None = None
         self.driver: LoopDriver | None = None
         self.states: ParcelStates | None = None
+        self.together: Together | None = None
+        self.given_up: BudgetError | None = None
+        self.awaiting: Awaiting | None = None
+        casts = any(dtype != task.body.traits.leaves[i].dtype for i, dtype in task.body.traits.stand_ins)
+        self._region = region_of_autocast(task.body.device) if casts else None
         self.rebuild: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: tensors
 
     def using(self, states: ParcelStates | None) -> "TensorCall":
@@ -75,11 +86,12 @@ class TensorCall:
         try:
             with self._autocast(), algorithms_not_tried(self.task.body.device):
                 self.runner = self.task.runner(self.task.body, self.steps, self.task.progress)
-                state = self.runner.keeper.own(self.runner.detached(self.task.state))
+                state, before = self.runner.keeper.own(self.runner.detached(self.task.state)), self._look()
                 final = self._forward(self.runner, state)
                 self.runner.keeper.end_forward()  # now: what the generators do until the backward is the user's
-                out = self._result(final)
+                out = self._result(self.runner, final)
                 self._seen = self._look()
+                self._check_counts(before, self._seen)
                 return out
         except BaseException:
             self.release()
@@ -90,14 +102,15 @@ class TensorCall:
         self.driver = LoopDriver(self.orders, runner, self.states)
         return self.driver.forward(state)
 
-    def _result(self, final: Any) -> tuple[list[torch.Tensor], list[bool]]:
+    def _result(self, runner: TensorSteps, final: Any) -> tuple[list[torch.Tensor], list[bool]]:
         """The tensors to return, each once and none that anything here holds (it would hold the node)."""
         form, sink = self.task.body.form, self.task.sink
         leaves = list(form.leaves(final))
         at = {id(leaves[i]): i for i in reversed(form.tensors)}
         order = sorted(at.values())
         out = [torch.as_tensor(leaves[i], device=self.task.body.device).detach() for i in order]
-        requires = [self.task.body.traits.requires[i] for i in order]
+        traits = runner.traits
+        requires = [traits.requires[i] for i in order]
         place = {i: order.index(at[id(leaves[i])]) for i in form.tensors}
         for i in form.tensors:
             leaves[i] = None
@@ -110,10 +123,12 @@ class TensorCall:
             return state if build is None else (state, build(tensors[states:]))
 
         self.rebuild = rebuild
-        return [*out, *rows], [*requires, *self.task.output_requires[: len(rows)]]
+        return [*out, *rows], [*requires, *traits.outputs_require[: len(rows)]]
 
     def differentiate(self, cotangents: Gradients) -> Gradients:
         """The backward phase."""
+        if self.awaiting is not None:
+            self.awaiting.ends(self)
         runner, driver, task = self.runner, self.driver, self.task
         assert runner is not None
         assert driver is not None
@@ -129,11 +144,56 @@ class TensorCall:
             self._stage.stills.check("a step of the loop", self._seen, self._look(), written)
         with self._recomputing():
             runner.begin_backward()
+            self._go_on(runner)
             initial = driver.backward(arrived)
+            runner.end_backward()
         if task.progress is not None:
             task.progress.end()
         of_inputs = () if task.source is None else task.source.gradients
-        return [*(initial[i] for i in task.body.form.tensors), *runner.gradients(), *of_inputs]
+        return [*self._left(runner, initial), *of_inputs]
+
+    def adds_to(self) -> set[Key]:
+        """See `together.Open`."""
+        traits, keys = self.task.body.traits, self._keys
+        several = traits.used_again if self.steps == 1 else range(len(traits.leaves))
+        leaves = self.task.body.form.leaves(self.task.state)
+        return {key for i in several if (key := keys[i]) is not None} | {
+            (id(leaves[i]),) for i in traits.state_used_again
+        }
+
+    def _go_on(self, runner: TensorSteps) -> None:
+        """Where other calls in this backward have used the same tensors, sums begin with theirs."""
+        together, traits = self.together, self.task.body.traits
+        if together is None or not together.sums:
+            return
+        runner.sums = [together.take(key) for key in self._keys]
+        leaves = self.task.body.form.leaves(self.task.state)
+        states = {i: together.take((id(leaves[i]),)) for i, needed in enumerate(traits.requires_first) if needed}
+        runner.begun = {i: total for i, total in states.items() if total is not None}
+
+    def _left(self, runner: TensorSteps, initial: Gradients) -> Iterator[torch.Tensor | None]:
+        """Gradients of the initial state and of what is captured, but for those with which another call goes on."""
+        together, form = self.together, self.task.body.form
+        assert together is not None
+        leaves = form.leaves(self.task.state)
+        for i in form.tensors:
+            gradient, before = initial[i], runner.begun.pop(i, None)
+            if before is not None:  # the first step has no graph of its own in which it could enter
+                gradient = before if gradient is None else before + gradient
+            yield together.left((id(leaves[i]),), gradient)
+        for leaf, key, total in zip(self.task.body.traits.leaves, self._keys, runner.sums, strict=True):
+            gradient = together.left(key, total)
+            yield None if gradient is None else gradient.to(leaf.dtype)
+
+    @property
+    def _keys(self) -> list[Key | None]:
+        """Which sum is that of each tensor that the step captures; None for one of this call alone."""
+        traits, region = self.task.body.traits, self._region
+        keys: list[Key | None] = [(id(leaf),) for leaf in traits.leaves]
+        for i, dtype in traits.stand_ins:
+            if dtype != traits.leaves[i].dtype:
+                keys[i] = None if region is None else (id(traits.leaves[i]), id(region), id(dtype))
+        return keys
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -157,6 +217,28 @@ class TensorCall:
         traits = self.task.body.traits
         return self._stage.stills.look(self.task.body.function, traits.buffers, traits.cells)
 
+    def _check_counts(self, before: Look, after: Look) -> None:
+        """Raise GradientError where a step reads what it has counted in this first run: each recompute would need the
+        value of its own step."""
+        task, stills = self.task, self._stage.stills
+        late = stills.counted(before, after, task.body.traits.buffers)
+        if late is None or kinds_of(late.slots) in stills.counts:
+            return
+        counted, found = Counted.since(late), []
+        given = () if task.source is None else (next(iter(task.source.read(0, 1))),)
+        for held in (counted.before, counted.after):
+            with self._recomputing(), as_a_stage(task.body.device), held.substituted():
+                state, _ = copied(task.body.form, task.state, task.body.traits.requires, root_of_graph())
+                out = task.body.function(state, *given)
+            found.append(digest_of([one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]))
+        if found[0] != found[1]:
+            raise GradientError(
+                f"Loop: a step counts {counted.names} where tapestream.recomputing() is false, and reads it: a "
+                "recompute would not find the value of its step; make it a part of the state, or use the step's number "
+                "(inputs=range(steps))"
+            )
+        stills.learn(kinds_of(late.slots), after=False)
+
     def _as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Enters again what holds here: in plain PyTorch, kernels of backward are chosen, and cast, by that."""
         device = self.task.body.device
@@ -172,8 +254,15 @@ class TensorCall:
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return casting(self.autocast, self.task.body.device)
 
+    def give_way(self, error: BudgetError) -> None:
+        """See `giving_way.GivesWay`."""
+        self.given_up = error
+        self.release()
+
     def release(self) -> None:
         """Drop what is held, once."""
+        if self.awaiting is not None:
+            self.awaiting.ends(self)
         driver, self.runner, self.driver = self.driver, None, None
         if driver is not None:
             driver.close()

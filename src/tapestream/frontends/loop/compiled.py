@@ -17,6 +17,8 @@ from tapestream.executor.loop.compiled import Chunk, CompiledSteps, unrolled
 from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.costs import cost_of
+from tapestream.runner.modes import unhooked
+from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
 
 LONGEST = 32
@@ -89,6 +91,8 @@ def with_chunks(task: Task, compiler: Compiler, found: Measured | None = None) -
     return replace(task, body=body, runner=partial(CompiledSteps, chunks=compiler.chunks(body), length=length))
 
 
+@covering()
+@unhooked()
 def measured(task: Task, stage: Stage, compiler: Compiler, count: int, chunk: int | None) -> Measured:
     """Compiles chunks and times them. ``chunk``: steps that the user wants in a stage.
 

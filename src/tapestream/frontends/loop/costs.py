@@ -1,6 +1,6 @@
 """What a step costs: bytes and seconds, measured on the loop's own executor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,14 @@ from tapestream.capture.buffers import held
 from tapestream.costs import StageCost
 from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
-from tapestream.executor.loop.traits import Body
+from tapestream.executor.loop.traits import Body, Source, Sweep
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import hooks_off
+from tapestream.runner.modes import unhooked
+from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryWatch, watch_memory
@@ -36,6 +38,8 @@ _MOST_STEPS = 8
 _SAMPLE_NBYTES = 2**20
 
 
+@covering()
+@unhooked()
 @as_recompute()
 @collector_off()
 def cost_of(
@@ -51,6 +55,8 @@ def cost_of(
     ``body.chunk`` steps: the cost is their share.
     """
     device, chunk = body.device, body.chunk
+    if body.source is not None:
+        body = replace(body, source=_Unheard(body.source))
     number = 0 if steps is not None and steps < 2 * chunk else 1
     most = chunk * max(1, (_MOST_STEPS if steps is None else min(steps - 1, _MOST_STEPS)) // chunk)
     traits = body.traits
@@ -62,6 +68,11 @@ def cost_of(
         own, state = runner.keeper.own, runner.detached(state)
         _reversed(runner, own(state), number, watch)  # the process may never have run such kernels
         cost = _reversed(runner, own(state), number, watch)
+        if traits.sweep is Sweep.GRAPH:  # a sweep takes more than a bare step
+            with watch.measured() as sweeping:
+                runner.sweep(own(state), number, number + 1, ended)
+            extra = max(0, sweeping.peak_nbytes - cost.output_nbytes)
+            cost = replace(cost, forward_extra_nbytes=extra, record_extra_nbytes=cost.forward_extra_nbytes)
         with watch.paused():
             seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
             found = cost.recorded_seconds, cost.backward_seconds
@@ -86,6 +97,16 @@ def cost_of(
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
     )
+
+
+class _Unheard:
+    """Inputs, whose gradients are those of a measurement and of no use."""
+
+    def __init__(self, source: Source) -> None:
+        self.differentiable, self.read, self.fresh = source.differentiable, source.read, source.fresh
+
+    def add(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Drop them."""
 
 
 def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) -> StageCost:

@@ -1,6 +1,7 @@
 """``inputs=``: what a step is given beside the state, read a block of steps at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -9,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
 from tapestream.executor.loop.traits import Source
+from tapestream.runner.state import replica
 
 _BLOCK = 64
 
@@ -41,11 +43,11 @@ class Called(Counted):
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         self.length = None
-        self._function = function
+        self.function = function
 
     def read(self, start: int, stop: int) -> Iterable[Any]:
         """See `Source`."""
-        return map(self._function, range(start, stop))
+        return map(self.function, range(start, stop))
 
 
 class Rows:
@@ -84,6 +86,17 @@ class Rows:
             else:
                 yield from (pytree.tree_unflatten(row, self._spec) for row in zip(*blocks, strict=True))
 
+    def attached(self) -> Iterator[Any]:
+        """The rows, each with its graph."""
+        tensors = dict(zip(self._places, self.tensors, strict=True))
+        leaves = [tensors.get(i, leaf) for i, leaf in enumerate(self._leaves)]
+        columns = [leaf.unbind(0) if i in tensors else self._rows_of(leaf) for i, leaf in enumerate(leaves)]
+        yield from (pytree.tree_unflatten(row, self._spec) for row in zip(*columns, strict=True))
+
+    def _rows_of(self, leaf: Any) -> Iterator[Any]:
+        for begin in range(0, self.length or 0, _BLOCK):
+            yield from self._block(leaf, begin, min(begin + _BLOCK, self.length or 0))
+
     def _block(self, leaf: Any, start: int, stop: int) -> Sequence[torch.Tensor]:
         if isinstance(leaf, numpy.ndarray):
             copied: torch.Tensor = torch.from_numpy(numpy.array(leaf[start:stop]))
@@ -92,10 +105,14 @@ class Rows:
 
     def fresh(self, x: Any) -> tuple[Any, Sequence[torch.Tensor]]:
         """See `Source`."""
+        return self.entering(x, _leaf)
+
+    def entering(self, x: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """``x`` with what ``enter`` makes of its tensors that get a gradient, and these."""
         leaves = pytree.tree_leaves(x)
         made = []
         for place in self._places:
-            leaves[place] = leaves[place].detach().requires_grad_()
+            leaves[place] = enter(leaves[place])
             made.append(leaves[place])
         return (leaves[0] if self._spec.is_leaf() else pytree.tree_unflatten(leaves, self._spec)), made
 
@@ -110,6 +127,41 @@ class Rows:
 
 
 Inputs = Counted | Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What step ``number`` is given beside the state when it is watched: a copy of its ``row``, or what a function
+    gives inside of the step, as it may use parameters, too."""
+
+    source: Inputs | None
+    number: int
+    row: Any = None
+
+    @classmethod
+    def of(cls, source: Inputs | None, number: int) -> "Feed":
+        """For one step."""
+        if not isinstance(source, Rows):
+            return cls(source, number)
+        (row,) = source.read(number, number + 1)
+        return cls(source, number, pytree.tree_map_only(torch.Tensor, replica, row))
+
+    def given(self, enter: Callable[[torch.Tensor], torch.Tensor] | None = None) -> tuple[Any, ...]:
+        """The further arguments of the step. ``enter`` is given rows' tensors that get a gradient."""
+        if self.source is None:
+            return ()
+        if isinstance(self.source, Rows):
+            return (self.row if enter is None else self.source.entering(self.row, enter)[0],)
+        (x,) = self.source.read(self.number, self.number + 1)
+        return (pytree.tree_map_only(torch.Tensor, _copied, x),)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.requires_grad else replica(tensor)  # a step may write into what is the caller's
 
 
 def source_of(inputs: Any, device: torch.device) -> Inputs | None:

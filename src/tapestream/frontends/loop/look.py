@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils import _pytree as pytree
 
 from tapestream.capture.buffers import Slot
 from tapestream.capture.observe import UnknownModules, observed
@@ -16,6 +15,7 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.form import Form, Leaf
 from tapestream.executor.loop.sweep import NAME
 from tapestream.executor.loop.traits import StepTraits, Sweep
+from tapestream.frontends.loop.inputs import Called, Feed
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.planning.repeating import check_runs_alike
@@ -25,28 +25,30 @@ from tapestream.runner.captured import leaves_captured
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import refusing_backward
+from tapestream.runner.modes import unhooked
+from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import replica, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The traits; the last state from which a step was watched, and its output; which leaves of outputs carry a
-    gradient."""
+    """The traits; the last state from which a step was watched, and its output."""
 
     traits: StepTraits
     state: Any
     output: Any
-    output_requires: Mask
 
 
+@covering()
+@unhooked()
 @as_recompute()
 @collector_off()
 def look_at(
-    stage: Stage, state: Any, form: Form, given: Sequence[tuple[Any, ...]], split: Split, device: torch.device,
+    stage: Stage, state: Any, form: Form, feeds: Sequence[Feed], split: Split, device: torch.device,
     *, ended: Callable[[Any], bool] | None = None, verify: bool = False,
 ) -> Look:  # fmt: skip
-    """Watch one step for each of ``given`` (at most two), from ``state``; one alone where ``ended`` accepts its state.
+    """Watch one step for each of ``feeds`` (at most two), from ``state``; one alone where ``ended`` accepts its state.
 
     Generators, buffers and other memory that it writes are as before afterwards. Raises InputError where the form of
     the state changes, and with ``verify`` GradientError where a step gives two results for one input.
@@ -57,7 +59,7 @@ def look_at(
             own = tuple(things_behind(stage.function, GENERATORS))
             with undisturbed((stage,), device, own), reentrant_checkpointing_off():
                 looking = _Looking(stage, form, split, device, snapshot, own, looks)
-                return looking.look(state, given, ended, verify=verify)
+                return looking.look(state, feeds, ended, verify=verify)
         except UnknownModules as unknown:
             stage.reaches(unknown.modules)
         finally:
@@ -83,49 +85,44 @@ class _Looking:
     def __post_init__(self) -> None:
         self.torch_before, self.host_before = TorchGenerators.capture(self.device), HostGenerators.capture(self.own)
 
-    def look(
-        self, state: Any, given: Sequence[tuple[Any, ...]], ended: Callable[[Any], bool] | None, *, verify: bool
-    ) -> Look:
+    def look(self, state: Any, feeds: Sequence[Feed], ended: Callable[[Any], bool] | None, *, verify: bool) -> Look:
         """See `look_at`."""
         stage, form, split, step = self.stage, self.form, self.split, self.stage.function
-        first, behind = requires_of(form.leaves(state)), _leaves_of(stage)
+        first, behind = requires_of(form.leaves(state)), _leaves_of(stage, feeds)
         belongings = Belongings(stage.modules, step)
-        given = [pytree.tree_map_only(torch.Tensor, replica, one) for one in given]
-        versions, since = [t._version for t in tensors_in(given)], next_sequence_number()
+        since = next_sequence_number()
         with refusing_backward(NAME, [*stage.parameters(), *leaves_captured(step)]):
-            found = [self._watch(state, first, given[0], 0)]
-        _check_unwritten(versions, given)
+            found = [self._watch(state, first, feeds[0], 0)]
         first_written = self.snapshot.buffers.changed()
 
         def repeats() -> bool:
             self.again()
-            once_more = watch(step, state, first, form, given[0], split, 0)
+            once_more = watch(step, state, first, form, feeds[0], split, 0)
             return _same([(list(form.leaves(once_more.state)), _outputs(once_more))], found)
 
         left: list[Change] = []
-        of_generators = check_runs_alike(stage, belongings, repeats, left, self.snapshot.observations[0])
+        of_generators, _ = check_runs_alike(stage, belongings, repeats, left, self.snapshot.observations[0])
         mask = found[0].requires
-        twice = len(given) > 1 and not (ended is not None and ended(found[0].state))
-        for _ in range(2 * twice):
-            found.append(self._watch(found[0].state, mask, given[1], 1))
+        twice = len(feeds) > 1 and not (ended is not None and ended(found[0].state))
+        for _ in range((1 + len(mask)) * twice):  # each but the last adds a leaf to the mask
+            found.append(self._watch(found[0].state, mask, feeds[1], 1))
             _check_threaded(found[-1].captured, since)
             if _either(mask, found[-1].requires) == mask:
                 break
-            mask = _either(mask, found[-1].requires)  # a gradient that takes two steps to arrive
-        still = {id(leaf) for leaf in _leaves_of(stage)}
+            mask = _either(mask, found[-1].requires)  # a gradient that takes several steps to arrive
+        still = {id(leaf) for leaf in _leaves_of(stage, feeds)}
         behind = [leaf for leaf in behind if id(leaf) in still]  # others are results that a step has left, and replaces
         traits = self._drawn_and_written(_merged(behind, found, first, mask, self.device), first_written)
         traits = replace(traits, leaves_behind=len(left) > len(of_generators))
         self.again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
-        if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, given, split, len(runs)), runs):
+        if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, feeds, split, len(runs)), runs):
             traits = replace(traits, sweep=Sweep.PLAIN)
         if verify or traits.sweep is not Sweep.PLAIN:  # else the bare runs have shown it
             self.again()
-            check_repeats(found[0].state, watch(step, state, first, form, given[0], split, 0).state, form)
-        outputs = tuple(map(any, zip(*(one.output_requires for one in found), strict=True)))
-        return Look(traits, found[0].state if twice else state, found[-1].output, outputs)
+            check_repeats(found[0].state, watch(step, state, first, form, feeds[0], split, 0).state, form)
+        return Look(traits, found[0].state if twice else state, found[-1].output)
 
     def again(self) -> None:
         """Have generators, buffers and other memory as they were before the first step."""
@@ -133,11 +130,11 @@ class _Looking:
         self.host_before.restore()
         self.snapshot.put_back()
 
-    def _watch(self, state: Any, requires: Mask, given: tuple[Any, ...], number: int) -> Watched:
-        arguments = [*tensors_in([given, *self.form.leaves(state)])]
+    def _watch(self, state: Any, requires: Mask, feed: Feed, number: int) -> Watched:
+        arguments = [*tensors_in([feed.row, *self.form.leaves(state)])]
         with observed(arguments, self.stage.modules, calls=self.looks) as seen:
             self.snapshot.observations.append(seen)
-            return watch(self.stage.function, state, requires, self.form, given, self.split, number)
+            return watch(self.stage.function, state, requires, self.form, feed, self.split, number)
 
     def _drawn_and_written(self, traits: StepTraits, first_written: Sequence[Slot]) -> StepTraits:
         """With what the steps that were watched have drawn from and written into."""
@@ -166,17 +163,11 @@ def _check_threaded(captured: Sequence[torch.Tensor], since: int) -> None:
             )
 
 
-def _check_unwritten(versions: list[int], given: Sequence[tuple[Any, ...]]) -> None:
-    if versions != [t._version for t in tensors_in(given)]:
-        raise InputError(
-            "Loop: a step writes into its input (inputs=), which belongs to the caller and is given again when the "
-            "step is recomputed; clone() it in the step first"
-        )
-
-
-def _leaves_of(stage: Stage) -> list[torch.Tensor]:
-    """Tensors that the step reaches and that may get a gradient, each once."""
-    found = (*stage.parameters(), *things_behind(stage.function, (torch.Tensor,)))
+def _leaves_of(stage: Stage, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+    """Tensors that the step, or a function as ``inputs=``, reaches and that may get a gradient, each once."""
+    found = [*stage.parameters(), *things_behind(stage.function, (torch.Tensor,))]
+    if isinstance(feeds[0].source, Called):
+        found += things_behind(feeds[0].source.function, (torch.Tensor,))
     return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
 
@@ -192,6 +183,7 @@ def _merged(
         dtype = autocast.dtype(device)
         stand_ins += [(i, dtype) for i, (key, leaf) in enumerate(leaves.items()) if key in casts and leaf.is_leaf]
     mutates = frozenset[int]().union(*(one.mutates for one in found))
+    repeated = frozenset[int]().union(*(one.repeated for one in found))
     return StepTraits(
         sweep=Sweep.GRAPH if any(one.calls_autograd for one in found) else Sweep.HOOKS,
         requires_first=first,
@@ -203,11 +195,14 @@ def _merged(
         stand_ins=tuple(stand_ins),
         aliases=tuple(sorted(frozenset.intersection(*(one.aliases for one in found)))),
         nodes=max(1, *(one.nodes for one in found)),
+        used_again=frozenset(i for i, leaf in enumerate(leaves.values()) if leaf.grad_fn or id(leaf) in repeated),
+        state_used_again=found[0].state_repeated,
+        outputs_require=tuple(map(any, zip(*(one.output_requires for one in found), strict=True))),
     )
 
 
 def _bare_runs(
-    step: Callable[..., Any], state: Any, form: Form, given: Sequence[tuple[Any, ...]], split: Split, count: int
+    step: Callable[..., Any], state: Any, form: Form, feeds: Sequence[Feed], split: Split, count: int
 ) -> list[tuple[Any, Any]]:
     """The same steps under ``no_grad``: states and outputs; none where one raises."""
     leaves = [replica(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(state)]
@@ -218,7 +213,7 @@ def _bare_runs(
     with torch.no_grad():
         for number in range(count):
             try:
-                tree, output = split(step(tree, *given[number]), number)
+                tree, output = split(step(tree, *feeds[number].given()), number)
             except Exception:  # the step differentiates something of its own, or needs its graph otherwise
                 return []
             copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(tree)]

@@ -1,6 +1,5 @@
 """`Loop`: one step applied again and again, differentiated within a budget whatever the number of steps."""
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +10,15 @@ from torch import nn
 
 from tapestream.costs import Budget, Machine, StageCost
 from tapestream.errors import InputError
+from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
-from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Body, StepTraits
-from tapestream.frontends.around import check_around, uncompiled
+from tapestream.frontends.around import check_around, check_uncovered, uncompiled
 from tapestream.frontends.below import NEVER_MOVE, Below, check_home
 from tapestream.frontends.given import check_kinds, check_knobs
+from tapestream.frontends.giving_way import Awaiting
 from tapestream.frontends.loop import arrays
 from tapestream.frontends.loop.arguments import (
     check_options,
@@ -26,28 +26,30 @@ from tapestream.frontends.loop.arguments import (
     device_of,
     ended_by,
     fulfilled,
-    roots_of,
     whole,
 )
-from tapestream.frontends.loop.call import Task, TensorCall, casting
-from tapestream.frontends.loop.compiled import LONGEST, Compiler, Measured, measured, with_chunks
-from tapestream.frontends.loop.costs import cost_of
+from tapestream.frontends.loop.call import Task, TensorCall
+from tapestream.frontends.loop.compiled import Compiler, with_chunks
+from tapestream.frontends.loop.growth import Before, Growth
+from tapestream.frontends.loop.inline import run_inline
 from tapestream.frontends.loop.inputs import source_of
-from tapestream.frontends.loop.look import look_at
+from tapestream.frontends.loop.known import Cost, KnownSteps
 from tapestream.frontends.loop.node import differentiable
 from tapestream.frontends.loop.open_call import OpenCall, exhausted
-from tapestream.frontends.loop.outputs import check_tensors, sink_of
-from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of
+from tapestream.frontends.loop.outputs import sink_of
+from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of, profile_of
 from tapestream.frontends.loop.progress import Progress, progress_of
 from tapestream.frontends.loop.tier_plans import check_room, choose_below
 from tapestream.frontends.others import beside_others, left_on_device
+from tapestream.frontends.reached import also_reached
+from tapestream.planners.online import Online
+from tapestream.planning.cache import Beside
+from tapestream.planning.exceeded import Exceeded
 from tapestream.planning.plan import Plan
-from tapestream.runner.ambient import Autocast
-from tapestream.runner.belongings import unchanged
 from tapestream.runner.depth import SHALLOW
 from tapestream.runner.graph import let_go_of_failed_backward
-from tapestream.runner.passable import check_modules
-from tapestream.runner.stage import Stage, mode_of
+from tapestream.runner.nesting import covered, covering
+from tapestream.runner.stage import Stage
 
 Condition = Callable[[Any], Any]
 _MOST_PLANS = 16
@@ -101,7 +103,7 @@ class Loop(nn.Module):
         check_kinds(engine, machine, plan, verify=verify)
         check_knobs("Loop", Loop.__init__, planner, knobs, also=("slots", "rule"))  # where its length is not known
         self._stage = Stage(0, step)
-        self.modules_of_step = nn.ModuleList(roots_of(self._stage.modules))
+        self.modules_of_step = also_reached([self._stage], nn.ModuleList())
         self.budget = Budget.of(budget)
         self.planner, self.chunk, self.verify = planner, chunk, verify
         self._adjoint = adjoint
@@ -111,15 +113,28 @@ class Loop(nn.Module):
         self._tiers: dict[str, Any] = {"home": home, "folder": folder, "machine": machine, "engine": engine}
         self._below: Below | None = None
         self._knobs, self._given, self._progress = knobs, plan, progress_of(progress)
-        self._costs: dict[object, StageCost] = {}
-        self._measured: dict[object, Measured] = {}
-        self._plans: dict[object, Chosen] = {}
+        self._known = KnownSteps(self._stage, verify=verify)
+        self._plans: dict[object, Beside[Chosen]] = {}
         self._live_nbytes = 0
+        self.awaiting = Awaiting()
+        self.exceeded = Exceeded("Loop")
         self.plan: Plan | None = plan
 
     def __getstate__(self) -> dict[str, Any]:
         # Costs are known by shapes and modes; live calls are this object's own.
-        return {**self.__dict__, "_costs": {}, "_measured": {}, "_plans": {}, "_live_nbytes": 0, "_below": None}
+        known = KnownSteps(self._stage, verify=self.verify)
+        mine = {"_known": known, "_plans": {}, "_live_nbytes": 0, "awaiting": Awaiting(), "_below": None}
+        return {**self.__dict__, **mine}
+
+    @property
+    def copies(self) -> EngineStatistics:
+        """Since this was made: bytes moved per (source, target), number of copies, seconds of waiting for them."""
+        return EngineStatistics({}, 0, 0.0) if self._below is None else self._below.statistics()
+
+    @property
+    def user_functions(self) -> tuple[Callable[..., Any], ...]:
+        """Its step, and the step's adjoint."""
+        return (self._stage.function,) if self._adjoint is None else (self._stage.function, self._adjoint)
 
     @uncompiled
     def forward(
@@ -151,39 +166,53 @@ class Loop(nn.Module):
         sink = sink_of(outputs, every, count if until is None else None)
         if count == 0 or (until is not None and fulfilled(until, state)):
             return state if sink is None else (state, [] if callable(sink.how) else None)
+        if torch.is_grad_enabled() and covered():
+            if self._compiler is not None:
+                check_uncovered("a compiled ts.Loop", "leave out compile=: the budget around it covers its steps")
+            return run_inline(self._stage.function, state, source, sink, count, until)
         bare = Body(self._stage.function, form, StepTraits.bare(form), source, sink, device)
-        task = Task(bare, state, source, sink, (), None)
+        task = Task(bare, state, source, sink, None)
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
         check_around("Loop")
-        task = self._looked(task, count, until)
+        task = self._known.looked(task, count, until)
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)
         if self._compiler is None:
-            return self._within_budget(task, self._cost(task, count, until), count, until)
+            cost = self._known.cost(task, count, until)
+            task = replace(task, body=replace(task.body, beginning=cost.beginning))
+            return self._within_budget(task, cost, count, until)
         return self._compiled(task, self._compiler, count, until)
 
     def _compiled(self, task: Task, compiler: Compiler, count: int | None, until: Condition | None) -> Any:
         """A call whose stages are compiled chunks."""
         if until is not None or count is None:
             raise InputError("Loop: a compiled loop cannot stop inside a chunk; give steps=, or compile=False")
-        key = self._key(task), min(count, LONGEST)
-        if key not in self._measured:
-            self._measured[key] = measured(task, self._stage, compiler, count, self.chunk)
-        found = self._measured[key]
-        return self._within_budget(with_chunks(task, compiler, found), found.cost, count, None, found.length)
+        found = self._known.compiled(task, compiler, count, self.chunk)
+        return self._within_budget(with_chunks(task, compiler, found), Cost(found.cost), count, None, found.length)
 
-    def _within_budget(
-        self, task: Task, cost: StageCost, count: int | None, until: Condition | None, unit: int = 1
-    ) -> Any:
+    def _within_budget(self, task: Task, cost: Cost, count: int | None, until: Condition | None, unit: int = 1) -> Any:
         """A differentiable call, its stages multiples of ``unit`` steps."""
         if until is not None:
             return self._openly(task, cost, count, until)
         assert count is not None
-        # What is looked at, as the graph of a stage is, may not be too deep; a compiled unit is one node.
-        most = max(1, SHALLOW // 2 // (task.body.traits.nodes if unit == 1 else 1)) * unit
-        chosen = self._chosen(cost, count, task.body.device, unit, most)
-        self.plan = chosen.plan
+        while True:
+            chosen = self._chosen(cost.step, count, task.body, unit)
+            self.plan = chosen.plan
+            planned = chosen.plan.profile.stages[0], chosen.plan.peak_nbytes, chosen.plan.seconds
+            limit = None if self._given is not None else chosen.plan.budget.device_nbytes
+            growth = Growth.of(task, cost, planned, limit, self.exceeded, strict=self.verify)
+            if growth is None:
+                return self._closed(task, chosen, count)
+            before = Before.take(task.body, growth.limit_nbytes - growth.planned_nbytes)
+            found = self._closed(replace(task, runner=growth.steps), chosen, count)
+            again = growth.begin_again(task, before) if growth.exceeds else None
+            if again is None:
+                return found
+            del found
+            task = again
+
+    def _closed(self, task: Task, chosen: Chosen, count: int) -> Any:
         task = replace(task, body=replace(task.body, chunk=chosen.chunk), progress=self._progressing(chosen))
         call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
         below = self._below_on(task.body.device)
@@ -211,72 +240,49 @@ class Loop(nn.Module):
             return state
         form = Form.of(arrays.as_arrays(state))
         body = Body(self._stage.function, form, StepTraits.bare(form), source, None, cpu)
-        task = Task(body, arrays.as_tensors(state), source, None, (), None, runner=arrays.runner_with(adjoint))
+        task = Task(body, arrays.as_tensors(state), source, None, None, runner=arrays.runner_with(adjoint))
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in task.inputs())
         if not wanted:
             found = self._plainly(replace(task, state=arrays.as_arrays(state)), count, until)
             return arrays.as_tensors(found) if arrays.has_tensors(state) else found
-        return self._within_budget(*arrays.looked(task, self._stage, adjoint, count, self.verify), count, until)
+        task, cost = arrays.looked(task, self._stage, adjoint, count, self.verify)
+        return self._within_budget(task, Cost(cost), count, until)
 
-    def _looked(self, task: Task, count: int | None, until: Condition | None) -> Task:
-        """The task with what watching two steps shows."""
-        check_modules(NAME, self._stage.modules)
-        body, most = task.body, 2 if count is None else min(count, 2)
-        given = [(x,) for x in body.source.read(0, most)] if body.source is not None else [()] * most
-        split = _alone if task.sink is None else paired
-        with casting(Autocast.capture(body.device), body.device), _uncounted(until):
-            look = look_at(
-                self._stage, task.state, body.form, given, split, body.device,
-                ended=ended_by(until), verify=self.verify,
-            )  # fmt: skip
-        if task.sink is not None:
-            task.sink.form = Form.of(look.output, "output")
-            check_tensors(task.sink, task.sink.form)
-        body = replace(body, traits=look.traits)
-        return replace(task, body=body, output_requires=look.output_requires, later=look.state, stage=self._stage)
-
-    def _cost(self, task: Task, count: int | None, until: Condition | None) -> StageCost:
-        """What one step costs, measured once for each combination of shapes and modes."""
-        key = self._key(task), count == 1
-        if key not in self._costs:
-            with casting(Autocast.capture(task.body.device), task.body.device), _uncounted(until):
-                self._costs[key] = cost_of(self._stage, task.body, task.later, count, ended=ended_by(until))
-        return self._costs[key]
-
-    def _key(self, task: Task) -> object:
-        """What a step's cost depends on."""
-        form, traits = task.body.form, task.body.traits
-        leaves = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in traits.leaves)
-        return (
-            tuple(map(str, form.parts)), str(form.spec), traits.requires, traits.sweep, traits.stand_ins, leaves,
-            mode_of(list(self._stage.modules)), Autocast.capture(task.body.device), task.body.device,
-            task.sink is not None,
-        )  # fmt: skip
-
-    def _chosen(self, cost: StageCost, count: int, device: torch.device, unit: int, most: int) -> Chosen:
-        room, chunk = self._room(device), self.chunk and max(1, self.chunk // unit) * unit
+    def _chosen(self, cost: StageCost, count: int, body: Body, unit: int) -> Chosen:
+        device = body.device
+        # What is looked at, as the graph of a stage is, may not be too deep; a compiled unit is one node.
+        most = max(1, SHALLOW // 2 // (body.traits.nodes if unit == 1 else 1)) * unit
+        chunk = self.chunk and max(1, self.chunk // unit) * unit
         if self._given is not None:
-            return given_plan(self._given, cost, count, room)
-        # Where the user names no budget, what is free now moves all the time.
-        key = (cost, count, unit, most, room if self.budget.device_nbytes is not None else None)
-        found = self._plans.get(key)
-        if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
-            below = self._below_on(device)
-            asked = room, self.planner, chunk, self._knobs
-            with beside_others("Loop", self._live_nbytes, self.budget):
-                if below.tiers and self.planner not in NEVER_MOVE:
-                    found = choose_below(cost, count, below.machine(), *asked, unit=unit, most=most)
-                else:
-                    found = choose(cost, count, *asked, unit=unit, most=most)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = found
-        return found
+            return given_plan(self._given, cost, count, self._room(device, self._waiting_nbytes))
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        planned = self._plans.setdefault((cost, count, unit, most), Beside())
 
-    def _room(self, device: torch.device) -> Budget:
-        if self._live_nbytes:
+        def beside(live: Callable[[], int]) -> Chosen:
+            room = self._room(device, live)
+            found = planned.find((live(),), lambda: room)
+            # Where the user names no budget, what is free now moves all the time.
+            if found is None or found.plan.peak_nbytes > (room.device_nbytes or 0):
+                below = self._below_on(device)
+                asked = room, self.planner, chunk, self._knobs
+                with beside_others("Loop", live(), self.budget):
+                    if below.tiers and self.planner not in NEVER_MOVE:
+                        found = choose_below(cost, count, below.machine(), *asked, unit=unit, most=most)
+                    else:
+                        found = choose(cost, count, *asked, unit=unit, most=most)
+                planned.add((live(),), found)
+            return found
+
+        return self.awaiting.planned(lambda: beside(self._waiting_nbytes), lambda: beside(_none))
+
+    def _waiting_nbytes(self) -> int:
+        return self._live_nbytes
+
+    def _room(self, device: torch.device, live: Callable[[], int]) -> Budget:
+        if live():
             let_go_of_failed_backward()
-        return Budget(left_on_device("Loop", self.budget, self._live_nbytes, device))
+        return Budget(left_on_device("Loop", self.budget, live(), device))
 
     def _holding(self, nbytes: int) -> Callable[[], None]:
         """Take bytes of the budget; what is returned gives them back."""
@@ -288,10 +294,13 @@ class Loop(nn.Module):
         return give_back
 
     def _called(self, call: TensorCall) -> Any:
+        call.awaiting = self.awaiting
+        self.awaiting.begins(call)
         inputs = call.task.inputs()
         out = differentiable(call, inputs)
         return call.rebuild(out)
 
+    @covering()
     def _plainly(self, task: Task, count: int | None, until: Condition | None) -> Any:
         """The bare loop, for calls of which nobody wants a gradient."""
         progress = None if self._progress is None else Progress(self._progress, count if until is None else None)
@@ -310,17 +319,26 @@ class Loop(nn.Module):
         rows, build = task.sink.take(runner.reached)
         return state, build(rows)
 
-    def _openly(self, task: Task, cost: StageCost, count: int | None, until: Condition) -> Any:
+    def _openly(self, task: Task, cost: Cost, count: int | None, until: Condition) -> Any:
         """A run of unknown length."""
         if self._given is not None:
             raise InputError(
                 "Loop: plan= is for a known number of steps, but until= was given; use steps=, or plan=None"
             )
-        room = self._room(task.body.device)
-        with beside_others("Loop", self._live_nbytes, self.budget):
-            online, chunk, nbytes = online_of(cost, room, self.planner, self.chunk, self._knobs)
+
+        def beside(live: Callable[[], int]) -> tuple[Budget, tuple[Online, int, int]]:
+            room = self._room(task.body.device, live)
+            with beside_others("Loop", live(), self.budget):
+                return room, online_of(cost.step, room, self.planner, self.chunk, self._knobs)
+
+        room, (online, chunk, nbytes) = self.awaiting.planned(
+            lambda: beside(self._waiting_nbytes), lambda: beside(_none)
+        )
         progress = None if self._progress is None else Progress(self._progress, None)
-        task = replace(task, body=replace(task.body, chunk=chunk), progress=progress)
+        planned = profile_of(cost.step, chunk, chunk).stages[0], nbytes, 0.0
+        growth = Growth.of(task, cost, planned, room.device_nbytes, self.exceeded, strict=self.verify)
+        runner = task.runner if growth is None else growth.steps
+        task = replace(task, body=replace(task.body, chunk=chunk), progress=progress, runner=runner)
         return self._called(OpenCall(task, online, until, count, self._holding(nbytes)))
 
     def _progressing(self, chosen: Chosen) -> Progress | None:
@@ -328,10 +346,5 @@ class Loop(nn.Module):
         return None if self._progress is None else Progress(self._progress, of)
 
 
-def _uncounted(until: Condition | None) -> contextlib.AbstractContextManager[None]:
-    """What a condition keeps (how long it has waited, say) is afterwards as before."""
-    return contextlib.nullcontext() if until is None else unchanged(Stage(0, until).modules, until)
-
-
-def _alone(found: Any, step: int) -> tuple[Any, None]:
-    return found, None
+def _none() -> int:
+    return 0

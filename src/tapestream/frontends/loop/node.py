@@ -1,14 +1,16 @@
 """The one autograd node of a loop."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from tapestream.errors import GradientError
+from tapestream.errors import BudgetError, GradientError
+from tapestream.frontends.together import Key, Together, begun, opened
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.guards import check_differentiated_once
-from tapestream.runner.modes import with_tangents
+from tapestream.runner.modes import unhooked, with_tangents
+from tapestream.runner.nesting import covering
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -25,6 +27,12 @@ class Call(Protocol):
     def release(self) -> None:
         """Drop what is held."""
 
+    together: Together | None
+    given_up: BudgetError | None
+
+    def adds_to(self) -> Collection[Key]:
+        """See `together.Open`."""
+
 
 class LoopNode(torch.autograd.Function):
     """Holds a call until its backward, or until nobody can ask for it."""
@@ -34,9 +42,10 @@ class LoopNode(torch.autograd.Function):
         """Run the loop."""
         ctx.set_materialize_grads(False)
         ctx.call = call
-        with with_tangents(), reentrant_checkpointing_off():
+        with covering(), unhooked(), with_tangents(), reentrant_checkpointing_off():
             out, requires = call.run()
         ctx.mark_non_differentiable(*(t for t, r in zip(out, requires, strict=True) if not r))
+        opened(ctx)
         return tuple(out)
 
     @staticmethod
@@ -49,8 +58,9 @@ class LoopNode(torch.autograd.Function):
                 "this loop was differentiated a second time, but its restart checkpoints are gone after one backward "
                 "(retain_graph=True is not supported); run the loop again"
             )
+        call.together = begun(ctx, call)
         try:
-            with reentrant_checkpointing_off():
+            with covering(), reentrant_checkpointing_off():
                 return (None, *call.differentiate(cotangents))
         finally:
             call.release()

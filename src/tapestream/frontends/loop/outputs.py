@@ -35,15 +35,7 @@ class Collected:
 
     def add(self, step: int, output: Any) -> None:
         """See `Sink`."""
-        form = self.form
-        if form is None:
-            form = self.form = Form.of(output, "output")
-        if not form.matches(output):
-            raise InputError(
-                f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
-                "shapes and dtypes from every step"
-            )
-        leaves = form.leaves(output)
+        form, leaves = self.taken_apart(step, output)
         if torch.is_grad_enabled() or callable(self.how):  # sums and stacks take no graph where none is recorded
             leaves = [_detached(leaf) for leaf in leaves]
         if self.how == "sum":
@@ -55,6 +47,24 @@ class Collected:
                 found = self.how(form.build(leaves))
             if found is not None:
                 self._rows.append(found)
+
+    def afresh(self) -> "Collected":
+        """The same, with nothing collected yet."""
+        other = Collected(self.how, self.every, self.steps)
+        other.form = self.form
+        return other
+
+    def taken_apart(self, step: int, output: Any) -> tuple[Form, Sequence[Any]]:
+        """The form of outputs, and the leaves of this one. Raises InputError where it is of another form."""
+        form = self.form
+        if form is None:
+            form = self.form = Form.of(output, "output")
+        if not form.matches(output):
+            raise InputError(
+                f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
+                "shapes and dtypes from every step"
+            )
+        return form, form.leaves(output)
 
     def _sum(self, leaves: Sequence[Any]) -> None:
         if not self._rows:

@@ -140,8 +140,9 @@ def lengths(steps: int, unit: int = 1) -> Iterator[int]:
 def base_nbytes(profile: Profile) -> int:
     """Bytes of the device beside restart checkpoints: the states around what runs, a record, two cotangents."""
     cost = profile.stages[0]
-    extra = max(cost.forward_extra_nbytes, cost.recorded_extra_nbytes, cost.backward_extra_nbytes)
-    return profile.outside_nbytes + 2 * cost.output_nbytes + cost.saved_nbytes + 2 * cost.cotangent_bytes + extra
+    recorded = cost.saved_nbytes + max(cost.recorded_extra_nbytes, cost.backward_extra_nbytes)
+    running = max(cost.forward_extra_nbytes, recorded)
+    return profile.outside_nbytes + 2 * cost.output_nbytes + 2 * cost.cotangent_bytes + running
 
 
 def slots_within(profile: Profile, budget: Budget) -> int:

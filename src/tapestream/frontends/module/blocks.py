@@ -54,6 +54,14 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     return found
 
 
+def parts_around(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules inside ``model`` that hold some of ``blocks`` and can be called themselves."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    own = set(map(id, blocks))
+    around = [module for module in model.modules() if module is not model and id(module) not in inside]
+    return [module for module in around if not _is_list(module) and any(id(one) in own for one in module.modules())]
+
+
 def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn.Module]:
     if isinstance(name, nn.Module):
         return [name]

@@ -21,8 +21,10 @@ def optimizer(
 ) -> StreamedOptimizer:
     """``optimizer_class(..., **options)`` for a streamed model. Its state lives where the parameters live.
 
-    Any optimizer that treats tensors independently will do (AdamW, SGD, Adagrad ...). ``groups``: torch's list of dicts
-    (None: all parameters that require gradients); parameters in none are not updated. A model has one such optimizer. A
+    Any optimizer that treats tensors independently will do (AdamW, SGD, Muon ...); it is tried on small tensors first.
+    Counters in its groups or on itself advance once a step. ``groups``: torch's list of dicts (None: all parameters
+    that require gradients, those too that do so later, with the options of the first group); parameters in none are
+    not updated. ``add_param_group`` works as in torch. A model has one such optimizer. A
     new one replaces it, and the old one then refuses to be used. ``update="step"``: gradients are sent home, and
     ``step()`` updates block by block; clipping and accumulation work. ``update="backward"``: each block is updated as
     soon as its gradient has arrived, so all gradients never exist at once. ``step()`` then updates only what lies
@@ -30,11 +32,14 @@ def optimizer(
     GradScaler raise GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they
     are. The updates equal those of the same torch implementation on the plain model, bit for bit.
 
-    Raises InputError for unknown options, for an optimizer that cannot be streamed, and for other parameters than those
-    of an optimizer that was never stepped (use ``groups``); StorageError if the disk cannot hold its state.
+    Raises InputError for unknown options, for an optimizer that looks across tensors or cannot be tried, and for other
+    parameters than those of an optimizer that was never stepped (use ``groups``); StorageError if the disk cannot hold
+    its state.
     """
     handle = handle_of(model)
     chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]
-    made = StreamedOptimizer(handle, optimizer_class, chosen, update=update, master=master, options=options)
+    made = StreamedOptimizer(
+        handle, optimizer_class, chosen, update=update, master=master, options=options, takes_all=groups is None
+    )
     handle.homes.check_room_for_updates(handle.budget, gradients=update == "step")
     return made

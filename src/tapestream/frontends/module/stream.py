@@ -26,6 +26,7 @@ from tapestream.runner.passable import check_modules
 
 _HANDLE = "_tapestream_handle"
 _SITE = "_tapestream_site"
+_WHOLE = "_tapestream_whole"
 
 
 def stream(
@@ -58,8 +59,8 @@ def stream(
     hold at least 1 MiB and a quarter of a block's bytes). ``plan`` fixes the plan. ``verify`` runs every block twice
     the first time. ``machine`` replaces measured speeds. ``engine`` names a copy engine. ``weights``: one or several
     safetensors files, or a folder as ``save_pretrained`` writes it. What is on the ``meta`` device is made real from
-    these one block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()``.
-    Names are the model's, for Hugging Face models all that ``from_pretrained`` reads; dtypes are the model's.
+    these one block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()``
+    (both with a warning). Names and dtypes are the model's; Hugging Face ones take all that ``from_pretrained`` reads.
 
     ``loss_chunks``: the number of chunks of rows in which the model's cross entropy is computed (None: one, with all
     logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are. ``head``: the layer that
@@ -103,6 +104,9 @@ def unstream(model: nn.Module) -> nn.Module:
         object.__delattr__(block, _SITE)
     if handle.head is not None:
         swap_back(handle.head)
+    for part in handle.parts:
+        swap_back(part)
+        object.__delattr__(part, _WHOLE)
     swap_back(model)
     object.__delattr__(model, _HANDLE)
     return model
@@ -128,16 +132,24 @@ def is_streamed(model: nn.Module) -> bool:
 
 
 def _swap(handle: Streamed) -> None:
-    swaps = Swaps(handle.device, handle.block_parameter_names)
+    swaps = Swaps(handle.device, handle.ranks.ignored)
     for position, block in enumerate(handle.blocks):
         object.__setattr__(block, _SITE, Site(handle, position))
         swaps.swap(block, _call_block)
+    for part in handle.parts:
+        object.__setattr__(part, _WHOLE, handle)
+        swaps.swap(part, _call_part)
     object.__setattr__(handle.model, _HANDLE, handle)
     swaps.swap(handle.model, _call_model)
 
 
 def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return handle_of(self).call_model(original, args, kwargs)
+    return handle_of(self).call_model(self, original, args, kwargs)
+
+
+def _call_part(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    handle: Streamed = getattr(self, _WHOLE)
+    return handle.call_model(self, original, args, kwargs)
 
 
 def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

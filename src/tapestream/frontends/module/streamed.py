@@ -13,28 +13,31 @@ from tapestream.accelerator.memory import workspaces_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
-from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.stepped import SteppedGradient
-from tapestream.frontends.around import check_no_hooks, check_no_program
+from tapestream.frontends.around import check_around, check_uncovered
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.allocator import AllocatorWatch
+from tapestream.frontends.module.blocks import parts_around
 from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again
 from tapestream.frontends.module.calls.beside import beside_live
 from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
 from tapestream.frontends.module.calls.forward_only import ForwardOnly
 from tapestream.frontends.module.calls.gathering import gathering
-from tapestream.frontends.module.calls.live import Live, SegmentView
+from tapestream.frontends.module.calls.live import Live
 from tapestream.frontends.module.calls.node import apply_block
+from tapestream.frontends.module.calls.stepping import entering, run_step
 from tapestream.frontends.module.homes.homes import Homes
 from tapestream.frontends.module.homes.known import Known
 from tapestream.frontends.module.homes.pinned import Pinned
 from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import trains
 from tapestream.frontends.module.observing.left_out import check_called_by_chance
-from tapestream.frontends.module.observing.observe import Observation, Observed, StaysPut
+from tapestream.frontends.module.observing.observe import Observation, StaysPut
+from tapestream.frontends.module.observing.observed import Observed
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
-from tapestream.frontends.module.swap import class_of
+from tapestream.frontends.module.ranks import Ranks
+from tapestream.frontends.module.swap import own_call
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
@@ -42,7 +45,6 @@ from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.private import copies_of
-from tapestream.runner.runner import Runner
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
 
@@ -79,6 +81,7 @@ class Streamed:
     ) -> None:
         self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
+        self.parts = parts_around(model, self.blocks)
         self.budget = budget
         if budget.device_nbytes is None:
             there = workspaces_nbytes(device)  # counted in plans, and free no more
@@ -88,31 +91,43 @@ class Streamed:
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
-            weights=weights, progress=self.progress
-        )  # fmt: skip
+            weights=weights, progress=self.progress)  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
-        self._known = Known(model)
+        self._known, self.ranks = Known(model), Ranks(model, self.store)
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self._observation: Observation | None = None
         self.call: StreamCall | None = None  # the one whose forward is under way
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
+        self._passed: set[int] = set()  # positions of blocks that pass tensors with gradients on in objects
         self._bypass = False
+        self.entered: nn.Module | None = None  # while a call is under way: what the user has called
         self._allocator = AllocatorWatch(self)
-        self._live = Live(self._allocator, alone=self.budget.calls == 1)
+        self._live = Live(self._allocator, lambda: self.budget.device_nbytes, alone=self.budget.calls == 1)
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
 
-    def call_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own ``__call__``."""
-        if self._bypass:
+    @property
+    def called(self) -> nn.Module:
+        """What the user has called: the model, a part of it that holds blocks, or one block."""
+        return self.entered or self.model
+
+    def call_model(
+        self, called: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of the model, or of what is inside of it where no call is under way: ``called``."""
+        if self._bypass or self.entered is not None:
             return original(*args, **kwargs)
-        check_no_program(f"streamed {type(self.model).__name__}", "use the Program inside the streamed blocks")
+        with entering(self, called):
+            return self._enter(original, args, kwargs)
+
+    def _enter(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_uncovered(f"a streamed {type(self.model).__name__}", "use a ts.Program inside the streamed blocks")
         with self._live.working():
             if self.optimizer is not None:
                 self.optimizer.check_forward()
@@ -120,7 +135,8 @@ class Streamed:
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
-            check_no_hooks("a streamed model")
+            check_around("a streamed model")
+            self.ranks.check_alone()
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,6 +169,8 @@ class Streamed:
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
         self.last = prepared
         try:
+            if not call.plain:
+                self.ranks.check_seen(prepared.resident, alone=len(self._live.calls) == 1)
             self._allocator.begins()
             with checkpointing_off(), call.followed():
                 return call.watched(original(*args, **kwargs))
@@ -179,10 +197,12 @@ class Streamed:
         if self.call is None or self.call.closed:
             if position >= self.wide and block is not None and not trains(self.blocks[position], args, kwargs):
                 return self._forward_only.call_block(block, original, args, kwargs)  # nothing will be differentiated
+            if self.entered is None:
+                within = lambda *a, **k: self.call_block(position, original, a, k)  # noqa: E731
+                return self.call_model(self.blocks[position], within, args, kwargs)
             raise InputError(
-                f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called by "
-                "itself; call the model that was given to stream(), or call the block under torch.no_grad()"
-                + ("" if position < self.wide else "; or name blocks=[...], so that all else stays on the device")
+                f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called in a call "
+                "that had no plan for it; keep what the model's forward calls the same from call to call"
             )
         if self.call.plain:
             return self.call.run_plain(position, original, args, kwargs)
@@ -209,9 +229,8 @@ class Streamed:
     def prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         """The plans for a call with these arguments, without running it."""
         self._forward_only.end()
-        base = class_of(self.model)
-        with torch.enable_grad():
-            found = self._prepare(lambda *a, **k: base.__call__(self.model, *a, **k), args, kwargs)
+        with torch.enable_grad(), entering(self, self.model):
+            found = self._prepare(lambda *a, **k: own_call(self.model, a, k), args, kwargs)
         if found is None:
             raise InputError("this call dropped every block at random, so that there is nothing to plan; try again")
         return found
@@ -234,12 +253,15 @@ class Streamed:
             self.replan()
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
         kind, shapes = key_of(state, self._mode(), self.device), shapes_of(state)
-        found = self._prepared.find(kind, shapes)
+        found, optimizer = self._prepared.find(kind, shapes), self.optimizer
+        if optimizer is not None and (found is None or optimizer.behind):
+            found = None if optimizer.follow(live=bool(self._live.calls)) else found
         if found is None:
             observed = self._observe(original, args, kwargs)
             if not observed.segments:
                 some = lambda: bool(self._observe(original, args, kwargs).segments)  # noqa: E731
-                check_called_by_chance(self.model, self.device, some)
+                if self.called is self.model:
+                    check_called_by_chance(self.model, self.device, some)
                 return None
             found = prepare(self, observed)
             self._prepared.add(kind, shapes, found)
@@ -252,18 +274,19 @@ class Streamed:
             self.store.settle()
             self.pinned.bring()
             self._observation = Observation(
-                self.model, self.store, self.blocks, self.device, self.progress, wide=self.wide, verify=self.verify
-            )
+                self.model, self.store, self.blocks, self.device, self.progress,
+                called=self.called, passed=self._passed, wide=self.wide, verify=self.verify,
+            )  # fmt: skip
             try:
                 with checkpointing_off():
                     found = self._observation.run(original, *copies_of((args, kwargs)))
                 staying = found.used_directly
             except StaysPut as one:
-                staying = frozenset((one.block,))
+                found, staying = None, frozenset((one.block,))
             finally:
                 self._observation = None
                 self.store.settle()
-            if staying <= self.pinned.blocks:
+            if staying <= self.pinned.blocks and found is not None and not found.again:
                 return found
             self.pinned.add(staying)
             self.replan()
@@ -271,7 +294,7 @@ class Streamed:
     def _mode(self) -> object:
         mode = mode_of(modules_below(self.model))
         self._known.check(mode.identities)
-        return mode, self.update
+        return mode, self.update, id(self.called)
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""
@@ -305,39 +328,13 @@ class Streamed:
         return True
 
     def run_step(self) -> None:
-        """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated
-        once. With update="backward" the latter alone, of blocks that are plain tensors."""
-        with self._live.working():
-            self._forward_only.end()
-            self.store.settle()
-            self.store.updates.done.clear()
-            self._allocator.begins()
-            prepared = self.last
-            try:
-                # Where blocks are at home on the device, no plan has anything to move: all of them are left.
-                if prepared is not None and prepared.update == "step" and self.store.home is not Tier.DEVICE:
-                    self.store.place(prepared.at_step)
-                    self.store.copies.staying = prepared.resident
-                    for plan in prepared.plans:
-                        blocks = SegmentView(self.store, [])
-                        Interpreter(plan.schedule, Runner([], [], self.device), blocks=blocks).run_step()
-                    self.store.settle()
-                self.store.update_left(self.pinned.blocks if self.update == "backward" else None)
-            finally:
-                self.store.settle()
-            self._allocator.ended()
-        self._allocator.look(self)
+        """See `run_step`."""
+        run_step(self)
 
     def outside_parameters(self) -> list[nn.Parameter]:
         """Parameters that belong to no block: they stay on the device."""
         inside = {id(p) for block in self.store.blocks for p in block.parameters}
         return [p for p in self.model.parameters() if id(p) not in inside]
-
-    def block_parameter_names(self) -> list[str]:
-        """Names, as in ``state_dict()``, of the parameters inside the blocks."""
-        inside = {id(p) for block in self.store.blocks for p in block.parameters}
-        named = self.model.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if id(parameter) in inside]
 
     def home_nbytes(self) -> dict[Tier, int]:
         """Bytes held in each tier now."""

@@ -1,5 +1,7 @@
 """The dynamic subclass that a streamed model and its blocks get, and what it refuses by name."""
 
+import functools
+import types
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -11,17 +13,21 @@ from torch._compile import _disable_dynamo
 from tapestream.errors import InputError
 
 Call = Callable[..., Any]
-"""Takes the module, its own ``__call__`` and the arguments."""
+"""Takes the module, its own ``__call__`` or ``forward`` and the arguments."""
+
+_RUNNING: set[int] = set()
+"""Ids of modules whose own ``__call__`` or ``forward`` runs: a ``forward`` that is called then is that one's."""
 
 
 class Swaps:
     """Gives modules a subclass of their class: code that looks for classes still finds them.
 
-    Modules of one class share the subclass, so that what is compiled for one block serves all. ``ignored``: names of
-    the model's parameters that DistributedDataParallel must leave alone.
+    A ``forward`` that is called directly is a call as well, of that and without hooks. Modules of one class share the
+    subclass, so that what is compiled for one block serves all. ``ignored``: of a module, names of the parameters that
+    DistributedDataParallel must leave alone; nobody else asks for them.
     """
 
-    def __init__(self, device: torch.device, ignored: Callable[[], list[str]]) -> None:
+    def __init__(self, device: torch.device, ignored: Callable[[nn.Module], list[str]]) -> None:
         self._device, self._ignored = device, ignored
         self._made: dict[tuple[type[nn.Module], Call], type[nn.Module]] = {}
 
@@ -38,7 +44,13 @@ class Swaps:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 _refuse_compilation(self)
-            return call(self, lambda *a, **k: base.__call__(self, *a, **k), *args, **kwargs)
+            return call(self, lambda *a, **k: _run(self, base.__call__, a, k), *args, **kwargs)
+
+        @functools.wraps(base.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or id(self) in _RUNNING:
+                return base.forward(self, *args, **kwargs)
+            return call(self, lambda *a, **k: _run(self, base.forward, a, k), *args, **kwargs)
 
         def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             _refuse_change(self, fn, device)
@@ -54,29 +66,42 @@ class Swaps:
 
         members: dict[str, Any] = {
             "__call__": __call__,
+            "forward": _Forward(base.forward, forward),
             "__module__": base.__module__,
             "__deepcopy__": _refuse_copy,
             "__reduce_ex__": _refuse_copy,
+            "_replicate_for_data_parallel": _refuse_copies,
             "_apply": _apply,
             "state_dict": state_dict,
-            "_ddp_params_and_buffers_to_ignore": property(self._beside_other_processes),
+            "_ddp_params_and_buffers_to_ignore": property(self._ignored),
         }
         return type(base.__name__, (base,), members)
 
-    def _beside_other_processes(self, module: nn.Module) -> list[str]:
-        """What DistributedDataParallel, and nobody else, asks a module for.
 
-        Streamed gradients never pass its hooks: fine in one process, wrong in several.
-        """
-        distributed = torch.distributed
-        processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-        if processes > 1:
-            raise InputError(
-                f"DistributedDataParallel was asked to average the gradients of a streamed {type(module).__name__} "
-                f"over {processes} processes, which it cannot see; use the model without it and average each p.grad "
-                "with torch.distributed.all_reduce between backward() and step()"
-            )
-        return self._ignored()
+def own_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What calling a swapped module did before."""
+    return _run(module, class_of(module).__call__, args, kwargs)
+
+
+def _run(module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its own ``__call__`` or ``forward``."""
+    if id(module) in _RUNNING:
+        return function(module, *args, **kwargs)
+    _RUNNING.add(id(module))
+    try:
+        return function(module, *args, **kwargs)
+    finally:
+        _RUNNING.discard(id(module))
+
+
+class _Forward:
+    """The ``forward`` of a swapped module. Its class shows what the user wrote: who reads code reads that."""
+
+    def __init__(self, own: Callable[..., Any], called: Callable[..., Any]) -> None:
+        self._own, self._called = own, called
+
+    def __get__(self, module: nn.Module | None, _: type | None = None) -> Callable[..., Any]:
+        return self._own if module is None else types.MethodType(self._called, module)
 
 
 def swap_back(module: nn.Module) -> None:
@@ -120,13 +145,20 @@ def _refuse_copy(self: nn.Module, *_: Any) -> Any:
     )
 
 
+def _refuse_copies(self: nn.Module) -> Any:
+    raise InputError(
+        f"DataParallel was asked to copy a streamed {type(self).__name__} to several devices, but one process streams "
+        "to one device: leave DataParallel out"
+    )
+
+
 def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     """Moving to where the model computes anyway, in the dtypes that it has, changes nothing; all else is refused."""
     for dtype, dim in {(t.dtype, t.dim()): None for t in (*module.parameters(), *module.buffers())}:
-        probe = torch.empty((2,) * dim, dtype=dtype, device=device)
+        probe = torch.full((2,) * dim, 5 / 3, device=device).to(dtype)
         with torch.no_grad():
             found = fn(probe)
-        if found is not probe or (found.is_cpu and found.untyped_storage().is_shared()):
+        if not _is_same(found, probe) or (found.is_cpu and found.untyped_storage().is_shared()):
             raise InputError(
                 f"to(), half(), cpu() or the like was asked to turn tensors of {dtype} on {device} of a streamed "
                 f"{type(module).__name__} into {found.dtype} on {found.device}, but streaming fixes both: convert the "
@@ -140,3 +172,11 @@ def _refuse_compilation(module: nn.Module) -> None:
         f"torch.compile was asked to compile code that calls a streamed {type(module).__name__}, where weights come "
         "and go; compile each block instead: `for block in blocks: block.compile()`, before or after stream()"
     )
+
+
+def _is_same(found: torch.Tensor, probe: torch.Tensor) -> bool:
+    """Whether nothing has changed: "cpu:0" is the CPU, though PyTorch copies what is moved there."""
+    if found is probe or not (found.is_cpu and probe.is_cpu):
+        return found is probe
+    alike = found.dtype == probe.dtype and found.stride() == probe.stride() and found.layout == probe.layout
+    return alike and found.requires_grad == probe.requires_grad and torch.equal(found, probe)

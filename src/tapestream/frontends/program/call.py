@@ -3,17 +3,18 @@
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.program.calls.seams import Deaf, heard_by
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.aliases import unseen
-from tapestream.executor.program.record.keeper import Keeper, Kept
+from tapestream.executor.program.record.keeper import Keeper, Kept, held_nbytes
 from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import External, Record
 from tapestream.executor.program.record.tape import Tape
@@ -21,6 +22,7 @@ from tapestream.executor.program.replay.moves import Moves
 from tapestream.executor.program.replay.steps import ProgramSteps
 from tapestream.frontends.program.orders import with_following
 from tapestream.frontends.program.results import found_in
+from tapestream.frontends.program.waiting import Waiting
 from tapestream.ir import (  # fmt: skip
     Action,
     Backward,
@@ -37,8 +39,8 @@ from tapestream.ir import (  # fmt: skip
 )
 from tapestream.ir import Record as RecordStage
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
-from tapestream.runner.guards import refusing_transforms
 from tapestream.runner.kernels import algorithms_not_tried
+from tapestream.runner.modes import hooks_allowed
 
 Again = Callable[[int], Sequence[Action]]
 """Actions that reverse the first so many stages from the state before the first one."""
@@ -57,7 +59,7 @@ class Sweep:
 
 def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder: Recorder) -> Sweep:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
-    with refusing_transforms("Program"), algorithms_not_tried(keeper.device), recorder.listening():
+    with algorithms_not_tried(keeper.device), recorder.listening():
         result = function()
     recorder.flush()
     found = found_in(result)
@@ -120,8 +122,23 @@ class Replays:
         if moves is not None:
             moves.kept, tape.heed = self._kept.get, len(found.record)
         self._running = _obeyed(actions, self.steps, self._kept, moves)
+        self.waiting: Waiting | None = None
+        self._task = -1  # the backward that asked last
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
+
+    def begins(self) -> None:
+        """A backward asks for something: when it has ended, see what is left."""
+        task = torch._C._current_graph_task_id()
+        if self.waiting is not None and task not in (-1, self._task):
+            self._task = task
+            self.waiting.begins()
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        tape = self._tape()
+        if tape is not None and self.waiting is not None:  # somebody holds a result that it has not reached
+            self.waiting.holds(held_by((*self._kept.values(), self._first), self.record, tape, self.steps.state()))
 
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
@@ -135,6 +152,7 @@ class Replays:
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(hooks_allowed())
             stack.enter_context(as_recompute())
             stack.enter_context(algorithms_not_tried(self.steps.device))
             if self.steps.draws:
@@ -172,6 +190,19 @@ class Replays:
                 return False
             self._last = following
         return True
+
+
+def held_by(kept: Iterable[Kept], record: Record, tape: Tape, live: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes that restart checkpoints, the tape and a ``live`` state hold beside what is the caller's, each storage
+    once."""
+    held = held_nbytes(kept, record)
+    others = {e.tensor.untyped_storage()._cdata for e in record.externals if e.tensor.layout is torch.strided}
+    saved = (tensor for found in tape.saved.values() for tensor, _ in found)
+    for tensor in (*saved, *live):
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            held[storage._cdata] = 0 if storage._cdata in others else storage_nbytes(storage)
+    return sum(held.values())
 
 
 @contextlib.contextmanager

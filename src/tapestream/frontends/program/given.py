@@ -1,10 +1,12 @@
 """What a program is given: of what kind it is, and where."""
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 _REMEMBERED = 16  # kinds of arguments
@@ -39,3 +41,13 @@ def remember(remembered: dict[Any, Any], kind: Any, value: Any) -> None:
     remembered[kind] = value
     if len(remembered) > _REMEMBERED:
         del remembered[next(iter(remembered))]
+
+
+def runs_later(function: Callable[..., Any]) -> bool:
+    """Whether a call of it gives a generator or a coroutine."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    return any(
+        kind(one)
+        for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        for one in (called, getattr(called, "__call__", None))  # noqa: B004
+    )

@@ -2,26 +2,24 @@
 
 import contextlib
 import functools
-import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from tapestream.accelerator.memory import storage_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.program.calls.patterns import Kinds
 from tapestream.executor.program.calls.seams import listener_now
-from tapestream.executor.program.noting.along import Along, Mark
+from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.collector import patient_collector
+from tapestream.executor.program.noting.contexts import Contexts
 from tapestream.executor.program.noting.recorder import Recorder
-from tapestream.executor.program.record.keeper import Keeper, held_nbytes
+from tapestream.executor.program.record.keeper import Keeper
 from tapestream.executor.program.record.last import Last
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Tape
@@ -30,23 +28,27 @@ from tapestream.frontends.around import uncompiled
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
 from tapestream.frontends.others import beside_others, room_for_call
-from tapestream.frontends.program.call import Replays, Sweep, sweep
+from tapestream.frontends.program.call import Replays, Sweep, held_by, sweep
 from tapestream.frontends.program.courses import Courses, beside_beginning
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
-from tapestream.frontends.program.given import device_of, kind_of, remember
+from tapestream.frontends.program.given import device_of, kind_of, remember, runs_later
+from tapestream.frontends.program.kept import tell_kept
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
+from tapestream.frontends.program.waiting import Waiting
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
 from tapestream.planners import planners
+from tapestream.planning.exceeded import Exceeded
 from tapestream.planning.plan import Plan
 from tapestream.runner.graph import let_go_of_failed_backward
-from tapestream.runner.guards import refuse_hooks
+from tapestream.runner.guards import places, refuse_hooks
+from tapestream.runner.modes import unhooked
 
 
 class Program:
@@ -87,7 +89,7 @@ class Program:
     ) -> None:
         if not callable(function):
             raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
-        if _runs_later(function):
+        if runs_later(function):
             raise InputError(
                 "Program: a generator function or coroutine runs after the call, when it is asked for more; give a "
                 "function that returns tensors, in a list for example"
@@ -103,6 +105,8 @@ class Program:
         self._tiers: dict[str, Any] = {"folder": folder, "home": home, "machine": machine, "engine": engine}
         self._below: Below | None = None
         self._kinds = Kinds()
+        self.exceeded = Exceeded("Program")
+        self._again = set[str]()  # Functions that run again in backward
         self._prepared: dict[Any, Prepared] = {}
         self._last: Prepared | None = None
         self._noted: dict[Any, Last | None] = {}
@@ -110,6 +114,11 @@ class Program:
         self._replays: weakref.ref[Replays] | None = None
         self._live = dict.fromkeys(Tier, 0)
         self.report: Report | None = None
+
+    @property
+    def user_functions(self) -> tuple[Callable[..., Any], ...]:
+        """Its function."""
+        return (self.function,)
 
     @property
     def plan(self) -> Plan | None:
@@ -126,6 +135,10 @@ class Program:
         """What the function returns, differentiable like any other tensors."""
         if not torch.is_grad_enabled() or listener_now() is not None:
             return self._whole(*args, **kwargs)
+        with unhooked(places):
+            return self._differentiable(args, kwargs)
+
+    def _differentiable(self, args: Any, kwargs: Any) -> Any:
         refuse_hooks("Program")
         device = self._device_of((args, kwargs))
         self._kinds.trim()
@@ -141,6 +154,7 @@ class Program:
         if along is None and prepared is not None and prepared.fits(room):
             watch = self._following(prepared, online, device)
         online.recorder = recorder = Recorder(record, keeper, tape, watch)
+        recorder.contexts = Contexts(self._again, room.device_nbytes or float("inf"))
         recorder.spare = watch.spare
         recorder.along = along
         if isinstance(watch, Planned) and prepared is not None:
@@ -179,6 +193,7 @@ class Program:
         options: dict[str, Any] = {name: getattr(self, name) for name in ("budget", "gradients_within", "planner")}
         return vars(type(self)(self.function, device=self._device, **options, **self._tiers)) | {"_whole": self._whole}
 
+    @unhooked(places)
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would save for backward, from which lines of code, and what the plan does
         with it.
@@ -215,8 +230,7 @@ class Program:
             after = after or replace(report, held_nbytes=0, planned=False)
             operations = along.operations + len(record)
             self.report = replace(after, operations=operations, held_nbytes=after.held_nbytes + nbytes)
-        waiting = {Tier.DEVICE: nbytes}
-        self._wait(along.mark, waiting)
+        Waiting(self._live, {Tier.DEVICE: nbytes}, along.mark)
 
     def _finish(
         self, found: Sweep, tape: Tape, watch: Online | Planned, room: Budget, key: Any, recorder: Recorder,
@@ -249,15 +263,17 @@ class Program:
                 self._remember(key, prepare(borders(), shape, room, self.planner, None, below))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
-        nbytes = waiting[Tier.DEVICE] = _held_nbytes(found, tape)
+        nbytes = waiting[Tier.DEVICE] = held_by(found.keeper.kept.values(), found.record, tape)
         self.report = Report(
             len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
         )
-        self._wait(tape, waiting)
+        held = before.plan.peak_nbytes if planned and before is not None and before.plan is not None else nbytes
+        tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded)
         followed = recorder.followed() if planned else None
         lessons = None if followed is None else followed.lessons
         replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
-        tape.bring = replays.bring
+        replays.waiting = Waiting(self._live, waiting, tape)
+        tape.bring, tape.begins = replays.bring, replays.begins
         self._replays = weakref.ref(replays)
         if whole:
             self._note(key, recorder, shape, lambda: borders().sizes)
@@ -298,16 +314,6 @@ class Program:
             let_go_of_failed_backward()
         return room_for_call("Program", self.budget, self._live, self._below_on(device).host_nbytes(), device)
 
-    def _wait(self, holder: Mark | Tape, nbytes: Mapping[Tier, int]) -> None:
-        """A call waits for its backward with so many bytes, as long as autograd holds ``holder``."""
-        _count(self._live, nbytes, +1)
-        weakref.finalize(holder, _count, self._live, nbytes, -1).atexit = False  # holds no program
-
-
-def _count(live: dict[Tier, int], nbytes: Mapping[Tier, int], calls: int) -> None:
-    for tier, n in nbytes.items():
-        live[tier] += calls * n
-
 
 def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) -> bool:
     """Whether the first sweep has done all that its plan said."""
@@ -315,28 +321,6 @@ def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) ->
     as_planned = watch.followed and prepared.shape == shape and found.keeper.kept.keys() == kept
     as_planned = as_planned and prepared.unread == found.record.unread.storages
     return as_planned and watch.ended(prepared.turns[prepared.operations], found_in(found.result))
-
-
-def _runs_later(function: Callable[..., Any]) -> bool:
-    called = function.forward if isinstance(function, nn.Module) else function
-    return any(
-        kind(one)
-        for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        for one in (called, getattr(called, "__call__", None))  # noqa: B004
-    )
-
-
-def _held_nbytes(found: Sweep, tape: Tape) -> int:
-    """Bytes that restart checkpoints and the tape hold beside what is the caller's, each storage once."""
-    record = found.record
-    held = held_nbytes(found.keeper.kept.values(), record)
-    others = {e.tensor.untyped_storage()._cdata for e in record.externals if e.tensor.layout is torch.strided}
-    for saved in tape.saved.values():
-        for tensor, _ in saved:
-            if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                held[storage._cdata] = 0 if storage._cdata in others else storage_nbytes(storage)
-    return sum(held.values())
 
 
 __all__ = ["Program", "Report"]

@@ -43,7 +43,7 @@ class Sizes:
         numpy.minimum.at(self.start, self.storage, self.birth + 1)
         numpy.maximum.at(self.stop, self.storage, self.last)
         numpy.maximum.at(held, self.storage, numpy.where(death == ALIVE, n, numpy.minimum(death - 1, n)))
-        read = record.writes.keys() - record.unread.storages
+        read = record.writes.keys() - record.left_alone
         self._written_outside = [(~k, e.last_use) for k, e in enumerate(record.externals) if e.storage in read]
         for number, last in self._written_outside:
             storage = record.externals[~number].storage
@@ -57,6 +57,8 @@ class Sizes:
         own = (self.start > 0) & (self.start <= n)
         numpy.add.at(made, self.start[own] - 1, self.nbytes[own])
         inner = numpy.asarray(record.inner_nbytes) + numpy.asarray(record.transient_nbytes)
+        for k in record.settled.aside:  # into copies
+            inner[k] += sum(nbytes_of(record.externals[~n].held) for n in record.arguments_of(k) if n < 0)
         held[self.storage[self.results]] = -1
         self.held = by_program = self.spans(self.start, numpy.maximum(held, self.stop), self.nbytes)
         self.made = made[:n] + inner
@@ -69,7 +71,7 @@ class Sizes:
         written = numpy.full(len(others), -1, dtype=numpy.int32)
         for storage, operations in record.writes.items():
             written[storage] = operations[-1]
-            if record.storage_external[storage] and storage not in record.unread.storages:
+            if record.storage_external[storage] and storage not in record.left_alone:
                 others[storage] = False
         return numpy.where(others, 0, numpy.asarray(record.storage_nbytes)), written
 
@@ -101,7 +103,7 @@ class Sizes:
 
     def _there(self, nbytes: Numbers, arguments: Numbers, user: Numbers, last: Numbers) -> Numbers:
         """See ``cotangent``."""
-        until, since = self.birth + 1, last.copy()
+        until, since = numpy.maximum(self.birth, self._gained()) + 1, last.copy()
         whole, parted = parts(self.record, self.birth, arguments, user)
         for value, border in whole.items():
             until[value] = min(border, until[value])
@@ -113,12 +115,21 @@ class Sizes:
                 found[: external.last_use + 1] += nbytes_of(external.held)
         return found
 
+    def _gained(self) -> Numbers:
+        """By value, the operation by whose write it came to require a gradient, -1 for those made with that need."""
+        found: Numbers = numpy.full(len(self.birth), -1, dtype=numpy.int64)
+        for value, k in self.record.gained.items():
+            found[value] = k
+        return found
+
     def _given_back(self, nbytes: Numbers, arguments: Numbers, user: Numbers) -> Numbers:
         """By argument, the bytes of the gradient that its operation gives."""
         given = nbytes[numpy.maximum(arguments, 0)] if len(nbytes) else numpy.zeros(len(arguments), dtype=numpy.int64)
         outside = numpy.array([nbytes_of(e.held) if e.takes else 0 for e in self.record.externals] or [0])
         places = numpy.flatnonzero(arguments < 0)
         given[places] = outside[~arguments[places]]
+        if self.record.gained:
+            given[(arguments >= 0) & (user <= self._gained()[numpy.maximum(arguments, 0)])] = 0
         without = self._without_grad()
         if without >= 0:
             given[numpy.asarray(self.record.ambient)[user] == without] = 0

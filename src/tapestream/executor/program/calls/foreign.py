@@ -55,11 +55,12 @@ class Foreign:
         return self._hash
 
     def keep_with(self, results: Sequence[torch.Tensor]) -> None:
-        """Hold it as long as the graph of an operation's results; where these have none, as long as this is held."""
-        node: Any = next((tensor.grad_fn for tensor in results if tensor.grad_fn is not None), None)
-        if node is None:
+        """Hold it as long as the graph of any of an operation's results; where these have none, as long as this is
+        held."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+        if not nodes:
             self._of, self._weak = self(), False
-        elif self._weak:
+        for node in dict.fromkeys(nodes) if self._weak else ():
             node.metadata.setdefault("tapestream", []).append(self())
 
 

@@ -13,6 +13,8 @@ from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.values import address_of, written
 from tapestream.executor.program.calls.writes import statistics
 
+_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 class Hidden:
     """The tensors that torch calls inside one opaque operation were given and that outlive it, with their versions.
@@ -33,6 +35,8 @@ class Hidden:
         """A torch call inside is given these."""
         self._statistics += [(weakref.ref(t), t.detach().clone()) for t in statistics(function, args, kwargs)]
         for tensor in tensors_of((args, kwargs), []):
+            if _WRAPPED(tensor):  # by a transform inside of it
+                continue
             known = self._seen.get(id(tensor))
             if known is None or known() is not tensor:
                 self._seen[id(tensor)] = weakref.ref(tensor)
@@ -47,16 +51,27 @@ class Hidden:
         before, self._statistics = self._statistics, []
         return any((now := ref()) is not None and not torch.equal(now, then) for ref, then in before)
 
-    def check(self, name: str, given: tuple[Foreign, ...]) -> None:
-        """Raise GradientError where one, or an object ``given``, has changed: before the operation runs again, and
-        after it."""
-        tensor = written(self._left)
+    def uses(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of those."""
+        return any(ref() is tensor for ref, _ in self._left)
+
+    def check_tensors(self, name: str) -> None:
+        """Raise GradientError where one has changed."""
+        self.check_unwritten(name, written(self._left))
+
+    def check_unwritten(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Raise GradientError for ``tensor``, which the operation ``name`` uses and which was written into."""
         if tensor is not None:
             raise GradientError(
                 f"Program: {name} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments and was "
                 "written into, so a replay would count twice or use the new values; pass the tensor as an argument and "
                 "write into it outside, or allow a budget that keeps all"
             )
+
+    def check(self, name: str, given: tuple[Foreign, ...]) -> None:
+        """Raise GradientError where one, or an object ``given``, has changed: before the operation runs again, and
+        after it."""
+        self.check_tensors(name)
         if shown_of(given) != self.shown:
             raise GradientError(
                 f"Program: {name} is given an object that was changed afterwards, so a replay would use its new "

@@ -300,5 +300,7 @@ def _without_constants(key: Any) -> Any:
 def _kind_of(function: Any) -> Any:
     """What tells a function from others, without holding a class or module that the program itself has made."""
     if isinstance(function, Apply):
-        return Apply, function.cls.__module__, function.cls.__qualname__
+        return type(function), function.cls.__module__, function.cls.__qualname__
+    if hasattr(function, "key"):  # a gradient taken inside
+        return type(function), function.key
     return weakref.ref(function.module) if isinstance(function, Whole) else function

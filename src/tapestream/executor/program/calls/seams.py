@@ -14,7 +14,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack as modes_entered
 
 from tapestream.accelerator.device import seeding_functions
-from tapestream.runner.checkpointing import checkpointing_off
+from tapestream.runner.checkpointing import checkpointing_off, heard_through_transforms
+from tapestream.runner.nesting import covering
 
 _DISABLED = torch._C._disabled_torch_function_impl
 FROM_DLPACK = torch.utils.dlpack.from_dlpack
@@ -26,8 +27,8 @@ _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.com
 class Listener(Protocol):
     """Who hears of such calls made in its own thread."""
 
-    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Make the call ``function(*args)`` and take note of it as one operation."""
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        """Make the call ``function(*args, **kwargs)`` and take note of it as one operation."""
 
     def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The same for any other function: one that sets a random generator, say."""
@@ -45,9 +46,9 @@ class Listener(Protocol):
 class Deaf:
     """Hears of calls and does nothing: for replays, in which a program or a checkpoint inside is as plain as it was."""
 
-    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Make the call."""
-        return function(*args)
+        return function(*args, **(kwargs or {}))
 
     plain = opaque
 
@@ -80,6 +81,27 @@ class Apply:
         return _function_base(self.cls)(*args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One of `torch.func`'s transforms as one operation: what is saved inside for the graph around it is heard of."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        """As users know it."""
+        return "torch.func." + self.function.__name__.removesuffix("_impl").removesuffix("_with_argnums").strip("_")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with heard_through_transforms():
+            return self.function(*args, **kwargs)
+
+
+REPLACED: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
+"""More that is replaced, by those who know how: the place, the name there, and what makes the new from the old."""
+
+
 class _Seams:
     def __init__(self) -> None:
         self.heard = _Heard()
@@ -99,7 +121,8 @@ class _Seams:
             self._users += 1
         before, self.heard.listener = self.heard.listener, listener
         try:
-            with checkpointing_off():  # its hooks would hide what is saved, and dropping that is what a program does
+            # Hooks of checkpoints would hide what is saved, and dropping that is what a program does.
+            with covering(), checkpointing_off(transforms=False):
                 yield
         finally:
             self.heard.listener = before
@@ -159,6 +182,8 @@ class _Seams:
             self._replace(place, "set_rng_state", restore)
         for place, name in seeding_functions():
             self._replace(place, name, calling(getattr(place, name)))
+        for place, name, make in REPLACED:
+            self._replace(place, name, make(getattr(place, name)))
 
     def _hear_compiled(self) -> None:
         """What torch.compile gave; where nothing was compiled yet, torch.compile itself."""

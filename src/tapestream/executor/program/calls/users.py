@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tapestream.executor.program.calls.seams import Apply
+from tapestream.executor.program.calls.seams import Apply, Transform
 from tapestream.executor.program.calls.whole import Whole
 
 _COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -38,5 +38,6 @@ def is_torchs_own(function: Any) -> bool:
 
 
 def by_user(function: Any) -> bool:
-    """Whether it is a custom operation, an autograd.Function, or a module that is taken as one operation."""
-    return isinstance(function, (Apply, Whole)) or is_custom(function)
+    """Whether it is a custom operation, an autograd.Function, a transform of torch.func, or a module that is taken as
+    one operation."""
+    return isinstance(function, (Apply, Transform, Whole)) or is_custom(function)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -32,6 +33,12 @@ def address_of(tensor: torch.Tensor) -> int:
             f"Program: a tensor of shape {tuple(tensor.shape)} has no memory of its own (inside torch.func.vmap, jvp "
             "and the like); wrap that call in a torch.autograd.Function, or write it without the transform"
         ) from None
+
+
+def shows(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that show the same numbers of one memory."""
+    layout = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return address_of(tensor), tensor.dtype, tensor.shape, *layout
 
 
 def written(seen: Iterable[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor | None:

@@ -45,6 +45,8 @@ def gives_back(function: Any, args: Any, kwargs: Any) -> bool:
 
 SWITCHES = frozenset((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 """Calls that say whether a tensor needs a gradient from here on."""
+SETS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""The call that gives a tensor the memory of another."""
 _INSIDE = frozenset(("backward", "grad"))
 _STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "share_memory_", "swap_tensors"))
 
@@ -160,18 +162,23 @@ def check_changed(
     announced: Set[int],
     *,
     own: bool,
+    values: Sequence[bool] = (),
 ) -> set[int]:
     """Refuse writes into tensors of others that a replay could not honour; gives storages written unannounced, which
     spoils the restart checkpoints that hold them. ``before``: version and need of a gradient; ``external``: by storage;
-    ``own``: such tensors may be the program's, from before it was noted.
+    ``own``: such tensors may be the program's, from before it was noted; ``values``: which of them it has made.
     """
     spoilt = set()
-    for tensor, (version, wanted) in zip(tensors, before, strict=True):
+    for place, (tensor, (version, wanted)) in enumerate(zip(tensors, before, strict=True)):
         written, flag, storage = tensor._version != version, tensor.requires_grad != wanted, storage_of(tensor)
         if not (written or flag):
             continue
         if own and storage in announced and not (wanted and is_parameter(tensor)):
             continue
+        if written and not flag and wanted and is_parameter(tensor) and storage in announced:
+            continue  # under no_grad, as when a layer is initialised by its first batch: replays use copies
+        if flag and not written and values and values[place]:
+            continue  # a leaf of the program's own over memory of others (``x.detach().requires_grad_()``)
         if external[storage] and flag:
             raise GradientError(
                 f"Program: requires_grad of a tensor of shape {tuple(tensor.shape)} that the program did not make was "
@@ -214,7 +221,8 @@ def check_allowed(function: Callable[..., Any]) -> None:
     if name == "__set__":
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
         if attribute in ("data", "grad"):
+            used = " that it has made or that backward needs" if attribute == "data" else ""
             raise InputError(
-                f"Program: the program sets .{attribute} of a tensor, which cannot be replayed; use copy_() under "
-                "torch.no_grad() instead"
+                f"Program: the program sets .{attribute} of a tensor{used}, which cannot be replayed; use copy_() "
+                "under torch.no_grad() instead"
             )

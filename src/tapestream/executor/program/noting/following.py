@@ -275,6 +275,7 @@ class Following:
         for name in ("birth", "cotangent_nbytes", "storage"):
             getattr(record, name).extend(getattr(theirs, name)[value:end])
         record.last_use.extend(theirs.birth[value:end])
+        record.gained.update((one, at) for one, at in theirs.gained.items() if value <= one < end)
         saves: array[int] = part
         return saves
 

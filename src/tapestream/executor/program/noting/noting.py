@@ -26,6 +26,7 @@ from tapestream.executor.program.record.ambients import Ambients
 from tapestream.executor.program.record.keeper import Keeper, foreign
 from tapestream.executor.program.record.last import Last, last_of
 from tapestream.executor.program.record.record import Record, looks_of
+from tapestream.executor.program.record.settled import sets_alone
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.runner.ambient import TorchGenerators
@@ -79,7 +80,7 @@ class Noting:
         self.numbers = Numbering(record, keeper, departed=self.departed is not None)
         self.packs = Packs(record, self.numbers, tape, keeper.hold)
         self.following: Following | None = None
-        self._bypassed: set[int] = set()  # storages that .data shows
+        self._bypassed = dict[int, list[torch.Tensor]]()  # by storage that .data shows, what requires a gradient there
         self._exposed = Exposed(self.numbers.storage_of)
         self.epoch = 0
         self._hidden: Hidden | None = None
@@ -131,7 +132,7 @@ class Noting:
 
     def as_last(self) -> Last | None:
         """What the next sweep can follow."""
-        return self.followed() or (None if self.exposed else last_of(self.record))
+        return self.followed() or (None if self.exposed or self.record.handed_over else last_of(self.record))
 
     def _heard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of which the inside is to be seen, where anybody listens."""
@@ -194,7 +195,8 @@ class Noting:
             self.packs.begin(k)
             return
         if touched:
-            self._spoil(func, tensors, list(zip(versions, call.needs, strict=True)), announced)
+            values = [number >= 0 for number in numbers]
+            self._spoil(func, tensors, list(zip(versions, call.needs, strict=True)), announced, values)
         if changed or call.attribute == "data":
             self._heed_writes(k, call, tensors, changed)
         if drawn:
@@ -256,15 +258,31 @@ class Noting:
         if self.moves is not None:
             self.moves.written(into)
         for storage in announced:
-            self.keeper.before_write(storage, self.numbers.shown.get(storage, []))
+            externals = self.numbers.shown.get(storage, [])
+            if not (externals and self._sets(storage, externals)):
+                self.keeper.before_write(storage, externals)
         return announced
 
+    def _sets(self, storage: int, externals: Sequence[tuple[int, torch.Tensor]]) -> bool:
+        """Whether a leaf is written into that nothing has read: it is used as it will be in the end."""
+        record = self.record
+        if storage in record.uncopied:
+            return True
+        if storage in record.writes or not all(is_parameter(tensor) for _, tensor in externals):
+            return False
+        first = min(record.externals[~number].first_use for number, _ in externals)
+        if sets_alone(record, storage, first):
+            record.uncopied.add(storage)
+        return storage in record.uncopied
+
     def _spoil(
-        self, func: Any, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int]
-    ) -> None:
+        self, func: Any, tensors: list[torch.Tensor], before: list[tuple[int, bool]], announced: Set[int],
+        values: Sequence[bool],
+    ) -> None:  # fmt: skip
         """What was written into without a word, or has a need of a gradient that it had not before."""
         of, external = self.numbers.storage_of, self.record.storage_external
-        for storage in check_changed(func, tensors, before, of, external, announced, own=self.departed is not None):
+        own = self.departed is not None
+        for storage in check_changed(func, tensors, before, of, external, announced, own=own, values=values):
             self.keeper.spoilt(storage)
             if self.moves is not None:
                 self.moves.written([t for t in tensors if of(t) == storage])
@@ -276,16 +294,24 @@ class Noting:
     def _heed_writes(self, k: int, call: Call, tensors: list[torch.Tensor], changed: Set[int]) -> None:
         for storage in changed:
             self.record.write(storage, k)
+        self.numbers.gained(k, [t for t in tensors if self.numbers.storage_of(t) in changed])
         self.record.arrays.written(changed)
         if self._exposed.sums:
             self._exposed.note_written(tensors, changed)
         for tensor in tensors:
             if is_parameter(tensor) and self.numbers.storage_of(tensor) in changed:
                 self.record.leaves_written.append((k, self.numbers.given((tensor,), k)[0]))
-        if changed & self._bypassed:
-            raise GradientError(
-                "Program: a tensor that requires a gradient was written into through its .data, which autograd does "
-                "not see; write into it under torch.no_grad(), or into a clone()"
-            )
+        if changed & self._bypassed.keys():
+            self._write_unseen(k, changed)
         if call.attribute == "data" and tensors[0].requires_grad:
-            self._bypassed.add(self.numbers.storage_of(tensors[0]))
+            self._bypassed.setdefault(self.numbers.storage_of(tensors[0]), []).append(tensors[0])
+
+    def _write_unseen(self, k: int, changed: Set[int]) -> None:
+        """Operation ``k`` writes into tensors that require a gradient through their .data."""
+        for storage in changed & self._bypassed.keys():
+            if not (self.record.storage_external[storage] and all(map(is_parameter, self._bypassed[storage]))):
+                raise GradientError(
+                    "Program: a tensor that requires a gradient was written into through its .data, which autograd "
+                    "does not see; write into it under torch.no_grad(), or into a clone()"
+                )
+            self.record.unseen_writes.append((k, storage))

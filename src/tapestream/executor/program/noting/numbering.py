@@ -111,6 +111,17 @@ class Numbering:
         record.storage.append(storage)
         return value
 
+    def gained(self, k: int, written: Iterable[torch.Tensor]) -> None:
+        """Operation ``k`` has written into these: they, or what they are views of, may need a gradient from now on."""
+        record = self.record
+        for tensor in written:
+            base = tensor._base if tensor._is_view() else None
+            for one in (tensor,) if base is None else (tensor, base):
+                number = self.of(one) if one.requires_grad else None
+                if number is not None and number >= 0 and not record.cotangent_nbytes[number]:
+                    record.cotangent_nbytes[number] = nbytes_of(one)
+                    record.gained[number] = k
+
     def _watch(self, tensor: torch.Tensor, value: int, storage: int, k: int, version: int) -> None:
         key = id(tensor)
         ref = self._values[key] = Ref(tensor, self._died)
@@ -158,6 +169,22 @@ class Numbering:
             self.record.storage_nbytes.extend(nbytes[len(self._showing) : count])
             self.record.storage_external.extend(bytes(more))
             self._showing += [0] * more
+
+    def retire(self, tensor: torch.Tensor) -> None:
+        """It has other memory from here on: what was used of it so far is another external tensor."""
+        number = self._external.pop(id(tensor), None)
+        if number is not None:
+            one = self.record.externals[number]
+            one.tensor = one.held
+            self.shown[one.storage] = [(k, one.held if k == ~number else t) for k, t in self.shown[one.storage]]
+
+    def hand_over(self, value: torch.Tensor) -> None:
+        """A tensor of others has now the memory of ``value``."""
+        storage, record = self.storage_of(value), self.record
+        if self._showing[storage] and not record.storage_external[storage]:
+            self.alive_nbytes -= record.storage_nbytes[storage]
+            record.storage_external[storage] = OTHERS
+        record.handed_over.setdefault(storage, len(record.calls))
 
     def storage_at(self, address: int) -> int | None:
         """The number of the storage there, None where nothing alive shows one (see `address_of`)."""
@@ -214,4 +241,5 @@ class Numbering:
             self._showing[ref.storage] -= 1
             if not self._showing[ref.storage]:
                 del self._storages[address], self._addresses[ref.storage]
-                self.alive_nbytes -= self.record.storage_nbytes[ref.storage]
+                if not self.record.storage_external[ref.storage]:
+                    self.alive_nbytes -= self.record.storage_nbytes[ref.storage]

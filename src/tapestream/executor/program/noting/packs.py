@@ -36,6 +36,8 @@ class Packs:
         self.count, self._look = place + 1, look(self._look, tensor)
         if self.taking:
             self._tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
+        if self._tape.running is not None:
+            self._tape.running[1].append((tensor.detach(), tensor._version))
         storage = self._numbers.storage_at(address_of(tensor))
         if storage is None:
             if not self._own:

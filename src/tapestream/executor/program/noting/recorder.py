@@ -11,16 +11,22 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+import tapestream.executor.program.calls.transforms  # noqa: F401 - which has these heard
 from tapestream.errors import GradientError
 from tapestream.executor.program.calls.exposed import EXPOSING
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
+from tapestream.executor.program.calls.rerun import Rerun
 from tapestream.executor.program.calls.seams import heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
-from tapestream.executor.program.calls.writes import QUESTIONS, SWITCHES, gives_back
+from tapestream.executor.program.calls.values import shows
+from tapestream.executor.program.calls.writes import QUESTIONS, SETS_DATA, SWITCHES, gives_back
+from tapestream.executor.program.noting.contexts import Contexts, versions_of
 from tapestream.executor.program.noting.following import UNKNOWN
+from tapestream.executor.program.noting.inner import GRAD, inner_of
 from tapestream.executor.program.noting.noting import Noting, Operation
 from tapestream.executor.program.record.keeper import Keeper
 from tapestream.executor.program.record.record import Record
@@ -38,6 +44,7 @@ class Recorder(Noting, TorchFunctionMode):
         super().__init__(record, keeper, tape, between)
         self._inside = False
         self._entered: list[Any] = []
+        self.contexts = Contexts(set())
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -74,7 +81,7 @@ class Recorder(Noting, TorchFunctionMode):
         along = self.along
         assert along is not None
         self._save()  # which torch.func's transforms forbid
-        self.departed, self.along = along, None
+        self.departed, self.along, self.record.departed = along, None, True
         with self.unheard():
             self.keeper.begin()
             self._begin()
@@ -99,7 +106,7 @@ class Recorder(Noting, TorchFunctionMode):
             if result is not UNKNOWN:
                 return result
         kwargs = kwargs or {}
-        if func in QUESTIONS or gives_back(func, args, kwargs):
+        if func in QUESTIONS or gives_back(func, args, kwargs) or (types and func != SETS_DATA and _nothing_in(args)):
             return func(*args, **kwargs)
         if self._inside:
             if self._hidden is not None:
@@ -118,6 +125,8 @@ class Recorder(Noting, TorchFunctionMode):
             self.stop_following()
             self.record.switched = True  # nothing that would have to run again: later calls are told which need one
             return func(*args, **kwargs)
+        if func == SETS_DATA and self._may_have_other_memory(*args):
+            return self._hand_over(*args)
         if func in EXPOSING:
             self.stop_following()
             self._exposed.note(args[0])
@@ -128,6 +137,8 @@ class Recorder(Noting, TorchFunctionMode):
         if is_custom(func):
             with self:
                 return self.opaque(func, args, kwargs)
+        if func is GRAD:
+            return self._gradient(args, kwargs)
         result = self._call(func, args, kwargs)
         if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
             self.record.spoilt = self.record.spoilt or (
@@ -143,8 +154,30 @@ class Recorder(Noting, TorchFunctionMode):
         found: torch.Tensor = memo[id(tensor)]
         return found
 
+    def _may_have_other_memory(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether nothing that backward needs is in the memory that a tensor of others has now."""
+        with self.unheard():
+            number = self.numbers.of(tensor)
+            return number is None or (number < 0 and not self.record.saves_given(number))
+
+    def _hand_over(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """A tensor of others gets the memory of another: it is what it is when it is used next."""
+        self.stop_following()
+        with self.unheard():
+            before = None if is_lazy(tensor) else shows(tensor)
+            SETS_DATA(tensor, value)
+            if before is not None and before == shows(tensor):
+                return  # as after ``tensor.data += 1``
+            self.numbers.retire(tensor)
+            self.numbers.hand_over(value)
+            if any(hidden.uses(tensor) for hidden in self.record.hidden.values()):
+                self.record.spoilt = (
+                    f"a tensor of shape {tuple(tensor.shape)} that an autograd.Function used without being given it "
+                    "got other memory (.data = ...)"
+                )
+
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
-        """See `Listener`: a call of an autograd.Function, or of a custom operation."""
+        """See `Listener`: a call of an autograd.Function, of a custom operation, or a transform of torch.func."""
         kwargs = kwargs or {}
         if self._inside:
             return function(*args, **kwargs)
@@ -152,7 +185,9 @@ class Recorder(Noting, TorchFunctionMode):
             self.depart()
         with self.unheard():
             self.look_again()
-        self._hidden, k = Hidden(), len(self.record)
+        self._hidden, k, contexts = Hidden(), len(self.record), self.contexts
+        function, versions = contexts.function(function, self._hidden), versions_of(args)
+        self.tape.running = k, []
         try:
             with self.unheard():
                 out = self._call(function, args, kwargs)
@@ -161,9 +196,19 @@ class Recorder(Noting, TorchFunctionMode):
                 if self._hidden.end(tensors_of((args, kwargs, out), [])):
                     self.record.spoilt = f"{function.__name__} wrote into running statistics"
                 self.record.hidden[k] = self._hidden
+                self.packs.nbytes += contexts.look(function, args, versions, out)
+                if isinstance(function, Rerun):
+                    self.record.reverse_nbytes[k] += function.nbytes
             return out
         finally:
-            self._hidden, self._inside = None, False
+            self._hidden, self._inside, self.tape.running = None, False, None
+
+    def _gradient(self, args: Any, kwargs: Any) -> Any:
+        """``torch.autograd.grad`` inside the program."""
+        with self.unheard():
+            self.look_again()
+            inner, tensors = inner_of(self.record, self.numbers, args, kwargs)
+            return self._call(inner, tuple(tensors), {}, always=True)
 
     def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `Listener`."""
@@ -231,6 +276,11 @@ class Recorder(Noting, TorchFunctionMode):
             return self._noted(func, args, kwargs, always)
         finally:
             self._inside = False
+
+
+def _nothing_in(args: Any) -> bool:
+    """Whether a parameter of a lazy module is given that was never called."""
+    return any(map(is_lazy, args))
 
 
 def _deep_copy(tensor: torch.Tensor) -> Any:

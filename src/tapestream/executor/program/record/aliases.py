@@ -11,7 +11,8 @@ from tapestream.executor.program.record.record import External, Record
 def unseen(record: Record) -> str | None:
     """Why nothing of a program that has ended may be run again: it writes into memory that another of the tensors that
     it uses shows by a storage of its own (by way of NumPy or DLPack), or into statistics that it has normalised by."""
-    if (why := _cast_before(record)) is not None:
+    why = _cast_before(record) or _bypassed(record) or _parted(record) or _uncopied(record)
+    if why is not None:
         return why
     if not any(record.storage_external[storage] for storage in record.writes):
         return None
@@ -27,6 +28,8 @@ def _cast_before(record: Record) -> str | None:
     }
     for written, leaf in record.leaves_written if casting else ():
         storage = record.storage_of(leaf)
+        if record.departed and leaf < 0:  # it may have been cast before anything was noted
+            return "autocast may have been used on a leaf tensor that requires a gradient, which was then written into"
         for k in range(written):
             if record.ambient[k] in casting and leaf in record.arguments_of(k) and k not in record.writes[storage]:
                 return (
@@ -34,6 +37,32 @@ def _cast_before(record: Record) -> str | None:
                     "same call"
                 )
     return None
+
+
+def _bypassed(record: Record) -> str | None:
+    """A leaf was saved, and then written into through ``.data``: plain PyTorch's backward takes what is there now for
+    it, and for all else what was there."""
+    for written, storage in record.unseen_writes:
+        shown = {~k for k, one in enumerate(record.externals) if one.storage == storage and one.requires}
+        if any(record.packs[k] and shown.intersection(record.arguments_of(k)) for k in range(written)):
+            return "a tensor that requires a gradient was used, and then written into through its .data"
+    return None
+
+
+def _parted(record: Record) -> str | None:
+    """A value that gave its memory to a tensor of others has memory of its own in a replay."""
+    for storage, since in record.handed_over.items():
+        after = [k for k in record.writes.get(storage, ()) if k >= since]
+        last = max((record.last_use[v] for v, own in enumerate(record.storage) if own == storage), default=-1)
+        if after and last > after[0]:
+            return "the memory of a tensor became another one's (.data = ...), was written into, and used by both"
+    return None
+
+
+def _uncopied(record: Record) -> str | None:
+    if record.uncopied <= record.settled.storages:
+        return None
+    return "a tensor that requires a gradient was written into, read, and written into again, in the same call"
 
 
 def _normalised(record: Record) -> str | None:

@@ -50,7 +50,8 @@ class Ambients:
         if forward_ad._current_level >= 0:
             raise InputError(
                 "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is "
-                "active, and a replay would not have its tangents; take that part out of the program"
+                "active, and a replay would not have its tangents; use ts.Chain or ts.Loop, whose stages and steps may "
+                "do so, or take that part out of the program"
             )
         modes = others() if _C._len_torch_function_stack() else ()
         answers = [*map(operator.call, self._questions)]

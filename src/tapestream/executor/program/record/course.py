@@ -73,6 +73,8 @@ def course_of(record: Record) -> Course | None:
     others see, or that ``.data`` shows, needs of gradients that are switched, users' modes."""
     if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.hidden or record.untried:
         return None
+    if record.handed_over:
+        return None
     if any(ambient.modes or ambient.dispatching for ambient in record.ambients) or record.arrays.met:
         return None
     patterns = [record.patterns.all[call] for call in record.calls]
@@ -111,6 +113,8 @@ def _needs(record: Record) -> list[int]:
         if external.storage not in written:
             found[~k] = external.requires
     for value, (storage, nbytes) in enumerate(zip(record.storage, record.cotangent_nbytes, strict=True)):
+        if value in record.gained:
+            continue
         if nbytes or (storage not in written and record.storage_nbytes[storage]):
             found[value] = nbytes > 0
     given = ([found.get(number) for number in record.arguments_of(k)] for k in range(len(record)))

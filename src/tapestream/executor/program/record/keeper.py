@@ -178,10 +178,10 @@ class Keeper:
         """The program has ended: drop what nothing uses any more."""
         for operation in [k for k in self.kept if k >= max(1, len(record))]:
             del self.kept[operation]
-        unread = record.unread.storages
+        alone = record.left_alone
         for operation, kept in self.kept.items():
             kept.entries = {
-                n: e for n, e in kept.entries.items() if last_use(record, n) >= operation and e.storage not in unread
+                n: e for n, e in kept.entries.items() if last_use(record, n) >= operation and e.storage not in alone
             }
         for storage in self._held.keys() & {storage for _, storage in self._written.values()}:
             self.before_write(storage, [])  # another call may, and of running statistics no version would tell

@@ -16,6 +16,7 @@ from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import Kinds, Pattern, Patterns
 from tapestream.executor.program.calls.users import by_user
 from tapestream.executor.program.calls.values import Ref, address_of
+from tapestream.executor.program.record.settled import Settled, settled_in
 from tapestream.executor.program.record.unread import Unread, unread_in
 from tapestream.runner.ambient import TorchGenerators
 
@@ -125,7 +126,12 @@ class Record:
     ``untried``: the operations of which it is not known for good what they take.
     ``arrays``: of others', that backward needs. ``hidden``: of each opaque operation. ``spoilt``: why nothing may be
     run again. ``asking``: functions of calls that made nothing, and are not noted.
-    ``leaves_written``: the operations that write into leaves that require a gradient, with these.
+    ``gained``: values that came to require a gradient by a write, with the operation that wrote.
+    ``leaves_written``: the operations that write into leaves that require a gradient, with these; ``unseen_writes``:
+    those that do so through ``.data``, with the storage. ``handed_over``: storages that became those of tensors of
+    others (``.data = value``), with the next operation. ``uncopied``: storages of leaves that
+    were written into before they were used, as it seemed then (see `Settled`). ``departed``: the
+    first operations of the program were not noted.
     """
 
     kinds: Kinds
@@ -168,7 +174,13 @@ class Record:
     spoilt: str | None = None
     asking: set[Any] = field(default_factory=set)
     leaves_written: list[tuple[int, int]] = field(default_factory=list)
+    unseen_writes: list[tuple[int, int]] = field(default_factory=list)
+    handed_over: dict[int, int] = field(default_factory=dict)
+    gained: dict[int, int] = field(default_factory=dict)
+    uncopied: set[int] = field(default_factory=set)
+    departed: bool = False
     _unread: Unread | None = field(default=None, init=False)
+    _settled: Settled | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.patterns = Patterns(self.kinds)
@@ -188,12 +200,33 @@ class Record:
         """The storages of values that operation ``k`` saves."""
         return self.saves[self.save_ends[k - 1] if k else 0 : self.save_ends[k]]
 
+    def saves_given(self, number: int) -> bool:
+        """Whether an operation that is given a tensor has saved anything."""
+        return any(self.packs[k] and number in self.arguments_of(k) for k in range(len(self)))
+
     @property
     def unread(self) -> Unread:
         """What is written into and never read, when the program has ended."""
         if self._unread is None:
             self._unread = unread_in(self)
         return self._unread
+
+    @property
+    def settled(self) -> Settled:
+        """What is written into before it is read, when the program has ended."""
+        if self._settled is None:
+            self._settled = settled_in(self, self.unread.storages)
+        return self._settled
+
+    @property
+    def left_alone(self) -> frozenset[int]:
+        """Storages that it writes into and of which no restart checkpoint need hold anything."""
+        return self.unread.storages | self.settled.storages
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """Operations that no replay makes."""
+        return self.unread.idle | self.settled.idle
 
     def generators(self) -> TorchGenerators:
         """The states, now, of torch's generators and of others that operations were given."""

@@ -19,16 +19,20 @@ PLACES = 1 << 20  # most tensors that one operation may save
 class Tape:
     """Lives as long as some node of the program's graph that has not been reversed.
 
-    ``saved``: by operation, what is there now. ``bring`` records the stretch of an operation again; None while the
-    program runs; where something moves it is called for all operations before ``heed``, too, whatever is there. Plain
-    autograd reverses operations in their order, last first, so of two operations that ask, the
-    earlier one is done with what the later one had. ``once``: each asks for each of its tensors once, as torch's own
-    nodes do (an autograd.Function may as often as it likes), and is done with all when it has asked for the last.
+    ``saved``: by operation, what is there now. ``running``: an operation of users' code that runs, and what it has
+    saved so far: it may differentiate inside. ``begins`` hears that a backward asks. ``bring`` records the stretch of
+    an operation again; None while the program runs; where something moves it is called for all operations before
+    ``heed``, too, whatever is there. Plain autograd reverses operations in their order, last first, so of two
+    operations that ask, the earlier one is done with what the later one had. ``once``: each asks for each of its
+    tensors once, as torch's own nodes do (an autograd.Function may as often as it likes), and is done with all when it
+    has asked for the last.
     """
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
+        self.running: tuple[int, Saved] | None = None
         self.bring: Callable[[int], None] | None = None
+        self.begins: Callable[[], None] | None = None
         self.heed = 0
         self.once = False
         self._asked = _NOBODY
@@ -37,13 +41,15 @@ class Tape:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """A saved tensor, for autograd. Raises GradientError where it would not be what it was."""
         if isinstance(handle, tuple):
-            return _unchanged(*handle)
+            return still(*handle)
         operation, place = divmod(handle, PLACES)
+        if self.running is not None and operation == self.running[0]:
+            return still(*self.running[1][place])
         asked = self._asked
         if operation != asked.operation:
             del asked  # nothing holds what is done with while other stretches run again
             asked = self._ask(operation)
-        tensor = _unchanged(*asked.saved[place])
+        tensor = still(*asked.saved[place])
         if asked.left:
             asked.left &= ~(1 << place)
             if not asked.left:
@@ -54,6 +60,8 @@ class Tape:
     def _ask(self, operation: int) -> "_Asked":
         """Another operation than the last one asks."""
         with self._lock:
+            if self.begins is not None:
+                self.begins()
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
             if operation < self.heed or operation not in self.saved:
@@ -81,10 +89,11 @@ _NOBODY = _Asked(-1, [], 0)
 
 def unchanged(handle: tuple[torch.Tensor, int, object]) -> torch.Tensor:
     """A saved tensor that the graph holds itself, for autograd. Raises GradientError where it was written into."""
-    return _unchanged(handle[0], handle[1])
+    return still(handle[0], handle[1])
 
 
-def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+def still(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """A saved tensor. Raises GradientError where it was written into."""
     if tensor._version != version:
         raise GradientError(
             f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "

@@ -33,10 +33,10 @@ class Needed:
     """
 
     def __init__(self, record: Record) -> None:
-        self.record, unread = record, record.unread
-        seen = (operations for storage, operations in record.writes.items() if storage not in unread.storages)
+        self.record, left_alone = record, record.left_alone
+        seen = (operations for storage, operations in record.writes.items() if storage not in left_alone)
         self._always = {k for operations in seen for k in operations}.union(record.drawn)
-        self._idle = unread.idle
+        self._idle = record.idle
         self._last: tuple[tuple[int, int], list[_Row]] | None = None
         self._users = [by_user(pattern.function) for pattern in record.patterns.all]
 

@@ -20,7 +20,7 @@ from tapestream.executor.program.record.ambients import surroundings
 from tapestream.executor.program.record.keeper import Entry, Kept
 from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import Record, look
-from tapestream.executor.program.record.tape import Saved, inside
+from tapestream.executor.program.record.tape import Saved, inside, still
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.graph import root_of_graph
@@ -57,6 +57,7 @@ class ProgramSteps:
         switches = any(one.function in SWITCHES for one in record.patterns.all)
         self._tells_leaves = self.users_code or casts or switches
         self._live: Kept | None = None
+        self._running: Saved | None = None  # what an operation of users' code has saved so far
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._root = root_of_graph()
         self._first: TorchGenerators | None = None
@@ -143,17 +144,21 @@ class ProgramSteps:
         live = self._live_at(start)
         todo, self._most = None if go_on else self._todo(first, end, live), -1
 
-        def pack(tensor: torch.Tensor) -> None:
+        def pack(tensor: torch.Tensor) -> int:
+            saved = tensor.detach(), tensor._version
+            if self._running is not None:
+                self._running.append(saved)
             if into is not None:
-                into.append((tensor.detach(), tensor._version))
+                into.append(saved)
                 if len(into) == self._most:
                     raise _Enough
+            return 0 if self._running is None else len(self._running)
 
         values, left = self._entered(live, first, end)
         own = {} if go_on else live.saves
         del live  # what is used up on the way goes on the way
         self._live = None
-        with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, _refuse):
+        with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, self._unpack):
             self._replay(values, first, end, enter, into, todo, own)
         self.stages += stop - start
         if go_on:
@@ -206,7 +211,7 @@ class ProgramSteps:
         own: dict[int, Saved],
     ) -> None:
         record = self.program
-        last_use, externals, idle = record.last_use, record.externals, record.unread.idle
+        last_use, externals, idle = record.last_use, record.externals, record.idle
         before = -1
         for k in range(first, end):
             what = (SKIP if k in idle else RUN) if todo is None else todo[k - first]
@@ -240,7 +245,7 @@ class ProgramSteps:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
         pattern, hidden = record.pattern(k), record.hidden.get(k)
-        outside = {n: self._outside(n) for n in numbers if n not in values}  # one object, however often it is given
+        outside = {n: self._outside(n, k) for n in numbers if n not in values}  # one object, however often it is given
         tensors = [values[n] if n in values else outside[n] for n in numbers]
         if record.switched:  # a copy in a restart checkpoint has the need of when it was kept
             needs = record.needs.get(k, {})
@@ -250,14 +255,23 @@ class ProgramSteps:
             ]
         if hidden is not None:
             hidden.check(name_of(record, k), pattern.foreign)
-        if what == SAVE:
-            assert into is not None
-            self._save(k, pattern, tensors, into)
-            return []
-        made = _called(record, k, iter(tensors))
+        try:
+            self._running = None if hidden is None else []
+            if what == SAVE:
+                assert into is not None
+                self._save(k, pattern, tensors, into)
+                return []
+            made = _called(record, k, iter(tensors))
+        finally:
+            self._running = None
         if hidden is not None:
             hidden.check(name_of(record, k), pattern.foreign)
         return made
+
+    def _unpack(self, place: int) -> torch.Tensor:
+        if self._running is None or not place:  # users' code may differentiate inside, and nothing else
+            raise inside()
+        return still(*self._running[place - 1])
 
     def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved) -> None:
         """Into ``into``, which is empty, what operation ``k`` saves of what it is given."""
@@ -272,13 +286,13 @@ class ProgramSteps:
         if self._lessons is not None:
             self._lessons.has_saved(k, pattern, tensors, into)
 
-    def _outside(self, number: int) -> torch.Tensor:
+    def _outside(self, number: int, k: int) -> torch.Tensor:
         if number >= 0:
             raise ScheduleError(f"value {number} is not there")
-        one = self.program.externals[~number]
-        if one.storage in self.program.unread.storages:  # to be written into again, whatever it holds
-            return one.held.clone()
-        if one.storage in self.program.writes:  # never the tensor itself: a replay may write into it
+        one, settled = self.program.externals[~number], self.program.settled
+        if one.storage in self.program.unread.storages or k in settled.aside:
+            return one.held.clone()  # to be written into again, whatever it holds
+        if one.storage in self.program.writes.keys() - settled.storages:  # a replay may write into it
             raise ScheduleError(
                 f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
             )
@@ -334,7 +348,3 @@ def name_of(record: Record, k: int) -> str:
     """What to call operation ``k`` in messages."""
     function = record.pattern(k).function
     return f"operation {k} ({getattr(function, '__name__', function)})"
-
-
-def _refuse(nothing: None) -> torch.Tensor:
-    raise inside()

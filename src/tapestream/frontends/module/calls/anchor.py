@@ -14,12 +14,23 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = len(parameters)
+        ctx.parameters = parameters
         return root.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        return (None,) * (1 + ctx.parameters)
+        for parameter in filter(hooked, ctx.parameters):  # by hooks that were registered since
+            _let_pass(parameter._backward_hooks)
+            _let_pass(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return (None,) * (1 + len(ctx.parameters))
+
+
+def _let_pass(hooks: dict[int, Any] | None) -> None:
+    """They have seen the parameter's gradient, and are not to see the one that is None after it."""
+    if hooks:
+        kept = dict(hooks)
+        hooks.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: hooks.update({**kept, **hooks}))
 
 
 def refusing(name: str, root: Node) -> Callable[[Any], None]:

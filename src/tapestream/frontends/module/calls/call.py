@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
 from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
 from tapestream.frontends.module.calls.following import WRITTEN, Following
-from tapestream.frontends.module.calls.live import Live, SegmentView
+from tapestream.frontends.module.calls.live import CUT_SHORT, DIFFERENTIATED_TWICE, Live, SegmentView
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.frontends.module.observing.returned import Watched
@@ -28,7 +28,7 @@ from tapestream.runner.ambient import mark_of_autocast
 from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Watch
-from tapestream.runner.runner import Runner
+from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, take_apart, tensors_in
 
@@ -51,6 +51,7 @@ class StreamCall:
     """
 
     closed: bool | None = None
+    cut_short = False
 
     def __init__(
         self,
@@ -119,8 +120,7 @@ class StreamCall:
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
-        """A block call at the place that `place_of` gave. Raises UnplannedBlock where the plan has it linked otherwise
-        (guessed, where the profiled call left it out)."""
+        """A block call at the place that `place_of` gave. Raises UnplannedBlock where the plan links it otherwise."""
         planned = self.prepared.segments[segment]
         begun = self.interpreters[segment] is not None
         if run.linked != begun:
@@ -172,7 +172,7 @@ class StreamCall:
     def _end_plain(self, cotangents: Any) -> None:
         """A backward has begun; when it ends, the tape is gone unless it was to be retained."""
         self._returned.look()
-        self.live.begins(self)
+        self.live.begins(self, cotangents)
         if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
             self._differentiating = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -206,23 +206,22 @@ class StreamCall:
         return interpreter.run_stage(k)
 
     def backward(
-        self, segment: int, k: int, cotangents: list[torch.Tensor | None], begun: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Differentiate one block. ``begun``: gradients of its inputs that later uses of them have made."""
+        self, segment: int, k: int, cotangents: Gradients, begun: Gradients, others: Sequence[int]
+    ) -> tuple[Gradients, Gradients]:
+        """Differentiate one block: gradients of its inputs, and of ``others`` (ids), which belong to no block.
+        ``begun``: gradients of its inputs that later uses of them have made."""
         interpreter = self.interpreters[segment]
         if interpreter is None or self.closed:
-            raise GradientError(
-                "this call was differentiated a second time, but its tape is gone after one backward "
-                "(retain_graph=True is not supported); run the "
-                "forward again"
-            )
+            raise GradientError(CUT_SHORT if self.cut_short else DIFFERENTIATED_TWICE)
         if not self._differentiating:
             self._begin_backward()
         self._seed(segment, k, interpreter.sums)
         interpreter.begun = lambda stage: begun if stage == k else []
         try:
             with checkpointing_off():
-                return interpreter.run_backward(k, cotangents)
+                given = interpreter.run_backward(k, cotangents)
+            found = [interpreter.sums.pop(key, None) for key in others]
+            return given, [None if pair is None else pair[1] for pair in found]
         except BaseException:
             self.abort()
             raise
@@ -293,8 +292,7 @@ class StreamCall:
                     )
 
     def finish(self, *, publish: bool = True) -> None:
-        """The backward has ended, or gone on to another call: what it did not ask for is dropped; gradients become
-        visible (if ``publish``)."""
+        """The backward has ended, or another has begun: what it did not ask for goes; gradients show (``publish``)."""
         if self.closed:
             return
         try:

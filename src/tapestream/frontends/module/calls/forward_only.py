@@ -2,22 +2,25 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.errors import BudgetError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.copies import SHOWN
 from tapestream.executor.doubts import Doubts
+from tapestream.frontends.module.calls.measured import Gauge, Measured, look_at_call
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.planning.exceeded import limit_of
 from tapestream.planning.profile import collector_off
-from tapestream.runner.ambient import Autocast
 from tapestream.runner.private import tensors_in
 from tapestream.runner.state import storages
-from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
+from tapestream.storage.meter import watch_memory
+from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
@@ -30,24 +33,6 @@ _GUESSES_UP_TO = 2.0
 Call = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What one call took: ``working_nbytes`` beside its arguments and all parameters, and its blocks in ``order``."""
-
-    sizes: tuple[int, ...]
-    working_nbytes: int
-    order: tuple[int, ...]
-
-    def growth(self, sizes: tuple[int, ...]) -> float:
-        """The largest ratio by which ``sizes`` exceed those measured; at least 1."""
-        pairs = [(new, old) for new, old in zip(sizes, self.sizes, strict=True) if new > old]
-        return max((new / old if old else float("inf") for new, old in pairs), default=1.0)
-
-    def estimate(self, sizes: tuple[int, ...]) -> int:
-        """Bytes for a call of these ``sizes``."""
-        return int(self.working_nbytes * self.growth(sizes) ** 2)
-
-
 @dataclass(slots=True)
 class Walk:
     """Where a call stands in the ``order`` of its blocks. ``limit_nbytes``: of the device, for parameter blocks;
@@ -57,27 +42,6 @@ class Walk:
     limit_nbytes: int
     staying: frozenset[int]
     at: int = 0
-
-
-@dataclass(slots=True)
-class Gauge:
-    """Measures what a call makes, section by section: bringing blocks is left out."""
-
-    watch: MemoryWatch
-    order: list[int] = field(default_factory=list)
-    level_nbytes: int = 0
-    top_nbytes: int = 0
-
-    @contextlib.contextmanager
-    def section(self) -> Iterator[None]:
-        """Count what is made inside."""
-        meter = MemoryMeter()
-        try:
-            with self.watch.measured() as meter:
-                yield
-        finally:
-            self.top_nbytes = max(self.top_nbytes, self.level_nbytes + meter.peak_nbytes)
-            self.level_nbytes += meter.end_nbytes
 
 
 class ForwardOnly:
@@ -127,16 +91,26 @@ class ForwardOnly:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def call_model(self, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, beside: bool) -> Any:
-        """The model's ``__call__``. ``beside``: other calls await their backward."""
-        store = self._handle.store
-        if self._inside or beside or store.home is Tier.DEVICE:
+        """The model's ``__call__``. ``beside``: other calls await their backward.
+
+        Raises BudgetError for a call that takes more than the budget: as soon as that is known, which of the first of a
+        kind it is when it has been measured.
+        """
+        stays = self._handle.store.home is Tier.DEVICE
+        if self._inside or beside or (stays and self._handle.budget.device_nbytes is None):
             return original(*args, **kwargs)
         given = sum(storages(tensors_in([args, kwargs])).values())
-        kind, sizes = _look_at(self._handle, args, kwargs, given)
+        kind, sizes = look_at_call(self._handle, args, kwargs, given)
         known = self._known.setdefault(kind, [])
         nearest = min(known, key=lambda one: (one.growth(sizes) > _SERVES_UP_TO, one.estimate(sizes)), default=None)
+        if nearest is not None and self._excess(nearest, sizes) > 0:
+            if nearest.sizes == sizes:
+                self._refuse(nearest, sizes)
+            nearest = None  # a guess: what it takes, measuring shows
         self._inside = True
         try:
+            if nearest is not None and stays:
+                return original(*args, **kwargs)
             if nearest is not None and nearest.growth(sizes) <= _SERVES_UP_TO:
                 return self._run(original, args, kwargs, nearest, self._limit(nearest, sizes, given))
             if nearest is not None and nearest.growth(sizes) <= _GUESSES_UP_TO:
@@ -149,9 +123,36 @@ class ForwardOnly:
             result, found = self._measure(original, args, kwargs, sizes)
             known[:] = [one for one in known if found.growth(one.sizes) > 1 or one.growth(found.sizes) > 1]
             known.append(found)
+            if self._excess(found, sizes) > 0:
+                self._refuse(found, sizes)
             return result
         finally:
             self._inside = False
+
+    def _needed(self, measured: Measured, sizes: tuple[int, ...]) -> int:
+        """Device bytes of a call that brings one block at a time, beside its arguments, which are the caller's."""
+        handle, stays = self._handle, self._handle.store.home is Tier.DEVICE
+        parameters = handle.model.parameters() if stays else [*handle.outside_parameters(), *handle.pinned.parameters()]
+        held = sum(tensor_nbytes(p) + (0 if p.grad is None else tensor_nbytes(p.grad)) + handle.state_nbytes(p)
+                   for p in parameters)  # fmt: skip
+        held += sum(tensor_nbytes(b) for b in handle.model.buffers())
+        return held + measured.estimate(sizes) + (0 if stays else self._largest(measured.order))
+
+    def _excess(self, measured: Measured, sizes: tuple[int, ...]) -> float:
+        """So much more than the budget the call takes."""
+        budget = self._handle.budget.device_nbytes
+        return 0 if budget is None else self._needed(measured, sizes) - limit_of(budget)
+
+    def _refuse(self, measured: Measured, sizes: tuple[int, ...]) -> None:
+        """Raise BudgetError with the least that the call works within."""
+        budget, least = self._handle.budget.device_nbytes, self._needed(measured, sizes)
+        assert budget is not None
+        raise BudgetError(
+            f"a budget of {format_nbytes(budget)} was asked for, but a call without gradients of this size needs at "
+            f"least {format_nbytes(least)} ({least} bytes), with one block on the device at a time; allow that much, "
+            "or give it less at once (a smaller batch, shorter sequences)",
+            least_nbytes=least,
+        )
 
     def _limit(self, measured: Measured, sizes: tuple[int, ...], given: int) -> int:
         """What the budget leaves to parameter blocks, and to all else that the store holds on the device."""
@@ -317,21 +318,3 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def _look_at(
-    handle: "Streamed", args: tuple[Any, ...], kwargs: dict[str, Any], given: int
-) -> tuple[object, tuple[int, ...]]:
-    """The kind of a call, and the sizes on which its bytes depend: dimensions, counts, bytes in caches."""
-    kinds: list[object] = [handle.model.training, Autocast.capture(handle.device), tuple(sorted(kwargs))]
-    sizes = [given]
-    for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())))):
-        if isinstance(leaf, torch.Tensor):
-            kinds.append((leaf.dtype, leaf.dim()))
-            sizes += leaf.shape
-        elif isinstance(leaf, int) and not isinstance(leaf, bool):
-            kinds.append((int, leaf > 0))  # zero often stands for all
-            sizes.append(abs(leaf))
-        else:
-            kinds.append(leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf))
-    return tuple(kinds), tuple(sizes)

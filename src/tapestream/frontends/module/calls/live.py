@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.gradients import Sums
 from tapestream.frontends.module.allocator import AllocatorWatch
+from tapestream.frontends.module.calls.second_order import SecondOrder
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.runner.graph import let_go_of_failed_backward
 
@@ -19,38 +20,66 @@ if TYPE_CHECKING:
     from tapestream.frontends.module.calls.call import StreamCall
 
 
+DIFFERENTIATED_TWICE = (
+    "this call was differentiated a second time, but its tape is gone after one backward (retain_graph=True is not "
+    "supported); run the forward again"
+)
+CUT_SHORT = (
+    "a backward has differentiated blocks of a streamed model, and code that runs in its midst (the backward of an "
+    "autograd.Function between blocks) calls this model or its blocks, which would take the place of blocks that this "
+    "backward needs; put all blocks into that Function or none, call them in the model's forward without it, as "
+    "streaming recomputes anyway, or allow enough for home='device' to keep everything"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A call that a backward has reached: whether it is plain, its casts, and the parameter blocks that it uses."""
+
+    plain: bool
+    casts: object | None
+    blocks: frozenset[int]
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """Calls of one model that still await their backward, and the one whose backward is under way.
 
-    ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, whether those
-    that it has reached are plain, and their ``casts``; ``before``: whether blocks had gradients when it began.
+    ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, those that it
+    has reached; ``before``: whether blocks had gradients when it began.
     ``allocator``: is told when they begin and end. ``alone``: the budget is for one call at a time. ``left``: the model
-    is not streamed any more, and its parameters lie elsewhere.
+    is not streamed any more, and its parameters lie elsewhere. ``allowed``: gives the bytes of the device's budget;
+    ``second``: of the last backward, where its own graph is wanted.
     """
 
     allocator: AllocatorWatch
+    allowed: Callable[[], int | None]
     alone: bool = True
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     differentiated: "StreamCall | None" = None
     busy: bool = False
     task: int = -1
     several: bool = False
-    begun: dict[int, tuple[bool, object | None]] = field(default_factory=dict)
+    begun: "dict[int, _Begun]" = field(default_factory=dict)
     before: bool = False
     left: bool = False
+    second: SecondOrder | None = None
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Inside, calls that end do not disturb the store. What a backward that ended in somebody else's exception
-        has left ends first."""
-        if self.differentiated is not None and not self.busy:
-            self.differentiated.abort()
-        before, self.busy = self.busy, True
+        has left ends first, and so does one in whose midst they begin: what it would still need is refused then."""
+        if (before := self.differentiated) is not None and not self.busy:
+            if torch._C._current_graph_task_id() == self.task:
+                before.cut_short = True
+                before.finish()
+            else:
+                before.abort()
+        busy, self.busy = self.busy, True
         try:
             yield
         finally:
-            self.busy = before
+            self.busy = busy
 
     def check_none(self, what: str, prepared: Prepared | None) -> None:
         """Raise GradientError where another forward would see weights that an awaited backward changes."""
@@ -67,10 +96,13 @@ class Live:
         if self.calls:
             let_go_of_failed_backward()
 
-    def begins(self, call: "StreamCall") -> None:
-        """A backward reaches ``call``. Raise GradientError where gradients of several calls would be added in another
-        way than in plain PyTorch: in another order, where autograd adds up those of some calls and the store those of
-        others, and more than two parts come together; or in another dtype, where the calls share an ``autocast``."""
+    def begins(self, call: "StreamCall", cotangents: Sequence[torch.Tensor | None] = ()) -> None:
+        """A backward reaches ``call``, with ``cotangents`` where its graph is plain PyTorch's.
+
+        Raise GradientError where gradients of several calls would be added in another way than in plain PyTorch: in
+        another order, where autograd adds up those of some calls and the store those of others, and more than two parts
+        come together; or in another dtype, where the calls share an ``autocast``.
+        """
         if self.left:
             raise GradientError(
                 "unstream() was called between this call of the model and its backward, which needs the streamed "
@@ -80,21 +112,27 @@ class Live:
         if task != self.task:
             self.task, self.several, self.begun = task, len(self.calls) > 1, {}
             self.allocator.begins()
+            allowed, wanted = self.allowed(), call.plain and torch.is_grad_enabled()
+            self.second = SecondOrder(call, allowed) if wanted and allowed is not None else None
             parameters = (p for block in call.store.blocks for p in block.parameters)
             self.before = self.several and any(p.grad is not None for p in parameters)
+        if self.second is not None:
+            self.second.arrive(cotangents)
         if not self.several:
             return
-        if call.casts is not None and any(call.casts is casts for _, casts in self.begun.values()):
+        mine = _Begun(call.plain, call.casts, call.prepared.used)
+        others = [one for one in self.begun.values() if one.blocks & mine.blocks]
+        if call.casts is not None and any(call.casts is one.casts for one in others):
             raise GradientError(
                 "this backward differentiates two calls of one model that were made within one autocast: plain PyTorch "
                 "casts the weights once for both and adds their gradients in 16 bits, a streamed model in 32; give "
                 "each call an autocast of its own (or cache_enabled=False), call backward() for each, or give "
                 "both batches to one call"
             )
-        self.begun[id(call)] = call.plain, call.casts
-        if len({plain for plain, _ in self.begun.values()}) > 1 and len(self.begun) + self.before > 2:
+        self.begun[id(call)] = mine
+        if len({one.plain for one in (mine, *others)}) > 1 and 1 + len(others) + self.before > 2:
             raise GradientError(
-                f"this backward differentiates {len(self.begun)} calls of one model or "
+                f"this backward differentiates {1 + len(others)} calls of one model or "
                 f"more{', beside gradients of an earlier one' if self.before else ''}; the budget stores some of them "
                 "and recomputes others, so their gradients would be added in another order than in plain PyTorch: give "
                 "all batches to one call, call backward() for each loss, allow more, so that all of them are stored, "

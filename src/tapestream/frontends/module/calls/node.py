@@ -24,14 +24,16 @@ def apply_block(
     link = Link() if call.interpreters[segment] is None else call.link
     following = call.following
     run = BlockRun(
-        bare.name, original, bare.modules, args, kwargs, link, None if following is None else following.current
-    )
+        bare.name, original, bare.modules, args, kwargs, link, None if following is None else following.current,
+        passes=planned.passes[k],
+    )  # fmt: skip
     call.enter(position, run, bare.calling(run), segment, k)
     anchor = call.anchor if planned.traits[k].leaves else None
     made: list[State] = []
     again = run.used if following is not None else {}
     with contextlib.nullcontext() if following is None else following.left():
-        node = _BlockNode.apply(call, segment, k, made, anchor, tuple(again), *run.tensors)  # type: ignore[no-untyped-call]
+        others = planned.traits[k].others
+        node = _BlockNode.apply(call, segment, k, made, anchor, tuple(again), others, *run.tensors, *others)  # type: ignore[no-untyped-call]
     outputs, handed_on = node[: len(made[0].requires)], node[len(made[0].requires) :]
     if any(made[0].requires) and not any(t.requires_grad for t in outputs):
         raise GradientError(
@@ -46,9 +48,13 @@ def apply_block(
     return result
 
 
+_OTHERWISE = "allow so much that all of it is stored, with home='device', or use the model without stream(...)"
+
+
 class _BlockNode(torch.autograd.Function):
     """One block call. ``anchor`` makes the node part of the graph when parameters alone need
-    gradients. ``again``: which of the tensors come out again, behind what the block returns, for later uses."""
+    gradients. ``again``: which of the tensors come out again, behind what the block returns, for later uses.
+    ``others``: the last of the tensors, which the block reaches by itself."""
 
     @staticmethod
     def forward(
@@ -59,22 +65,26 @@ class _BlockNode(torch.autograd.Function):
         template: list[State],
         anchor: torch.Tensor | None,
         again: tuple[int, ...],
+        others: tuple[torch.Tensor, ...],
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.place, ctx.again, ctx.count = call, (segment, k), again, len(tensors)
+        ctx.call, ctx.place, ctx.again, ctx.others = call, (segment, k), again, [id(t) for t in others]
+        ctx.count = len(tensors) - len(others)
         with with_tangents():
             out = call.forward(segment, k)
-        ctx.mark_non_differentiable(*(t for t, requires in zip(out.tensors, out.requires, strict=True) if not requires))
+        made = [t.detach() for t in (*out.tensors, *(tensors[entry] for entry in again))]
+        own = zip(made[: len(out.requires)], out.requires, strict=True)
+        ctx.mark_non_differentiable(*(t for t, requires in own if not requires))
         template.append(State((), out.requires, out.others, out.slots, out.spec))
-        return tuple(t.detach() for t in (*out.tensors, *(tensors[entry] for entry in again)))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        check_differentiated_once("this streamed model", "use the model without stream(...)")
+        check_differentiated_once("this streamed model", _OTHERWISE)
         own = len(cotangents) - len(ctx.again)
         begun: list[torch.Tensor | None] = [None] * ctx.count
         for entry, cotangent in zip(ctx.again, cotangents[own:], strict=True):
             begun[entry] = cotangent
-        given = ctx.call.backward(*ctx.place, list(cotangents[:own]), begun)
-        return (None, None, None, None, None, None, *given)
+        given, of_others = ctx.call.backward(*ctx.place, list(cotangents[:own]), begun, ctx.others)
+        return (None, None, None, None, None, None, None, *given, *of_others)

@@ -93,6 +93,7 @@ class Homes:
             for position, use in enumerate(uses):
                 if use is None:
                     maker.block(blocks[position], device)
+            maker.tell()
             for adopted in self.store.blocks:
                 mark(adopted.parameters)
                 undo.callback(unmark, adopted.parameters)

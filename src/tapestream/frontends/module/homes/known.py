@@ -17,14 +17,14 @@ class Known:
         nothing is looked at while they stay."""
         if identities == self._identities:
             return
-        named, known = list(self._model.named_parameters()), [id(p) for p in self._parameters]
-        if [id(p) for _, p in named] != known:
+        named, known = list(self._model.named_parameters()), {id(p) for p in self._parameters}
+        if {id(p) for _, p in named} != known:  # in another order where one was taken away and put back
             strange = next(
                 (f"parameter {n!r} was replaced by another, or added," for n, p in named if id(p) not in known), ""
             )
             raise InputError(
                 f"{strange or 'a parameter was removed'} after stream(), so it would not be streamed or trained; copy "
                 "the values into the original parameter (load_state_dict without assign=True), or unstream, replace "
-                "and stream again"
+                "and stream again; torch.func.functional_call around it needs a plain model"
             )
         self._identities = identities

@@ -1,7 +1,8 @@
 """Making modules that lie on the meta device real, piece by piece, with their saved or with fresh weights."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,11 +20,17 @@ class Maker:
 
     Without ``weights``, and for what these do not hold, the model's own code initialises: the ``initialize()``
     of a block or model, the ``_init_weights(module)`` of the nearest Hugging Face model around a module, or the
-    module's ``reset_parameters()``; children come before their parents, as in transformers.
+    module's ``reset_parameters()``; children come before their parents, as in transformers. What has values keeps
+    them.
+
+    Raises InputError where nothing says that the weights are to be drawn: a part of the model alone is on meta, or
+    hooks of accelerate have them elsewhere.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], weights: Weights | None) -> None:
         self._model, self._weights = model, weights
+        self._drawn: list[str] = []  # classes whose weights were drawn by code that other uses have, too
+        _check_hollow(model, weights is not None)
         inside = {id(m) for block in blocks for m in block.modules()}
         self._outside = [m for m in _children_first(model) if id(m) not in inside]
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what was on meta, which is kept too
@@ -48,6 +55,17 @@ class Maker:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+
+    def tell(self) -> None:
+        """Warn where weights were drawn that a file might have been meant for."""
+        if self._drawn and self._weights is None:
+            classes = dict.fromkeys(self._drawn)
+            warnings.warn(
+                f"this {type(self._model).__name__} lay on the meta device and no weights= were given, so "
+                f"reset_parameters() or _init_weights() drew them anew, for {len(self._drawn)} modules "
+                f"({', '.join(classes)}); for saved weights, give stream(..., weights=) their files",
+                stacklevel=5,
+            )
 
     def _real(self, modules: Iterable[nn.Module], device: torch.device) -> list[Place]:
         """Give every tensor on meta bytes of undefined content; returns where these are."""
@@ -86,9 +104,11 @@ class Maker:
 
     def _initialize(self, owner: nn.Module, modules: Sequence[nn.Module], lacking: Mapping[int, nn.Module]) -> None:
         """``lacking``: the modules of tensors to be initialised, by these tensors' ids."""
+        made = {id(real) for _, real in self._made.values()}
         initialize = getattr(owner, "initialize", None)
         if lacking and callable(initialize):
-            initialize()
+            with _kept(owner.modules(), made):
+                initialize()
             return
         ids = {id(module) for module in lacking.values()}
         with _initialized(one for m in owner.modules() for _, _, one in _own(m) if id(one) not in lacking):
@@ -97,7 +117,10 @@ class Maker:
                 if around is not None and any(id(below) in ids for below in module.modules()):
                     around._init_weights(module)  # type: ignore[operator]  # it may be about what is below
                 elif around is None and id(module) in ids:
-                    self._reset(owner, module)
+                    with _kept([module], made):
+                        self._reset(owner, module)
+                if id(module) in ids and _draws(module, lacking):
+                    self._drawn.append(type(module).__name__)
 
     def _reset(self, owner: nn.Module, module: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None)
@@ -107,6 +130,54 @@ class Maker:
                 f"{type(owner).__name__} an initialize() method, or make the model on a real device"
             )
         reset()
+
+
+def _check_hollow(model: nn.Module, weights: bool) -> None:
+    """Raise InputError where what is on meta is not to be drawn."""
+    hollow, real = list[str](), list[str]()
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or name in module._non_persistent_buffers_set or not tensor.numel():
+                continue
+            if tensor.is_meta:
+                hollow.append(f"{prefix}.{name}" if prefix else name)
+            elif name in module._parameters:
+                real.append(f"{prefix}.{name}" if prefix else name)
+    if not hollow:
+        return
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise InputError(
+            f"{len(hollow)} tensors of this {type(model).__name__} ({hollow[0]!r} first) are away, in the care of "
+            "accelerate's hooks (device_map=, cpu_offload, disk_offload), which bring them while their module runs; "
+            "load the model without these, or make it on the meta device and give stream(..., weights=) its files: "
+            "streaming keeps weights in RAM or on disk by itself"
+        )
+    if real and not weights:
+        raise InputError(
+            f"{len(hollow)} tensors of this {type(model).__name__} ({hollow[0]!r} first) are on the meta device, while "
+            f"{len(real)} parameters ({real[0]!r} first) have values: a loader has left them out, or hooks bring them "
+            "in a call. Load all of them; or give stream(..., weights=) the files of all; or, to draw all anew, make "
+            "the whole model on meta"
+        )
+
+
+@contextlib.contextmanager
+def _kept(modules: Iterable[nn.Module], made: Container[int]) -> Iterator[None]:
+    """Inside, code that fills whole modules may overwrite what had values; these come back."""
+    had = {id(t): t for module in modules for _, _, t in _own(module) if id(t) not in made}
+    copies = {key: t.detach().clone() for key, t in had.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for key, tensor in had.items():
+                tensor.copy_(copies[key])
+
+
+def _draws(module: nn.Module, lacking: Container[int]) -> bool:
+    """Whether any of its own tensors that ``state_dict()`` has is one of those ``lacking`` (ids)."""
+    unsaved = module._non_persistent_buffers_set
+    return any(id(t) in lacking for held, n, t in _own(module) if held is module._parameters or n not in unsaved)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Modules outside the blocks that hold many bytes themselves: token embeddings, heads, tables of positions."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
+from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.module.homes.adopt import check_movable, check_own_bytes
 from tapestream.frontends.module.homes.between import BetweenBlocks
 
@@ -54,6 +55,12 @@ def trains(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Whether what a call makes can require gradients."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return any(t.requires_grad for t in (*tensors, *module.parameters()))
+
+
+def parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int]:
+    """The parameter block of each parameter of the modules at ``positions``, by ``id``."""
+    blocks = {block for position in positions if (block := store.uses[position]) is not None}
+    return {id(p): block for block in blocks for p in store.blocks[block].parameters}
 
 
 class DirectUse(BetweenBlocks):

@@ -12,12 +12,18 @@ from torch.utils import _pytree as pytree
 from tapestream.accelerator.memory import storage_nbytes
 from tapestream.errors import InputError
 from tapestream.frontends.module.observing.hooks import Captured, capturing, hooked
+from tapestream.frontends.module.observing.passing import Passing
 from tapestream.runner.ambient import recomputing
-from tapestream.runner.private import Before, detached, may_change, take_over, tensors_in
+from tapestream.runner.private import Before, detached, may_change, standing_in, take_over, tensors_in
 from tapestream.runner.state import State, take_apart
 from tapestream.runner.trees import is_instance, tree_flatten
 
 Current: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Opens: TypeAlias = Callable[[Any], tuple[list[Any], pytree.TreeSpec]]
+
+
+class ChangedContainer(InputError):
+    """A block has put something into a list or dictionary, where it got one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class BlockRun:
 
     ``linked``: everything that carries a gradient came from the block before. ``tensors``: the state's, with their
     graph. Objects that the block may change (key-value caches) are its own in every run but the first; ``writes``:
-    it has written into tensors in them.
+    it has written into tensors in them. With ``passes`` they are in that one, too, so that gradients flow through what
+    is in them; containers count as such objects then.
     """
 
     def __init__(
@@ -64,19 +71,29 @@ class BlockRun:
         kwargs: dict[str, Any],
         link: Link,
         current: Current | None = None,
+        *,
+        passes: bool = False,
     ) -> None:
         """``current``: what stands for a tensor by now that comes from elsewhere (None: itself)."""
         self.name = name
         self._original, self._hooked = original, hooked(modules)
-        leaves, self._spec, self._apart = _taken_apart(args, kwargs, link)
-        self._opened = any(_holds_container(value) for value in (*args, *kwargs.values()))
-        self.linked, here, self._picks = _recognised(name, leaves, link, current)
+        leaves, self._spec, self._opens = _taken_apart(args, kwargs, link, passes=passes)
+        self._opened = not passes and any(_holds_container(value) for value in (*args, *kwargs.values()))
+        self._changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
+        self._passing = Passing(name, [leaves[at] for at in self._changing]) if passes else None
+        inside = [] if self._passing is None else self._passing.tensors
+        self.linked, here, picks = _recognised(name, [*leaves, *inside], link, current)
+        self._picks = {at: entry for at, entry in picks.items() if at < len(leaves)}
+        self._inside = [picks[len(leaves) + number] for number in range(len(inside))]
         self.tensors, self._slots, self._sides, self._names = here.tensors, here.slots, here.sides, here.names
         self._places = tuple(here.slots.index(entry) for entry in range(len(here.tensors)))
         for at in self._picks:
             leaves[at] = None  # the call's function lives until its backward and must not keep the state
         self._leaves = leaves
-        self._changing = [at for at, leaf in enumerate(leaves) if may_change(leaf)]
+        if passes:  # what is in them is in the state
+            self._leaves = [leaf if at not in self._changing else None for at, leaf in enumerate(leaves)]
+        self._stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.things = [leaves[at] for at in self._changing]  # the caller's, until `finish`
         self._changed: list[Any] = []
         self._before: Before | None = None
         self._clone = self.writes = False
@@ -84,6 +101,7 @@ class BlockRun:
         self._template: State | None = None
         self._captured: Captured | None = None
         self._inner: tuple[torch.Tensor, ...] = ()
+        self._left = 0
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -103,45 +121,75 @@ class BlockRun:
         """The state as the block before returned it, or its tensors where this is the first: what a call takes."""
         return tuple(self.tensors[entry] for entry in self._slots)
 
+    @property
+    def inside(self) -> list[torch.Tensor]:
+        """Tensors of its state that are in objects."""
+        return [] if self._passing is None else self._passing.tensors
+
+    def passed(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that the block has used, if it has given gradients to ``leaves`` in an observed run."""
+        reached = set(map(id, leaves))
+        return [t for t, stand_in in self._stand_ins if id(stand_in) in reached]
+
     def keep_arguments(self, *, clone: bool, graph: bool = True) -> None:
         """The block will run again: remember objects among its arguments as they are now; tensors in them with the
         ``graph`` in which others have left them, so that a gradient through one of them is refused and not lost."""
         self._clone = clone
-        if self._changing:
-            things = [self._leaves[at] for at in self._changing]
-            self._before = Before.take(things if graph else detached(things), clone=clone)
+        if self._passing is not None:
+            self._passing.keep(clone=clone)
+        elif self._changing:
+            things: Sequence[Any] = [self._leaves[at] for at in self._changing]
+            if not graph:
+                things, self._stand_ins = standing_in(things, clone=clone)
+            self._before = Before.take(things, clone=clone and graph)
 
     def __call__(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Run the block: its output tensors, what hooks are to see, and what it hands on."""
+        """Run the block: its output tensors, what hooks are to see, what it leaves in objects, and what it hands on."""
         leaves = list(self._leaves)
         for at, entry in self._picks.items():
             leaves[at] = state[self._places[entry]]
-        if recomputing() and self._before is not None:
-            for at, copied in zip(self._changing, self._before.copies(self.name, clone=self._clone), strict=True):
-                leaves[at] = copied
-        changing = [leaves[at] for at in self._changing]
-        held = [(t, t._version) for t in tensors_in(changing)]
+        inside, pairs = [state[self._places[entry]] for entry in self._inside], list[Any]()
+        given = [] if not self._changing else self._given(leaves, inside, pairs)
+        held = [(t, t._version) for t in tensors_in(given)]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with capturing(self._hooked) as captured:
             out = self._original(*args, **kwargs)
         if self._opened:
             self._check_containers((args, kwargs), leaves)
         self.writes = self.writes or any(t._version != version for t, version in held)
-        found, live = take_apart(out, lambda instance: all(instance is not one for one in changing))
+        found, live = take_apart(out, lambda instance: all(instance is not one for one in given))
+        left: Sequence[torch.Tensor] = ()
+        if self._passing is not None:
+            left = self._passing.left(given, pairs, inside, held)
         if self._first:
             self._template = State((), found.requires, found.others, found.slots, found.spec)
-            self._captured, self._inner = captured, state
-            if recomputing() and not self._changed:  # of the first such run: a later one must not free its tensors
-                self._changed = list(detached(changing))
-        return (*live, *captured.tensors, *(state[self._places[entry]] for entry in self._sides))
+            self._captured, self._inner, self._left = captured, state, len(left)
+            if self._passing is None and recomputing() and not self._changed:
+                own = tensors_in(self.things) if len(held) else []
+                same = zip(held, own, strict=True) if len(own) == len(held) else ()
+                known = {id(t): caller for (t, version), caller in same if t._version == version}
+                self._changed = list(detached(given, known))  # a later run must not free the tensors of this one
+        return (*live, *captured.tensors, *left, *(state[self._places[entry]] for entry in self._sides))
+
+    def _given(self, leaves: list[Any], inside: Sequence[torch.Tensor], pairs: list[Any]) -> list[Any]:
+        """The objects that a run is given, put into ``leaves``; with ``pairs`` of the caller's and these."""
+        copied: Sequence[Any] | None = None
+        if self._passing is not None:
+            copied, found = self._passing.copies(inside, again=recomputing(), clone=self._clone)
+            pairs.extend(found)
+        elif recomputing() and self._before is not None:
+            copied = self._before.copies(self.name, clone=self._clone)
+        for at, one in zip(self._changing, copied or (), strict=copied is not None):
+            leaves[at] = one
+        return [leaves[at] for at in self._changing]
 
     def _check_containers(self, given: Any, before: list[Any]) -> None:
-        """Raise InputError where the block has put something into a list or dictionary: it got one of its own."""
+        """Raise ChangedContainer where the block has put something into a list or dictionary: it got one of its own."""
         after, spec = tree_flatten(given, lambda instance: all(instance is not leaf for leaf in before))
         if spec != self._spec or any(now is not was for now, was in zip(after, before, strict=True)):
-            raise InputError(
-                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), and "
-                "the caller would not see that; return the new content instead, or pass an object with attributes"
+            raise ChangedContainer(
+                f"{self.name} changes a list, dictionary or dataclass that it is given (an append, an item set), which "
+                "it did not do when it was profiled; return the new content instead"
             )
 
     def finish(self, state: State, outputs: Sequence[torch.Tensor]) -> tuple[Any, Link]:
@@ -152,15 +200,17 @@ class BlockRun:
         outer = {id(self._inner[place]): t for place, t in zip(self._places, self.tensors, strict=True)}
         inner, names_before = self._inner, self._names
         self._inner, self._names, self.tensors = (), {}, ()
-        self._first, self._template, self._captured, self._changed = False, None, None, []
+        self._first, self._template, self._captured, self._changed, self.things = False, None, None, [], []
         flat = [outputs[slot] for slot in state.slots]
-        own, shown = len(template.requires), len(captured.tensors)
-        seen = set(state.slots[: own + shown])  # others are handed on, and nobody holds them
+        own, shown, left = len(template.requires), len(captured.tensors), self._left
+        seen = set(state.slots[: own + shown + left])  # others are handed on, and nobody holds them
         names = {id(t): (entry, t, t._version) for entry, t in enumerate(outputs) if entry in seen}
         for number, entry in enumerate(self._sides):
-            now = state.slots[own + shown + number]
+            now = state.slots[own + shown + left + number]
             names.update({key: (now, t, version) for key, (was, t, version) in names_before.items() if was == entry})
-        sides = tuple(state.slots[own + shown :])
+        sides = tuple(state.slots[own + shown + left :])
+        if self._passing is not None:
+            self._passing.show(flat[own + shown : own + shown + left])
         captured.show(flat[own : own + shown], outer, self.name, flat[:own])
         del inner  # until here, or an id in ``outer`` might be another tensor's
         return template.tree(flat[:own]), Link(tuple(outputs), tuple(state.slots), sides, names)
@@ -170,7 +220,7 @@ class BlockRun:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of this call with what the block has made of its state in place of that: what a next block of
         the same kind would be given."""
-        leaves, spec = tree_flatten((args, kwargs), lambda instance: id(instance) in self._apart)
+        leaves, spec = self._opens((args, kwargs))
         for at, entry in self._picks.items():
             if entry not in self._sides and entry < len(link.tensors):
                 leaves[at] = link.tensors[entry]
@@ -182,6 +232,8 @@ class BlockRun:
 
         Returns the bytes of tensors that they hold now and did not before.
         """
+        if self._passing is not None:
+            return 0  # they are in the state, and counted there
         held = _nbytes([self._leaves[at] for at in self._changing])
         for at, changed in zip(self._changing, self._changed, strict=True):
             take_over(self._leaves[at], changed)
@@ -196,21 +248,30 @@ def _holds_container(value: Any) -> bool:
 
 
 def _taken_apart(
-    args: tuple[Any, ...], kwargs: dict[str, Any], link: Link
-) -> tuple[list[Any], pytree.TreeSpec, set[int]]:
-    """Leaves of a call's arguments, their structure, and ids of the dataclasses taken apart for that: those of which
-    the block before has returned a tensor, frozen ones, and all where there is no other tensor. Others are objects that
-    the block may change (a cache)."""
+    args: tuple[Any, ...], kwargs: dict[str, Any], link: Link, *, passes: bool
+) -> tuple[list[Any], pytree.TreeSpec, Opens]:
+    """Leaves of a call's arguments, their structure, and what takes others like them apart. Dataclasses are taken apart
+    of which the block before has returned a tensor, frozen ones, and all where there is no other tensor. Others are
+    objects that the block may change (a cache), as are containers with ``passes``."""
+    if passes:
+        opens = _opens_tuples
+        return *opens((args, kwargs)), opens
     apart: set[int] = set()
     alone = not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
 
-    def opens(instance: Any) -> bool:
+    def opened(instance: Any) -> bool:
         frozen = type(instance).__dataclass_params__.frozen
         if alone or frozen or any(link.entry(t) is not None for t in tensors_in([instance])):
             apart.add(id(instance))
         return id(instance) in apart
 
-    return *tree_flatten((args, kwargs), opens), apart
+    found = tree_flatten((args, kwargs), opened)
+    return *found, lambda tree: tree_flatten(tree, lambda instance: id(instance) in apart)
+
+
+def _opens_tuples(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    _, kwargs = tree
+    return pytree.tree_flatten(tree, lambda one: one is not kwargs and isinstance(one, (list, dict, deque)))
 
 
 def _nbytes(things: Sequence[Any]) -> int:

@@ -15,8 +15,8 @@ from tapestream.capture.python_state import containers_behind
 from tapestream.errors import InputError
 from tapestream.runner.graph import root_of_graph
 from tapestream.runner.guards import Guard
-from tapestream.runner.private import refill
-from tapestream.runner.state import State, take_apart
+from tapestream.runner.private import refill, tensors_in
+from tapestream.runner.state import State, storages, take_apart
 
 _KEY = -1  # no handle of a registered hook is negative
 
@@ -78,14 +78,24 @@ class Captured:
                     )
 
 
+@dataclass(slots=True)
+class KeptByHooks:
+    """``nbytes``: of tensors that hooks have put into lists and dictionaries, which are there until the next call."""
+
+    nbytes: int = 0
+
+
 @contextlib.contextmanager
-def hooks_unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+def hooks_unchanged(modules: Sequence[nn.Module]) -> Iterator[KeptByHooks]:
     """What the forward hooks of ``modules`` keep (lists, dictionaries, attributes) is afterwards as it was before."""
     hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
     kept = [(thing, copy.copy(thing)) for thing in containers_behind(hooks)]
+    found, before = KeptByHooks(), {id(t) for t in tensors_in([thing for thing, _ in kept])}
     try:
-        yield
+        yield found
     finally:
+        new = [t for t in tensors_in([thing for thing, _ in kept]) if id(t) not in before]
+        found.nbytes = sum(storages(new).values())
         for thing, before in kept:
             refill(thing, before)
 

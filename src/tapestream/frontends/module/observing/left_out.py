@@ -14,7 +14,7 @@ from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.runner.ambient import unchanged_generators
 
 if TYPE_CHECKING:
-    from tapestream.frontends.module.observing.observe import Segment
+    from tapestream.frontends.module.observing.observed import Segment
 
 # A model that drops layers at random is tried this often before it is said to call no block.
 _TRIES = 16
@@ -25,14 +25,15 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 class LeftOut:
     """Which blocks of each container have not been called, and with what they would have been.
 
-    Only in training, and only blocks of the same class and shapes as their neighbours.
+    Only in training, and only blocks of the same class and shapes as their neighbours, inside of what was called.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], called: nn.Module) -> None:
         parents = {id(child): id(parent) for parent in model.modules() for child in parent.children()}
         self._container = [(parents.get(id(block)), kind_of(block)) for block in blocks]
         self._drops = model.training
-        self._seen: set[int] = set()
+        within = set(map(id, called.modules()))
+        self._seen = {position for position, block in enumerate(blocks) if id(block) not in within}
         self._last: dict[object, tuple[Arguments, Link, Segment]] = {}
 
     def before(self, position: int) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """`Observation`: the model's first call with new shapes, block by block, each profiled where it stands."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
-from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters
+from tapestream.frontends.module.homes.wide import DirectUse, parameters_of, reads_parameters
 from tapestream.frontends.module.lazy_logits import LazyLogits
-from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.observing.arguments import BlockRun, ChangedContainer, Link
 from tapestream.frontends.module.observing.hooks import ReplacedOutput, hooks_unchanged
 from tapestream.frontends.module.observing.left_out import LeftOut
-from tapestream.frontends.module.observing.own import check_own, shows
+from tapestream.frontends.module.observing.observed import Observed, Segment
+from tapestream.frontends.module.observing.own import others_of, shows
+from tapestream.frontends.module.observing.passing import Passed
 from tapestream.frontends.module.observing.returned import Turn, references, still_held
 from tapestream.frontends.module.observing.reused import Reused
 from tapestream.frontends.module.observing.written import parameters_unwritten
-from tapestream.frontends.module.swap import class_of
+from tapestream.frontends.module.swap import own_call
 from tapestream.ir.actions import Tier
 from tapestream.planning.profile import Profiled, collector_off, profile_stage
 from tapestream.planning.travellers import Travellers
@@ -49,45 +51,6 @@ class StaysPut(Exception):
         self.block = block
 
 
-@dataclass(slots=True)
-class Segment:
-    """Blocks called one after the other, each on what the one before returned and nothing else with a gradient.
-
-    ``clones``: per block, whether it writes into tensors inside objects among its arguments (a cache of fixed size).
-    ``reused``: something that is no block after it uses what some block of the call was given.
-    """
-
-    positions: list[int] = field(default_factory=list)
-    costs: list[StageCost] = field(default_factory=list)
-    traits: list[Traits] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
-    clones: list[bool] = field(default_factory=list)
-    reused: bool = False
-    initial_nbytes: int = 0
-    travellers: Travellers | None = None
-
-
-@dataclass(slots=True)
-class Observed:
-    """What one observed call gave.
-
-    ``before_nbytes``: tape of what runs before blocks (embeddings), what is used by blocks and again later, and what
-    blocks have left in objects (a cache), ``left_nbytes``; ``turn``: what runs after the last of them.
-    ``writes_outside``: whether what runs outside blocks wrote buffers. ``used_directly``: parameter blocks of which
-    parameters were used outside of any block's call.
-    ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
-    gradients are made when the backward of all blocks has ended.
-    """
-
-    segments: list[Segment]
-    before_nbytes: int
-    left_nbytes: int
-    turn: Turn
-    writes_outside: bool
-    used_directly: frozenset[int]
-    used_first: frozenset[int]
-
-
 class Observation:
     """Profiles one call of the model without side effects: generators, buffers and gradients are afterwards as
     before."""
@@ -100,17 +63,22 @@ class Observation:
         device: torch.device,
         progress: Callable[[str, int, int], None],
         *,
+        called: nn.Module,
+        passed: set[int],
         wide: int,
         verify: bool,
     ) -> None:
-        """``wide``: the position of the first of the blocks that are modules outside of the repeated ones."""
+        """``called``: the model, or what the user has called of it; ``passed``: positions of blocks known to pass
+        tensors on in objects; ``wide``: the position of the first of the blocks that are modules outside of the
+        repeated ones."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
-        self._direct = DirectUse(_parameters_of(store, range(wide, len(blocks))))
-        self._profiled = Profiled()
+        self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))))
+        self._profiled, self._passed = Profiled(), Passed(passed)
         self.segments: list[Segment] = []
         self._link, self._reused = Link(), Reused()
-        self._left_out = LeftOut(model, blocks[:wide])
+        self._recorded = True  # whether the last block ran with gradients on
+        self._left_out = LeftOut(model, blocks[:wide], called)
         self._root = root_of_graph()
         self._outside: contextlib.ExitStack | None = None  # the meter of what runs between blocks
         self._meter: MemoryMeter | None = None
@@ -132,7 +100,7 @@ class Observation:
                 unchanged(outside),
                 parameters_unwritten(self.model, outside),
                 unchanged_generators(self.device),
-                hooks_unchanged(list(self.model.modules())),
+                hooks_unchanged(list(self.model.modules())) as hooked,
                 self._uncached(),
                 watch_memory(self.device) as self._watch,
             ):
@@ -149,10 +117,10 @@ class Observation:
         finally:
             snapshot.put_back()
             self._profiled.put_back()
-        before = self._before_nbytes + self._left_nbytes + self._reused.held_nbytes
+        before = self._before_nbytes + self._left_nbytes + self._reused.held_nbytes + hooked.nbytes
         return Observed(
             self.segments, before, self._left_nbytes, turn, written,
-            frozenset(self._direct.found), (self._first or frozenset()) - self._later,
+            frozenset(self._direct.found), (self._first or frozenset()) - self._later, self._passed.again,
         )  # fmt: skip
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
@@ -172,7 +140,7 @@ class Observation:
         self._reused.look(outer)
         self._reused.end()
         del outer
-        leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad]
+        leaves = [get_gradient_edge(t) for t in self._link.tensors if t.requires_grad and self._recorded]
         inside = {id(p) for block in self.blocks for p in block.parameters()}
         # A norm's weight gets a sum over a product as large as the state; a matrix's gradient is counted elsewhere.
         weights = [p for p in self.model.parameters() if p.requires_grad and p.dim() < 2 and id(p) not in inside]
@@ -249,13 +217,10 @@ class Observation:
         """Profile a block that this call has dropped. Returns what the next block would be given: if this one cannot
         be run here, the same."""
         block, link = self.blocks[position], self._link
-        base = class_of(block)
         try:
-            _, run = self._observe(position, lambda *a, **k: base.__call__(block, *a, **k), args, kwargs, segment)
+            _, run = self._observe(position, lambda *a, **k: own_call(block, a, k), args, kwargs, segment)
         except Exception:
             self._link = link
-            if not self.segments[-1].positions:  # it was to be the first of another
-                self.segments.pop()
             self._stop_measuring()
             self._measure_outside()
             return args, kwargs
@@ -286,8 +251,7 @@ class Observation:
         kwargs: dict[str, Any],
         segment: Segment | None = None,
     ) -> tuple[Any, BlockRun]:
-        meter, watch = self._stop_measuring(), self._watch
-        assert watch is not None
+        meter = self._stop_measuring()
         behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
         self._reused.look(tensors_in([args, kwargs]))
         if self._first is None:
@@ -295,56 +259,71 @@ class Observation:
         else:
             self._later |= behind
         bare = Stage(position, self.blocks[position])
-        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link, self._reused.current)
-        run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
-        state, _ = take_apart(run.flat)
+        run, state, (cost, traits, out) = self._profile(position, bare, original, args, kwargs)
         if meter is not None:
             self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
         if segment is None and not run.linked:
             self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state)))
             self._alive += state.tensors
         segment = segment or self.segments[-1]
-        stage = bare.calling(run)
-        block = self.store.uses[position]
-        brought = block is not None and self.store.lend(block)
-        try:
-            if self.verify:
-                check_deterministic([stage], state, self.device)
-            cost, traits, out = profile_stage(stage, state, watch, self._profiled)
-            if block is not None and self.store.home is not Tier.DEVICE and shows(out, self.blocks[position]):
-                self._refuse_shown(position, block)
-        finally:
-            if block is not None and brought:
-                self.store.give_back(block)
-        check_own(position, self.blocks[position], traits)
+        # What a block leaves in objects must keep its graph, by which a later use of it is refused.
+        traits = replace(traits, others=others_of(position, self.blocks, traits), plain_forward=False)
         segment.positions.append(position)
         segment.costs.append(replace(cost, reads_parameters=reads_parameters(self.blocks[position])))
-        # What a block leaves in objects must keep its graph, by which a later use of it is refused.
-        segment.traits.append(replace(traits, plain_forward=False))
+        segment.traits.append(traits)
         segment.stages.append(bare)
         segment.clones.append(run.writes)
+        segment.passes.append(position in self._passed.positions)
         assert segment.travellers is not None
         segment.travellers.follow(state, out)
-        self._left_nbytes += run.take_over()
+        self._left_nbytes, things = self._left_nbytes + run.take_over(), run.things
         # Nodes, not leaves: what runs outside may change its input in place.
         last = tuple(
             Guard.apply(self._root, t, bare.name) if requires else t.detach()  # type: ignore[no-untyped-call]
             for t, requires in zip(out.tensors, out.requires, strict=True)
         )
         self._outputs += references(last)
-        result, self._link = run.finish(out, last)
+        (result, self._link), self._recorded = run.finish(out, last), torch.is_grad_enabled()
+        self._passed.note(things, position)
         self._reused.note(tensors_in([args, kwargs]))
         self._alive += run.held
         self.progress("profiling", sum(len(s.positions) for s in self.segments), len(self.blocks))
         self._measure_outside(*state.tensors, *tensors_in([args, kwargs]))
         return result, run
 
+    def _profile(
+        self, position: int, bare: Stage, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BlockRun, State, tuple[StageCost, Traits, State]]:
+        """One block as a stage, again where it turns out to pass tensors on in objects or containers."""
+        passes = position in self._passed.positions
+        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link, self._reused.current, passes=passes)
+        run.keep_arguments(clone=True, graph=False)  # whatever is left: a call in plain PyTorch's graph may use it
+        self._passed.note(run.things, None)
+        state, _ = take_apart(run.flat)
+        stage, block, watch = bare.calling(run), self.store.uses[position], self._watch
+        assert watch is not None
+        brought = block is not None and self.store.lend(block)
+        try:
+            if self.verify:
+                check_deterministic([stage], state, self.device)
+            with hooks_off(bare.parameters()):
+                found = profile_stage(stage, state, watch, self._profiled)
+            if block is not None and self.store.home is not Tier.DEVICE and shows(found[2], self.blocks[position]):
+                self._refuse_shown(position, block)
+            used = run.passed(found[1].leaves)
+            if passes:
+                self._passed.found(position, run.inside)
+        except ChangedContainer:
+            used = []
+        else:
+            if passes or not used:
+                return run, state, found
+        finally:
+            if block is not None and brought:
+                self.store.give_back(block)
+        self._passed.found(position, used)
+        return self._profile(position, bare, original, args, kwargs)
+
 
 def _nbytes(state: State) -> int:
     return sum(storages(state.tensors).values())
-
-
-def _parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int]:
-    """The block of each parameter of the blocks at ``positions``, by ``id``."""
-    blocks = {block for position in positions if (block := store.uses[position]) is not None}
-    return {id(p): block for block in blocks for p in store.blocks[block].parameters}

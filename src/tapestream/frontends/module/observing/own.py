@@ -1,5 +1,8 @@
 """What belongs to a block."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from tapestream.errors import InputError
@@ -13,12 +16,22 @@ def shows(out: State, block: nn.Module) -> bool:
     return not own.isdisjoint(storages(out.tensors))
 
 
-def check_own(position: int, block: nn.Module, traits: Traits) -> None:
-    """Raise InputError where a gradient belongs to no parameter of the block."""
+def others_of(position: int, blocks: Sequence[nn.Module], traits: Traits) -> tuple[torch.Tensor, ...]:
+    """The tensors that get a gradient from a block and belong to none: these stay on the device.
+
+    Raises InputError for a parameter of another block, which may be elsewhere; and for one that is used more than once,
+    whose gradients plain PyTorch adds up one by one.
+    """
+    block = blocks[position]
     own = {id(p) for p in block.parameters()}
     strangers = [leaf for leaf in traits.leaves if id(leaf) not in own]
-    if strangers:
-        raise InputError(
-            f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(strangers[0].shape)} that takes "
-            "a gradient and is not one of its parameters; make it a parameter of the block, or detach() it"
-        )
+    theirs = {id(p) for one in blocks for p in one.parameters()} if strangers else set()
+    for leaf in strangers:
+        if id(leaf) in theirs or id(leaf) in traits.repeated:
+            why = "is a parameter of another block" if id(leaf) in theirs else "uses it more than once"
+            raise InputError(
+                f"block {position} ({type(block).__name__}) uses a tensor of shape {tuple(leaf.shape)} that takes a "
+                f"gradient and is not one of its parameters, and {why}; make it a parameter of the block, or detach() "
+                "it"
+            )
+    return tuple(strangers)

@@ -26,9 +26,10 @@ class Reused:
         self._blocks = 0
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A block was given these."""
+        """A block was given these; with gradients off (inside of a Function), it makes none of them."""
         self._blocks += 1
-        for edge, nbytes in [(_edge_of(t), t.nbytes) for t in tensors if t.requires_grad]:
+        made = tensors if torch.is_grad_enabled() else ()
+        for edge, nbytes in [(_edge_of(t), t.nbytes) for t in made if t.requires_grad]:
             self._noted.setdefault(edge, (self._blocks, nbytes))
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -43,7 +44,7 @@ class Reused:
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which the first block of a chain is given."""
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             self._meet(_edge_of(tensor))
         return tensor
 

@@ -13,7 +13,7 @@ from tapestream.capture.cells import kept_nbytes
 from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
-from tapestream.frontends.module.observing.observe import Observed, Segment
+from tapestream.frontends.module.observing.observed import Observed, Segment
 from tapestream.frontends.module.observing.returned import Returned
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.divide import Division
@@ -25,6 +25,7 @@ from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
 from tapestream.planning.plan import Plan
+from tapestream.runner.stage import left_nbytes
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.units import format_nbytes
 
@@ -61,7 +62,8 @@ class Prepared:
     ``moving``: per segment, the stages whose saved tensors its plan moves, None where it moves no states either.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
-    values that have bytes there at some moment. ``returned``: what such calls give beside their loss.
+    values that have bytes there at some moment. ``used``: parameter blocks. ``returned``: what such calls give beside
+    their loss.
     """
 
     segments: tuple[Segment, ...]
@@ -82,6 +84,7 @@ class Prepared:
     late: "Late"
     on_disk: frozenset[Value]
     moving: tuple[Container[int] | None, ...]
+    used: frozenset[int]
     returned: Returned = field(default_factory=Returned)
 
     @property
@@ -106,7 +109,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
-        error = _without_cache(error, observed.left_nbytes)
+        left = left_nbytes(one for segment in segments for one in segment.traits)
+        error = _without_cache(error, observed.left_nbytes, left)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
     return replace(found, returned=Returned(observed.turn.results_nbytes))
 
@@ -188,15 +192,18 @@ def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
     return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
 
 
-def _without_cache(error: BudgetError, left_nbytes: int) -> BudgetError:
-    """``error``, with what helps where blocks leave something in objects, as key-value caches are filled by default."""
-    if 20 * left_nbytes < (error.least_nbytes or 0) or not left_nbytes:
-        return error
-    return BudgetError(
-        f"{error}. Blocks leave {format_nbytes(left_nbytes)} of that in objects that they are given (keys and values, "
-        "in a cache): a transformers model keeps none if it is called with use_cache=False",
-        least_nbytes=error.least_nbytes, stage=error.stage,
-    )  # fmt: skip
+def _without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> BudgetError:
+    """``error``, with what helps where blocks leave something in objects that they are given, as key-value caches are
+    filled by default, or in attributes of their own."""
+    for nbytes, where in (
+        (given_nbytes, "objects that they are given (keys and values, in a cache): a transformers model keeps none if "
+         "it is called with use_cache=False"),
+        (own_nbytes, "attributes, where it stays until they run again: leave out what nobody reads"),
+    ):  # fmt: skip
+        if nbytes and 20 * nbytes >= (error.least_nbytes or 0):
+            text = f"{error}. Blocks leave {format_nbytes(nbytes)} of that in {where}"
+            error = BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage)
+    return error
 
 
 def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
@@ -243,6 +250,7 @@ def _assembled(
         handle.pinned.blocks, _watched(handle), late,
         frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
         tuple(moved_saved(p.schedule) if moves_tape(p.schedule) else None for p in plans),
+        frozenset(b for s in segments for p in s.positions if (b := handle.store.uses[p]) is not None),
     )  # fmt: skip
 
 
@@ -311,7 +319,8 @@ def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:
     """The chains of the segments."""
-    contents = kept_nbytes(traits.cells for segment in observed.segments for traits in segment.traits)
+    traits = [one for segment in observed.segments for one in segment.traits]
+    contents = kept_nbytes(one.cells for one in traits) + left_nbytes(traits)
     outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, _update_speed(handle)
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,

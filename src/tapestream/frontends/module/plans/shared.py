@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from tapestream.costs import BlockCost, StageCost
 from tapestream.errors import InputError
-from tapestream.frontends.module.observing.observe import Segment
+from tapestream.frontends.module.observing.observed import Segment
 from tapestream.frontends.module.plans.terms import Positioned
 
 Place: TypeAlias = tuple[int, int]

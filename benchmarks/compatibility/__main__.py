@@ -1,0 +1,92 @@
+"""``python -m benchmarks.compatibility [KIND ...]``: runs every case in a child of its own, and writes what was found.
+
+Kinds: transformers, peft, torch.optim, pytorch_optimizer, timm. Packages that are not installed are left as they are in
+benchmarks/results/compatibility.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from benchmarks.common import RESULTS, Row, commit, machine_name
+from benchmarks.compatibility import families, methods
+from benchmarks.compatibility.trial import Case, tried
+
+KINDS: dict[str, Callable[[], Iterator[Case]]] = {
+    "transformers": families.cases,
+    "peft": methods.peft_methods,
+    "torch.optim": partial(methods.optimizers_of, "torch.optim"),
+    "pytorch_optimizer": partial(methods.optimizers_of, "pytorch_optimizer"),
+    "timm": methods.timm_models,
+}
+_PACKAGES = {"torch.optim": "torch"}
+
+
+def main() -> int:
+    """How many rows are neither exact nor refused nor not run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kinds", nargs="*", default=list(KINDS), help="which (all)")
+    parser.add_argument("--only", default="", help="names that hold this; nothing is written")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for one case")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    bad = 0
+    for kind in given.kinds:
+        chosen = [case for case in KINDS[kind]() if given.only in case.name]
+        rows = []
+        for case in chosen:
+            row = _in_child(case, given.limit)
+            rows.append(row)
+            bad += row["outcome"] not in ("exact", "refused", "not run")
+            print(kind, *(f"{value}" for value in row.values()), sep=" | ", flush=True)
+        if rows and not given.only:
+            _write(kind, rows)
+    return bad
+
+
+def _in_child(case: Case, limit: float) -> Row:
+    """Nothing of one case is left for the next; what ends or hangs is a row."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(case, sender))
+    child.start()
+    sender.close()
+    try:
+        found: Row = receiver.recv() if receiver.poll(limit) else {"outcome": "not run", "why": f"over {limit:.0f} s"}
+    except EOFError:
+        found = {"outcome": "raw error", "why": "the process ended"}
+    finally:
+        child.kill()
+        child.join()
+    return {"name": case.name, **found}
+
+
+def _send(case: Case, sender: Connection) -> None:
+    warnings.simplefilter("ignore")
+    sender.send(tried(case))
+
+
+def _write(kind: str, rows: list[Row]) -> None:
+    package = _PACKAGES.get(kind, kind)
+    versions = {name: importlib.metadata.version(name) for name in dict.fromkeys(("torch", package))}
+    result = {
+        "name": kind, "date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine_name("cpu"),
+        "versions": versions, "rows": rows,
+    }  # fmt: skip
+    folder = RESULTS / "compatibility"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{kind}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""docs/compatibility.md, from benchmarks/results/compatibility/*.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_ORDER = ("transformers", "timm", "peft", "torch.optim", "pytorch_optimizer")
+_HEAD = """# Compatibility
+
+What was trained with `ts.stream` and `ts.optimizer`, and how it went. Every row was run for this page: three steps by
+plain PyTorch and by tapestream with all the room there is, then on disk in the least budget that the errors name.
+*Exact* means that every loss, weight and buffer has the bits of plain PyTorch. *Refused* means an error that says what
+to write instead, before anything was wrong. `python -m benchmarks.compatibility` runs all of it anew, and
+`python -m benchmarks.readme` writes this page.
+
+Models are tiny (a hidden size of 32, three or four layers) and have random weights: what is tried is the code. A ratio
+of times is that of steps of a few milliseconds, in which Python is most of the work. [Results](results.md) has those of
+usual sizes. `ts.Program` and `ts.Loop` take some of what is refused here: see [limits](limits.md).
+"""
+_WHAT = {
+    "transformers": "Families of `transformers`",
+    "timm": "Models of `timm`",
+    "peft": "Methods of `peft`",
+    "torch.optim": "Optimizers of `torch.optim`",
+    "pytorch_optimizer": "Optimizers of `pytorch_optimizer`",
+}
+_GOOD = ("exact", "refused", "not run")
+
+
+def page(folder: Path) -> str:
+    """The text."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    kinds = [kind for kind in _ORDER if kind in found] + [kind for kind in found if kind not in _ORDER]
+    parts = [_HEAD.rstrip(), _summary([found[kind] for kind in kinds]), *(_section(found[kind]) for kind in kinds)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(results: Sequence[dict[str, Any]]) -> str:
+    lines = ["| | run | exact | refused | otherwise | time, of plain's |", "| --- | --- | --- | --- | --- | --- |"]
+    for result in results:
+        rows = [row for row in result["rows"] if row["outcome"] != "not run"]
+        exact, refused = (sum(row["outcome"] == one for row in rows) for one in ("exact", "refused"))
+        ratios = [row["ratio"] for row in rows if "ratio" in row]
+        time = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+        what = _WHAT.get(result["name"], result["name"])
+        lines.append(f"| {what} | {len(rows)} | {exact} | {refused} | {len(rows) - exact - refused} | {time} |")
+    return "\n".join(lines)
+
+
+def _section(result: dict[str, Any]) -> str:
+    rows, versions = result["rows"], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    parts = [f"## {_WHAT.get(result['name'], result['name'])}", f"{result['date']}, {result['machine']}, {versions}."]
+    named = {one: [row["name"] for row in rows if row["outcome"] == one] for one in _GOOD}
+    if named["exact"]:
+        parts.append(f"**Exact** ({len(named['exact'])}): {', '.join(named['exact'])}.")
+    others = [row for row in rows if row["outcome"] not in ("exact", "not run")]
+    if others:
+        head = ["| | | what it says |", "| --- | --- | --- |"]
+        parts.append("\n".join([*head, *(f"| {r['name']} | {r['outcome']} | {_cell(r['why'])} |" for r in others)]))
+    if named["not run"]:
+        parts.append(
+            f"**Not run** ({len(named['not run'])}), as plain PyTorch could not be run with the small sizes used here, "
+            f"or did not repeat its own bits: {', '.join(named['not run'])}."
+        )
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,58 @@
+"""`Contexts`: what Functions keep on their contexts, where no hook sees it, and which of them run again instead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tapestream.executor.program.calls.hidden import Hidden
+from tapestream.executor.program.calls.patterns import tensors_of
+from tapestream.executor.program.calls.rerun import Rerun, can_rerun, kept_nbytes
+from tapestream.executor.program.calls.seams import Apply
+
+_SHARE = 0.01
+"""Of the budget: so much may be kept before Functions run again."""
+
+
+@dataclass(slots=True)
+class Contexts:
+    """Those of one call. ``again``: Functions that are run again, in all calls of a program. ``room_nbytes``: the
+    call's budget. ``nbytes``: what is kept, by the Functions ``names``; ``stuck``: by name, what is kept by those that
+    cannot run again."""
+
+    again: set[str]
+    room_nbytes: float = float("inf")
+    nbytes: int = 0
+    names: set[str] = field(default_factory=set)
+    stuck: dict[str, int] = field(default_factory=dict)
+
+    def function(self, function: Any, hidden: Hidden) -> Any:
+        """What is to be called in place of ``function``; ``hidden``: what it uses beside its arguments."""
+        return (
+            Rerun(function.cls, hidden) if type(function) is Apply and _name(function.cls) in self.again else function
+        )
+
+    def look(self, function: Any, args: Sequence[Any], versions: Sequence[int], result: Any) -> int:
+        """The bytes that a call has kept; its class runs again from now on, if it may and that is much."""
+        if type(function) is not Apply:
+            return 0
+        nbytes = kept_nbytes(tensors_of(result, []), args)
+        if nbytes:
+            self.nbytes += nbytes
+            self.names.add(function.__name__)
+            if not can_rerun(result, args, versions):
+                self.stuck[function.__name__] = self.stuck.get(function.__name__, 0) + nbytes
+            elif self.nbytes > _SHARE * self.room_nbytes:
+                self.again.add(_name(function.cls))
+        return nbytes
+
+
+def _name(cls: type) -> str:
+    """Not the class itself, which would live as long."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def versions_of(args: Sequence[Any]) -> list[int]:
+    """Of the tensors among the arguments of a call."""
+    return [t._version for t in args if isinstance(t, torch.Tensor)]

@@ -1,0 +1,62 @@
+"""Calls that wait for their backward give way to one that does not fit beside them.
+
+Most of them wait for nothing: a step that was skipped, a result that a variable still names. So a call that does not
+fit beside them, but would alone, takes their room. If a backward needs one of them after all, it raises the BudgetError
+that the later call would have raised, before it uses any number of theirs.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from tapestream.errors import BudgetError
+
+T = TypeVar("T")
+
+
+class GivesWay(Protocol):
+    """A call whose backward has not begun."""
+
+    def give_way(self, error: BudgetError) -> None:
+        """Drop what backward would need; ``error`` says why."""
+
+
+class Awaiting:
+    """Those of one chain or loop, the oldest first."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakValueDictionary[int, GivesWay] = weakref.WeakValueDictionary()
+
+    def begins(self, call: GivesWay) -> None:
+        """``call`` begins to wait."""
+        self._calls[id(call)] = call
+
+    def ends(self, call: GivesWay) -> None:
+        """Its backward begins, or nobody can ask for it any more."""
+        self._calls.pop(id(call), None)
+
+    def planned(self, beside: Callable[[], T], alone: Callable[[], T]) -> T:
+        """What ``beside`` gives, a plan beside those that wait. Where that raises BudgetError, as many of them give way
+        as need be. Raises it where not even ``alone`` gives a plan, which is one as if none of them waited."""
+        try:
+            return beside()
+        except BudgetError as error:
+            if not self._calls:
+                raise
+            refused = error
+        try:
+            found = alone()
+        except BudgetError:
+            raise refused from None
+        for call in list(self._calls.values()):
+            call.give_way(gave_way(refused))
+            with contextlib.suppress(BudgetError):
+                return beside()
+        return found
+
+
+def gave_way(error: BudgetError) -> BudgetError:
+    """What a backward raises that needs a call that has given way."""
+    said = f"this backward needs a call that gave way to a later one, which did not fit beside it: {error}"
+    return BudgetError(said, least_nbytes=error.least_nbytes, stage=error.stage)

@@ -1,0 +1,92 @@
+"""More than one process, and what averages gradients over them: left alone where that is exact, refused by name
+elsewhere."""
+
+import sys
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapestream.errors import InputError
+from tapestream.executor.blocks import BlockStore
+from tapestream.frontends.module.calls.anchor import hooked
+from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.storage.blocks import ParameterBlock
+
+
+class Ranks:
+    """What a streamed model asks of the processes beside its own, and of DistributedDataParallel around or inside it.
+
+    Ranks that train without a word to each other end with different models, and gradients of blocks that come and go
+    never pass the hooks of DistributedDataParallel.
+    """
+
+    def __init__(self, model: nn.Module, store: BlockStore) -> None:
+        self._model, self._store = model, store
+        averaging = _averaging()
+        self._inside = [m for m in model.modules() if averaging is not None and isinstance(m, averaging)]
+
+    def check_alone(self) -> None:
+        """Raise InputError where a call is to train a model in one of several processes."""
+        group = sys.modules.get("torch.distributed")
+        if group is None or not group.is_available() or not group.is_initialized():
+            return
+        processes = group.get_world_size()
+        if processes > 1 and any(p.requires_grad for p in self._model.parameters()):
+            raise InputError(
+                f"a streamed {type(self._model).__name__} was called for training in a process group of {processes} "
+                f"processes, {_APART}"
+            )
+
+    def check_seen(self, resident: Container[Value], *, alone: bool) -> None:
+        """Raise InputError where DistributedDataParallel, in a group of one, would look for gradients before they are
+        there. ``resident``: what stays on the device between steps; ``alone``: no other call awaits its backward."""
+        averaging = _averaging()
+        around = None if averaging is None else averaging._active_ddp_module
+        for one in self._inside if around is None else [*self._inside, around]:
+            averaged = {id(p) for p in one._module_parameters if p.requires_grad}
+            if any(self._is_late(block, resident, averaged, alone) for block in self._store.blocks):
+                raise InputError(
+                    f"a streamed {type(self._model).__name__} was called inside of DistributedDataParallel, or holds "
+                    "one, which looks for gradients of blocks before they are there; leave it out: in one process it "
+                    "changes nothing"
+                )
+
+    def ignored(self, module: nn.Module) -> list[str]:
+        """What DistributedDataParallel asks the outermost module for: names, as in ``state_dict()``, of parameters that
+        it must leave alone. Raises InputError where there are several processes, and where none is left to it."""
+        group = torch.distributed
+        processes = group.get_world_size() if group.is_available() and group.is_initialized() else 1
+        if processes > 1:
+            raise InputError(
+                "DistributedDataParallel was asked to average the gradients of a streamed "
+                f"{type(self._model).__name__} over {processes} processes, {_APART}"
+            )
+        inside = {id(p) for block in self._store.blocks for p in block.parameters}
+        if all(id(p) in inside for p in module.parameters() if p.requires_grad):
+            raise InputError(
+                f"DistributedDataParallel was given a {type(module).__name__} of which all that is trained is "
+                "streamed, which leaves nothing to it; leave it out: in one process it changes nothing"
+            )
+        return [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in inside]
+
+    def _is_late(
+        self, block: ParameterBlock, resident: Container[Value], averaged: Container[int], alone: bool
+    ) -> bool:
+        mine = [p for p in block.parameters if id(p) in averaged]
+        on_device = self._store.home is Tier.DEVICE and not self._store.updates.eager
+        stays = on_device or Value(Kind.GRADIENT, block.index) in resident
+        return bool(mine) and not (stays and alone and not any(map(hooked, mine)))
+
+
+_APART = (
+    "over which its gradients would not be averaged: streaming works in one process. Train in one process, with "
+    "gradient accumulation for larger batches; runs that have nothing to do with each other start each without "
+    "torch.distributed.init_process_group(). Calls under torch.no_grad() work in every process"
+)
+
+
+def _averaging() -> Any:
+    """The class DistributedDataParallel, None where it is not loaded."""
+    return getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)

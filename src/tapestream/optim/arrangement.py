@@ -1,0 +1,141 @@
+"""`Arrangement`: which place the optimizer's state of each block has, and how it gets another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tapestream.ir.actions import Kind, Tier
+from tapestream.optim.handle import Handle
+from tapestream.optim.parts import Member, part_limits, state_parts
+from tapestream.optim.rule import Rule
+from tapestream.optim.showing import Showing
+from tapestream.optim.state import StateShape
+from tapestream.optim.tried import Group, Tried
+from tapestream.storage.blocks import StatePart
+
+
+class Arrangement:
+    """The parts of every block's state. Making it drops what an earlier optimizer has left.
+
+    A parameter has a place for its state from when it first takes gradients, and keeps it when it is frozen later.
+    ``groups()`` gives the param_groups as they are now.
+    """
+
+    def __init__(self, handle: Handle, rule: Rule, tried: Tried, groups: Callable[[], Sequence[Group]]) -> None:
+        self._handle, self._rule, self._tried, self._groups = handle, rule, tried, groups
+        self._trained: set[int] = set()  # ids of those that have a place
+        self._members: list[list[Member]] = []
+        self._limit: int | None = None
+        self._finer: list[int] = []  # limits that are tried where a plan needs less
+        self._lay_out()
+        self.showing = Showing(handle.store, rule.scalars)
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of state that cannot be moved: lists of tensors, say."""
+        return sum(one.state.beside_nbytes for block in self._members for one in block)
+
+    def cut_finer(self) -> bool:
+        """Cut the state into smaller parts; returns whether there was anything to cut."""
+        if not self._finer:
+            return False
+        self._limit = self._finer.pop()
+        return self._arrange(self._cut(self._limit))
+
+    def is_behind(self) -> bool:
+        """Whether a parameter of a group takes gradients and has no place for its state yet."""
+        mine = self._mine()
+        parameters = (p for block in self._handle.store.blocks for p in block.parameters)
+        return any(p.requires_grad and id(p) in mine and id(p) not in self._trained for p in parameters)
+
+    def follow(self) -> bool:
+        """Give such parameters one; what the others have stays. Returns whether there were any."""
+        if not self.is_behind():
+            return False
+        self._note_members()
+        limits = self._limits()
+        finest = bool(limits) and not self._finer
+        self._limit = limits[-1 if finest else 0] if limits else None
+        self._finer = [] if finest else list(limits[1:])
+        self._arrange(self._cut(self._limit))
+        return True
+
+    def _arrange(self, cut: Sequence[tuple[StatePart, ...]]) -> bool:
+        """Move the state to other parts; returns whether there are any."""
+        store = self._handle.store
+        if all(block.state_parts == parts for block, parts in zip(store.blocks, cut, strict=True)):
+            return False
+        store.settle()
+        store.place(frozenset())
+        for block, parts in zip(store.blocks, cut, strict=True):
+            saved = self.showing.saved(block)
+            store.drop(Kind.OPTIMIZER_STATE, block.index)
+            block.state_parts = parts
+            self.showing.follow(block)
+            for parameter, found in saved.items():
+                # A parameter that had no place has its state among what is not streamed.
+                rest = self.showing.written(parameter, {**self._rule.scalars[id(parameter)], **found})
+                self._rule.restored(parameter, rest, self.showing.pieces_of(parameter))
+        return True
+
+    def _lay_out(self) -> None:
+        store, given = self._handle.store, self._handle.given
+        self._note_members()
+        limits = self._limits()
+        cuts = [self._cut(limit) for limit in limits or (None,)]
+        known = None if given is None else [cost.state_parts for cost in given.profile.blocks]
+        sizes = [[tuple(part.nbytes for part in parts) for parts in cut] for cut in cuts[1:]]
+        chosen = 1 if known is not None and known in sizes else 0
+        self._limit = limits[chosen] if limits else None
+        self._finer = [] if chosen else list(limits[1:])
+        store.settle()  # not before: until here the one that this one replaces may still be needed
+        store.place(frozenset())
+        store.drop(Kind.OPTIMIZER_STATE)
+        for block, parts in zip(store.blocks, cuts[chosen], strict=True):
+            block.state_parts = parts
+
+    def _limits(self) -> tuple[int, ...]:
+        # What never moves needs no parts; a plan that was given knows those that it was made with.
+        store, given = self._handle.store, self._handle.given
+        largest = max((sum(one.nbytes for one in block) for block in self._members), default=0)
+        budget = (self._handle.budget if given is None else given.budget).device_nbytes
+        return part_limits(None if store.home is Tier.DEVICE else budget, largest)
+
+    def _note_members(self) -> None:
+        blocks, mine = self._handle.store.blocks, self._mine()
+        self._trained |= {id(p) for block in blocks for p in block.parameters if p.requires_grad and id(p) in mine}
+        self._members = [
+            [self._member(i, p) for i, p in enumerate(block.parameters) if id(p) in mine] for block in blocks
+        ]
+
+    def _member(self, number: int, parameter: torch.Tensor) -> Member:
+        shape, dtype = tuple(parameter.shape), self._tried.target_dtype(parameter)
+        if id(parameter) not in self._trained:
+            return Member(number, shape, StateShape(()), 0)
+        nbytes = parameter.numel() * dtype.itemsize
+        temporary = 0 if self._tried.group_of(parameter).get("fused") else nbytes  # fused rules make none
+        return Member(
+            number, shape, self._tried.shape(parameter), temporary, nbytes if dtype is not parameter.dtype else 0
+        )
+
+    def _cut(self, limit: int | None) -> list[tuple[StatePart, ...]]:
+        """The parts of every block for a limit of their bytes."""
+        cut = []
+        for block, members in zip(self._handle.store.blocks, self._members, strict=True):
+            large = [one for one in members if limit is not None and one.nbytes > limit]
+            divisible = {one.number for one in large if self._tried.may_be_cut(block.parameters[one.number])}
+            members = [replace(one, divisible=one.number in divisible) for one in members]
+            cut.append(state_parts(members, limit, together=self._together))
+        return cut
+
+    @property
+    def _together(self) -> bool:
+        """Whether the rule makes temporaries of all tensors at once: its foreach form does, the default on a GPU."""
+        default = self._handle.store.device.type != "cpu"
+        asked: list[Any] = [g.get("foreach") for g in self._groups() if not g.get("fused")]
+        return any(default if foreach is None else foreach for foreach in asked)
+
+    def _mine(self) -> set[int]:
+        return {id(p) for group in self._groups() for p in group["params"]}
