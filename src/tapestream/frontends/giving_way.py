@@ -1,8 +1,8 @@
 """Calls that wait for their backward give way to one that does not fit beside them.
 
 Most of them wait for nothing: a step that was skipped, a result that a variable still names. So a call that does not
-fit beside them, but would alone, takes their room. If a backward needs one of them after all, it raises the BudgetError
-that the later call would have raised, before it uses any number of theirs.
+fit beside them, but would alone, takes their room. If a backward needs one of them after all, it raises what the later
+call would have raised, before it uses any number of theirs.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from tapestream.errors import BudgetError
+from tapestream.errors import BudgetError, TapestreamError
 
 T = TypeVar("T")
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 class GivesWay(Protocol):
     """A call whose backward has not begun."""
 
-    def give_way(self, error: BudgetError) -> None:
+    def give_way(self, error: TapestreamError) -> None:
         """Drop what backward would need; ``error`` says why."""
 
 
 class Awaiting:
-    """Those of one chain or loop, the oldest first."""
+    """Those of one chain, loop or streamed model, the oldest first."""
 
     def __init__(self) -> None:
         self._calls: weakref.WeakValueDictionary[int, GivesWay] = weakref.WeakValueDictionary()
@@ -35,6 +35,10 @@ class Awaiting:
     def ends(self, call: GivesWay) -> None:
         """Its backward begins, or nobody can ask for it any more."""
         self._calls.pop(id(call), None)
+
+    def all(self) -> list[GivesWay]:
+        """They, the oldest first."""
+        return list(self._calls.values())
 
     def planned(self, beside: Callable[[], T], alone: Callable[[], T]) -> T:
         """What ``beside`` gives, a plan beside those that wait. Where that raises BudgetError, as many of them give way
@@ -49,7 +53,7 @@ class Awaiting:
             found = alone()
         except BudgetError:
             raise refused from None
-        for call in list(self._calls.values()):
+        for call in self.all():
             call.give_way(gave_way(refused))
             with contextlib.suppress(BudgetError):
                 return beside()

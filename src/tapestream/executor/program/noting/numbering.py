@@ -178,7 +178,7 @@ class Numbering:
             one.tensor = one.held
             self.shown[one.storage] = [(k, one.held if k == ~number else t) for k, t in self.shown[one.storage]]
 
-    def hand_over(self, value: torch.Tensor) -> None:
+    def give_to_others(self, value: torch.Tensor) -> None:
         """A tensor of others has now the memory of ``value``."""
         storage, record = self.storage_of(value), self.record
         if self._showing[storage] and not record.storage_external[storage]:

@@ -169,7 +169,7 @@ class Recorder(Noting, TorchFunctionMode):
             if before is not None and before == shows(tensor):
                 return  # as after ``tensor.data += 1``
             self.numbers.retire(tensor)
-            self.numbers.hand_over(value)
+            self.numbers.give_to_others(value)
             if any(hidden.uses(tensor) for hidden in self.record.hidden.values()):
                 self.record.spoilt = (
                     f"a tensor of shape {tuple(tensor.shape)} that an autograd.Function used without being given it "
