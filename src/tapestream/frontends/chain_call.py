@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.interpreter import Interpreter
+from tapestream.frontends.giving_way import Reason
 from tapestream.frontends.together import Key, Together, begun, opened
 from tapestream.ir.actions import PhaseKind
 from tapestream.planning.cache import Prepared
@@ -38,7 +39,7 @@ class Call:
         self.chain, self.prepared, self.initial = chain, prepared, initial
         self.output: State | None = None
         self.together: Together | None = None
-        self.given_up: BudgetError | None = None
+        self.given_up: Reason | None = None
         self._autocast = Autocast.capture(device).enabled  # casts are added up, and cast back once
         self._inputs: dict[int, torch.Tensor] = {}
         self._held = True
@@ -127,9 +128,9 @@ class Call:
             self.interpreter.close()
             self.interpreter = None
 
-    def give_way(self, error: BudgetError) -> None:
+    def give_way(self, reason: Reason) -> None:
         """See `giving_way.GivesWay`."""
-        self.given_up = error
+        self.given_up = reason
         self.release()
 
     def _count(self, calls: int) -> None:

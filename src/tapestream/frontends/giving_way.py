@@ -8,18 +8,22 @@ call would have raised, before it uses any number of theirs.
 import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeVar
 
 from tapestream.errors import BudgetError, TapestreamError
 
 T = TypeVar("T")
+Reason = Callable[[], TapestreamError]
+"""The error of a backward that needs a call that has given way. Made anew each time, since an error that was raised
+holds all that was at work, and with it the call."""
 
 
 class GivesWay(Protocol):
     """A call whose backward has not begun."""
 
-    def give_way(self, error: TapestreamError) -> None:
-        """Drop what backward would need; ``error`` says why."""
+    def give_way(self, reason: Reason) -> None:
+        """Drop what backward would need."""
 
 
 class Awaiting:
@@ -48,19 +52,19 @@ class Awaiting:
         except BudgetError as error:
             if not self._calls:
                 raise
-            refused = error
-        try:
-            found = alone()
-        except BudgetError:
-            raise refused from None
+            try:
+                found = alone()
+            except BudgetError:
+                raise error from None
+            reason = partial(gave_way, str(error), error.least_nbytes, error.stage)
         for call in self.all():
-            call.give_way(gave_way(refused))
+            call.give_way(reason)
             with contextlib.suppress(BudgetError):
                 return beside()
         return found
 
 
-def gave_way(error: BudgetError) -> BudgetError:
-    """What a backward raises that needs a call that has given way."""
-    said = f"this backward needs a call that gave way to a later one, which did not fit beside it: {error}"
-    return BudgetError(said, least_nbytes=error.least_nbytes, stage=error.stage)
+def gave_way(said: str, least_nbytes: int | None, stage: int | None) -> BudgetError:
+    """To a later one, of which that was ``said``."""
+    said = f"this backward needs a call that gave way to a later one, which did not fit beside it: {said}"
+    return BudgetError(said, least_nbytes=least_nbytes, stage=stage)

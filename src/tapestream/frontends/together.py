@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from tapestream.errors import BudgetError
+from tapestream.frontends.giving_way import Reason
 
 Key: TypeAlias = tuple[int, ...]
 """What one sum is of: the id of a tensor; of one that autocast casts, those of its region and dtype, too."""
@@ -46,7 +46,7 @@ class Open(Protocol):
     """A call whose backward has not begun."""
 
     together: Together | None
-    given_up: BudgetError | None
+    given_up: Reason | None
 
     def adds_to(self) -> Collection[Key]:
         """The sums to which it adds several parts."""
@@ -77,7 +77,7 @@ def begun(node: Any, call: Open) -> Together:
     given way to another (see `giving_way`)."""
     _OPEN.pop(id(node), None)
     if call.given_up is not None:
-        raise call.given_up
+        raise call.given_up()
     task, found = torch._C._current_graph_task_id(), call.together
     if found is not None and found.task == task:
         found.waiting.subtract(call.adds_to())
@@ -88,7 +88,7 @@ def begun(node: Any, call: Open) -> Together:
         waiting: Open | None = None if other is None else other.call
         if waiting is not None and torch._C._will_engine_execute_node(other):
             if waiting.given_up is not None:
-                raise waiting.given_up
+                raise waiting.given_up()
             waiting.together = found
             found.waiting.update(waiting.adds_to())
     return found

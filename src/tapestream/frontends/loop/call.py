@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from tapestream.capture.buffers import BufferSnapshot
 from tapestream.capture.cells import Contents
-from tapestream.errors import BudgetError, GradientError
+from tapestream.errors import GradientError
 from tapestream.executor.loop.driver import LoopDriver
 from tapestream.executor.loop.program import Program
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
-from tapestream.frontends.giving_way import Awaiting
+from tapestream.frontends.giving_way import Awaiting, Reason
 from tapestream.frontends.loop.inputs import Inputs
 from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
@@ -70,7 +70,7 @@ class TensorCall:
         self.driver: LoopDriver | None = None
         self.states: ParcelStates | None = None
         self.together: Together | None = None
-        self.given_up: BudgetError | None = None
+        self.given_up: Reason | None = None
         self.awaiting: Awaiting | None = None
         casts = any(dtype != task.body.traits.leaves[i].dtype for i, dtype in task.body.traits.stand_ins)
         self._region = region_of_autocast(task.body.device) if casts else None
@@ -254,9 +254,9 @@ class TensorCall:
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return casting(self.autocast, self.task.body.device)
 
-    def give_way(self, error: BudgetError) -> None:
+    def give_way(self, reason: Reason) -> None:
         """See `giving_way.GivesWay`."""
-        self.given_up = error
+        self.given_up = reason
         self.release()
 
     def release(self) -> None:

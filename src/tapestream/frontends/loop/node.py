@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tapestream.errors import BudgetError, GradientError
+from tapestream.errors import GradientError
+from tapestream.frontends.giving_way import Reason
 from tapestream.frontends.together import Key, Together, begun, opened
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.guards import check_differentiated_once
@@ -28,7 +29,7 @@ class Call(Protocol):
         """Drop what is held."""
 
     together: Together | None
-    given_up: BudgetError | None
+    given_up: Reason | None
 
     def adds_to(self) -> Collection[Key]:
         """See `together.Open`."""

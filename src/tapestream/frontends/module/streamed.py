@@ -18,9 +18,9 @@ from tapestream.frontends.around import check_around, check_uncovered
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.blocks import parts_around
-from tapestream.frontends.module.calls.again import Beginning, cannot_begin_again
+from tapestream.frontends.module.calls.again import Beginning, UnplannedBlock, cannot_begin_again
 from tapestream.frontends.module.calls.beside import beside_live
-from tapestream.frontends.module.calls.call import StreamCall, UnplannedBlock
+from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.calls.forward_only import ForwardOnly
 from tapestream.frontends.module.calls.gathering import gathering
 from tapestream.frontends.module.calls.live import Live
@@ -140,7 +140,7 @@ class Streamed:
             return self._call_live(original, args, kwargs)
 
     def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._live.check_none("a second forward began", self.last)
+        self._live.make_way(self.last)
         beginning = Beginning.take(self.model, self.device)
         try:
             return self._run(original, args, kwargs)
@@ -158,7 +158,7 @@ class Streamed:
             return original(*args, **kwargs)
         if self.last is not None:
             self._allocator.look(self)
-        prepared = beside_live(self, self._live.calls, found, gathering(self, found, self._beside), self._beside)
+        prepared = beside_live(self, self._live, found, gathering(self, found, self._beside), self._beside)
         self.store.settle()
         self.store.place(prepared.resident)
         if prepared is not self.last:
@@ -224,6 +224,7 @@ class Streamed:
         """Forget all plans: the optimizer, or what is trainable, has changed."""
         self._prepared.clear()
         self._beside.clear()
+        self._live.refused.clear()
         self._forward_only.forget()
 
     def prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:

@@ -8,10 +8,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tapestream.errors import InputError
-from tapestream.frontends.module.calls.call import UnplannedBlock
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.private import may_change
 from tapestream.runner.stage import modules_below
+
+
+class UnplannedBlock(Exception):
+    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: buffers were, by then."""
+
+    def __init__(self, position: int, written: bool, why: str) -> None:
+        super().__init__(position)
+        self.position, self.written, self.why = position, written, why
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
-"""Calls that begin while others of the same model await their backward."""
+"""Calls that begin while others of the same model await their backward, or have given way and are held."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.calls.gathering import gathering
 from tapestream.frontends.module.plans.at_once import Within
-from tapestream.frontends.module.plans.prepare import Prepared, planned_again, whole_of
-from tapestream.ir.actions import Tier, Value
+from tapestream.frontends.module.plans.prepare import Prepared, planned_again, staying_nbytes, whole_of
+from tapestream.ir.actions import Phase, PhaseKind, Tier, Value
+from tapestream.planning.exceeded import limit_of
+from tapestream.planning.plan import Plan
+from tapestream.simulate import device_nbytes
 from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.calls.call import StreamCall
+    from tapestream.frontends.module.calls.live import Live
     from tapestream.frontends.module.streamed import Streamed
 
 _ENDLESS = 2**62
@@ -21,40 +26,96 @@ _ENDLESS = 2**62
 Known = MutableMapping[object, Prepared]
 
 
-def beside_live(
-    handle: "Streamed", calls: Iterable["StreamCall"], asked: Prepared, prepared: Prepared, known: Known
+def beside_live(handle: "Streamed", live: "Live", asked: Prepared, prepared: Prepared, known: Known) -> Prepared:
+    """``prepared``, or plans in what waiting calls leave of the budget, which are kept in ``known``. ``asked``: its
+    plans as if nothing was there before. Where these do not fit, the oldest that can give way do.
+
+    Raises BudgetError where it does not fit beside the others.
+    """
+    there, gone = list(live.calls), list(live.gave_way)
+
+    def beside() -> Prepared:
+        return _beside_those(handle, list(live.calls), list(live.gave_way), asked, prepared, known, live.refused)
+
+    def alone() -> Prepared:
+        plain, leaving = ([call for call in there if call.plain is is_plain] for is_plain in (True, False))
+        return _beside_those(handle, plain, [*gone, *leaving], asked, prepared, known, live.refused)
+
+    return live.awaiting.planned(beside, alone)
+
+
+def _beside_those(
+    handle: "Streamed",
+    there: Sequence["StreamCall"],
+    gone: Sequence["StreamCall"],
+    asked: Prepared,
+    prepared: Prepared,
+    known: Known,
+    refused: MutableMapping[object, BudgetError],
 ) -> Prepared:
-    """``prepared``, or plans in what waiting ``calls`` leave of the budget, which are kept in ``known``. ``asked``: its
-    plans as if nothing was there before."""
-    live = list(calls)
-    if not live:
+    """Beside calls that wait ``there``, and what the user holds of those that have ``gone``. What helps is looked for
+    once where nothing fits, not at every step that is skipped."""
+    if not there and not gone:
         return prepared
-    held = sum(call.prepared.held_nbytes for call in live)
-    key = id(prepared), live[0].prepared.resident, held, len(live)
-    if key not in known:
-        known[key] = prepare_beside(handle, asked, prepared, live)
+    resident = there[0].prepared.resident if there else None
+    sizes = tuple(sorted(call.prepared.held_nbytes for call in there)), sum(call.prepared.left_nbytes for call in gone)
+    key = id(prepared), resident, sizes
+    if (before := refused.get(key)) is not None:
+        raise BudgetError(str(before), least_nbytes=before.least_nbytes)
+    try:
+        if key not in known:
+            known[key] = prepare_beside(handle, asked, prepared, there, gone)
+    except BudgetError as error:
+        refused[key] = BudgetError(str(error), least_nbytes=error.least_nbytes)  # without what was at work here
+        raise
     return known[key]
 
 
-def prepare_beside(handle: "Streamed", asked: Prepared, prepared: Prepared, calls: Sequence["StreamCall"]) -> Prepared:
-    """Plans for the call of ``prepared`` in what live ``calls`` leave of the budget; the same values stay on the
-    device.
+def prepare_beside(
+    handle: "Streamed",
+    asked: Prepared,
+    prepared: Prepared,
+    there: Sequence["StreamCall"],
+    gone: Sequence["StreamCall"] = (),
+) -> Prepared:
+    """Plans for the call of ``prepared`` in what calls that are ``there`` leave of the budget; the same values stay on
+    the device.
 
     Whichever runs while the others wait, all stay within the budget: ``shared_nbytes`` and the ``held_nbytes`` of
-    each, and of those that the budget says are still to come. Raises BudgetError where too little is left.
+    each, and of those that the budget says are still to come. What the user holds of those that have ``gone`` is
+    mostly dropped when the new loss takes the place of the old one (``loss = model(x)``): it must fit beside the
+    forward at the least, and is looked for when backward begins. Raises BudgetError where too little is left.
     """
-    live = [call.prepared for call in calls]
-    within = _left_by(handle, live)
+    live, left = [call.prepared for call in there], sum(call.prepared.left_nbytes for call in gone)
+    within = _left_by(handle, live, left)
     try:
-        return _beside(handle, prepared, within, live[-1].resident)
+        return _beside(handle, prepared, within, live[-1].resident if live else None)
     except BudgetError as error:
-        raise _refusal(handle, error, within.nbytes, [*(call.asked for call in calls), asked]) from None
+        if not live and _forward_nbytes(handle, prepared) + left <= limit_of(whole_of(handle, strict=False).nbytes):
+            return prepared
+        raise _refusal(handle, error, within.nbytes, [*(call.asked for call in (*there, *gone)), asked]) from None
 
 
-def _left_by(handle: "Streamed", live: Sequence[Prepared]) -> Within:
-    """What live calls leave of the budget, for the next one and those that the budget says are still to come."""
+def _forward_nbytes(handle: "Streamed", prepared: Prepared) -> int:
+    """Most bytes until the backward of such a call begins."""
+    loss = prepared.turn.forward_nbytes
+    blocks = sum(_until_backward(plan, handle, loss) - staying_nbytes(plan) for plan in prepared.plans)
+    return prepared.shared_nbytes + prepared.before_nbytes + blocks
+
+
+def _until_backward(plan: Plan, handle: "Streamed", loss_nbytes: int) -> int:
+    """Of one chain of blocks, what is outside of it not counted; ``loss_nbytes``: of what runs behind it."""
+    first = next(n for n, action in enumerate(plan.schedule) if action == Phase(PhaseKind.BACKWARD))
+    alone = replace(plan.profile, outside_nbytes=0, turn_nbytes=0)
+    *forward, turn = device_nbytes(plan.schedule, alone, handle.machine())[: first + 1]
+    return max(*forward, turn - plan.profile.stages[-1].cotangent_bytes + loss_nbytes)
+
+
+def _left_by(handle: "Streamed", live: Sequence[Prepared], left: int = 0) -> Within:
+    """What live calls leave of the budget, and ``left`` bytes, for the next one and those that the budget says are
+    still to come."""
     allowed, most, _ = whole_of(handle, strict=False)
-    return Within(allowed - sum(one.held_nbytes for one in live), max(1, most - len(live)), strict=False)
+    return Within(allowed - left - sum(one.held_nbytes for one in live), max(1, most - len(live)), strict=False)
 
 
 def _refusal(handle: "Streamed", error: BudgetError, left: int, asked: Sequence[Prepared]) -> BudgetError:
@@ -68,15 +129,15 @@ def _refusal(handle: "Streamed", error: BudgetError, left: int, asked: Sequence[
     return BudgetError(
         f"a budget of {format_nbytes(allowed)} was asked for; {format_nbytes(allowed - left)} of it are held by "
         f"{len(asked) - 1} call(s) of this model whose backward has not run yet, and this call, parameters included, "
-        f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result, give both batches "
-        f"to one call, {advice}",
+        f"needs {format_nbytes(error.least_nbytes)}: run that backward first, drop its result (del loss), give both "
+        f"batches to one call, {advice}",
         least_nbytes=enough,
     )
 
 
-def _beside(handle: "Streamed", prepared: Prepared, within: Within, resident: frozenset[Value]) -> Prepared:
+def _beside(handle: "Streamed", prepared: Prepared, within: Within, resident: frozenset[Value] | None) -> Prepared:
     together = prepared.shared_nbytes + within.calls * prepared.held_nbytes
-    if prepared.resident == resident and together <= within.nbytes:
+    if resident in (None, prepared.resident) and together <= within.nbytes:
         return prepared
     return _again(handle, prepared, within, resident)
 

@@ -13,12 +13,19 @@ from tapestream.executor.blocks import BlockStore, Replaced
 from tapestream.executor.gradients import Sums
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.lending import lending_hooks
-from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
+from tapestream.frontends.giving_way import Reason
+from tapestream.frontends.module.calls.again import UnplannedBlock
 from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
 from tapestream.frontends.module.calls.following import WRITTEN, Following
-from tapestream.frontends.module.calls.live import CUT_SHORT, DIFFERENTIATED_TWICE, Live, SegmentView
+from tapestream.frontends.module.calls.live import (
+    CUT_SHORT,
+    DIFFERENTIATED_TWICE,
+    Live,
+    SegmentView,
+    check_no_gradients,
+)
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.frontends.module.observing.returned import Watched
@@ -33,14 +40,6 @@ from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, take_apart, tensors_in
 
 
-class UnplannedBlock(Exception):
-    """Block ``position`` was called where the plan has none, or as ``why`` says. ``written``: buffers were, by then."""
-
-    def __init__(self, position: int, written: bool, why: str) -> None:
-        super().__init__(position)
-        self.position, self.written, self.why = position, written, why
-
-
 class StreamCall:
     """The interpreters of one call, one per segment, and where the call stands.
 
@@ -52,6 +51,7 @@ class StreamCall:
 
     closed: bool | None = None
     cut_short = False
+    given_up: Reason | None
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StreamCall:
         casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
         self.casts = mark_of_autocast(device) if casting else None
         self.anchor = torch.empty(0, device="cpu") if self.plain else self._anchored()
-        self.closed = False
+        self.closed, self.given_up = False, None
         self._views: dict[int, SegmentView] = {}
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
@@ -85,7 +85,7 @@ class StreamCall:
         self.following = Following() if reused else None
         self._given: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
-        live.calls.add(self)
+        live.wait(self)
 
     def _anchored(self) -> torch.Tensor:
         root = root_of_graph().view(0)
@@ -212,6 +212,8 @@ class StreamCall:
         ``begun``: gradients of its inputs that later uses of them have made."""
         interpreter = self.interpreters[segment]
         if interpreter is None or self.closed:
+            if self.given_up is not None:
+                raise self.given_up()
             raise GradientError(CUT_SHORT if self.cut_short else DIFFERENTIATED_TWICE)
         if not self._differentiating:
             self._begin_backward()
@@ -261,7 +263,7 @@ class StreamCall:
         if any((t := held()) is not None and t._version != version for held, version in self._given):
             raise GradientError(f"a tensor given to a block, and used by other code after the block, was {WRITTEN}")
         if self.prepared.update == "backward":
-            self._check_no_gradients()
+            check_no_gradients(self.store, self.prepared.pinned)
         self.store.adopt_replaced(but=self._replaced)
         root, anchor = self._ends
         wanted = torch._C._will_engine_execute_node(root)
@@ -279,17 +281,6 @@ class StreamCall:
         elif len(self.live.calls) > 1:
             self.store.gradients.together = True
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-
-    def _check_no_gradients(self) -> None:
-        """A block's update within backward sees what this backward makes, and nothing that was there before."""
-        for block in (one for one in self.store.blocks if one.index not in self.prepared.pinned):
-            for p in block.parameters:
-                if p.grad is not None and not isinstance(p.grad, SteppedGradient):
-                    raise GradientError(
-                        f"a parameter of shape {tuple(p.shape)} in block {block.index} has a gradient from before this "
-                        "backward, which its update within backward would leave out; call zero_grad() first, or use "
-                        "update='step'"
-                    )
 
     def finish(self, *, publish: bool = True) -> None:
         """The backward has ended, or another has begun: what it did not ask for goes; gradients show (``publish``)."""
@@ -318,6 +309,16 @@ class StreamCall:
             self.store.gradients.clear()
             self._close()
 
+    def is_used(self) -> bool:
+        """Whether the backward that is under way comes here."""
+        return any(torch._C._will_engine_execute_node(node) for node in self._ends)
+
+    def give_way(self, reason: Reason) -> None:
+        """See `giving_way.GivesWay`."""
+        self.given_up = reason
+        self.live.gave_way.add(self)
+        self._close()
+
     def _close(self, *, publish: bool = True) -> None:
         self.closed = True
         self.live.allocator.ended()
@@ -325,7 +326,7 @@ class StreamCall:
         self.link = Link()
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
-        self.live.calls.discard(self)
+        self.live.end(self)
         try:
             while self._parcels:
                 self._parcels.pop().close()
@@ -335,7 +336,7 @@ class StreamCall:
     def __del__(self) -> None:
         if self.closed is None:  # never made: Ctrl-C came
             return
-        self.live.calls.discard(self)
+        self.live.end(self)
         while self._parcels:
             self._below.leave(self._parcels.pop())
         # What was returned has been dropped. While others use the store it is settled by them.

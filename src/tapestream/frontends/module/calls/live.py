@@ -4,17 +4,22 @@ import contextlib
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from tapestream.errors import GradientError
+from tapestream.errors import BudgetError, GradientError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.gradients import Sums
+from tapestream.executor.stepped import SteppedGradient
+from tapestream.frontends.giving_way import Awaiting
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.calls.second_order import SecondOrder
 from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.planning.exceeded import limit_of
 from tapestream.runner.graph import let_go_of_failed_backward
+from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.calls.call import StreamCall
@@ -23,6 +28,10 @@ if TYPE_CHECKING:
 DIFFERENTIATED_TWICE = (
     "this call was differentiated a second time, but its tape is gone after one backward (retain_graph=True is not "
     "supported); run the forward again"
+)
+UPDATED_IN_BETWEEN = (
+    "a second forward began before this backward, which with update='backward' changes the weights that the second "
+    "forward has used; call backward() before the next forward, or use update='step'"
 )
 CUT_SHORT = (
     "a backward has differentiated blocks of a streamed model, and code that runs in its midst (the backward of an "
@@ -45,10 +54,12 @@ class _Begun:
 class Live:
     """Calls of one model that still await their backward, and the one whose backward is under way.
 
-    ``task``: the last backward; ``several``: whether it began with several calls alive; ``begun``: by id, those that it
-    has reached; ``before``: whether blocks had gradients when it began.
-    ``allocator``: is told when they begin and end. ``alone``: the budget is for one call at a time. ``left``: the model
-    is not streamed any more, and its parameters lie elsewhere. ``allowed``: gives the bytes of the device's budget;
+    ``gave_way``: those to which no backward may come any more, of whose graph the user still holds something;
+    ``awaiting``: those that can give way; ``refused``: what did not fit beside what. ``task``: the last backward;
+    ``several``: whether it began with several calls alive; ``begun``: by id, those that it has reached; ``before``:
+    whether blocks had gradients when it began.
+    ``allocator``: is told when calls begin and end. ``alone``: the budget is for one call at a time. ``left``: the
+    model is not streamed any more, its parameters lie elsewhere. ``allowed``: gives the bytes of the device's budget;
     ``second``: of the last backward, where its own graph is wanted.
     """
 
@@ -56,6 +67,9 @@ class Live:
     allowed: Callable[[], int | None]
     alone: bool = True
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
+    gave_way: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
+    awaiting: Awaiting = field(default_factory=Awaiting)
+    refused: dict[object, BudgetError] = field(default_factory=dict)
     differentiated: "StreamCall | None" = None
     busy: bool = False
     task: int = -1
@@ -81,15 +95,28 @@ class Live:
         finally:
             self.busy = busy
 
-    def check_none(self, what: str, prepared: Prepared | None) -> None:
-        """Raise GradientError where another forward would see weights that an awaited backward changes."""
+    def wait(self, call: "StreamCall") -> None:
+        """``call`` is alive. Where its graph is plain PyTorch's, what it holds is the user's."""
+        self.calls.add(call)
+        if not call.plain:
+            self.awaiting.begins(call)
+
+    def end(self, call: "StreamCall") -> None:
+        """It is not any more."""
+        self.calls.discard(call)
+        self.awaiting.ends(call)
+
+    def make_way(self, prepared: Prepared | None) -> None:
+        """Another forward begins: calls give way whose backward would change the weights that it uses."""
         self._look_for_failed()
-        if prepared is not None and prepared.update == "backward" and self.calls:
-            raise GradientError(
-                f"{what} before the backward of the first: with update='backward' the first backward changes the "
-                f"weights that the "
-                "second forward has used; call backward() first, or use update='step'"
-            )
+        if prepared is not None and prepared.update == "backward":
+            for call in self.awaiting.all():
+                call.give_way(partial(GradientError, UPDATED_IN_BETWEEN))
+
+    @property
+    def left_nbytes(self) -> int:
+        """Most bytes that the user's graphs of calls that gave way hold."""
+        return sum(call.prepared.left_nbytes for call in self.gave_way)
 
     def _look_for_failed(self) -> None:
         """Calls of which a backward has failed outside of them are not awaited, if nobody else holds them."""
@@ -116,12 +143,13 @@ class Live:
             self.second = SecondOrder(call, allowed) if wanted and allowed is not None else None
             parameters = (p for block in call.store.blocks for p in block.parameters)
             self.before = self.several and any(p.grad is not None for p in parameters)
+            self._check_gave_way(call, allowed)
         if self.second is not None:
             self.second.arrive(cotangents)
         if not self.several:
             return
         mine = _Begun(call.plain, call.casts, call.prepared.used)
-        others = [one for one in self.begun.values() if one.blocks & mine.blocks]
+        others = [one for key, one in self.begun.items() if key != id(call) and one.blocks & mine.blocks]
         if call.casts is not None and any(call.casts is one.casts for one in others):
             raise GradientError(
                 "this backward differentiates two calls of one model that were made within one autocast: plain PyTorch "
@@ -137,6 +165,22 @@ class Live:
                 "and recomputes others, so their gradients would be added in another order than in plain PyTorch: give "
                 "all batches to one call, call backward() for each loss, allow more, so that all of them are stored, "
                 "or say how many await their backward at once: Budget(..., calls=)"
+            )
+
+    def _check_gave_way(self, call: "StreamCall", allowed: int | None) -> None:
+        """The first look of a backward, before any block runs. Those that it needs have raised nothing yet, and the
+        others were to be gone by now."""
+        for other in self.gave_way:
+            if other.given_up is not None and other.is_used():
+                raise other.given_up()
+        others = sum(one.prepared.held_nbytes for one in self.calls)
+        left, needed = self.left_nbytes, call.prepared.shared_nbytes + others + self.left_nbytes
+        if left and allowed is not None and needed > limit_of(allowed):
+            raise BudgetError(
+                f"a budget of {format_nbytes(allowed)} was asked for; the result of a call whose backward never ran "
+                f"is still held, with up to {format_nbytes(left)} of its graph. Before this backward, drop it "
+                f"(del loss, or detach() what is to stay), or allow {needed} bytes",
+                least_nbytes=needed,
             )
 
 
@@ -190,6 +234,18 @@ class SegmentView:
                 self._store.gradients.take(block, sums)
             else:
                 self._store.take_gradients(block, sums)
+
+
+def check_no_gradients(store: BlockStore, pinned: Container[int]) -> None:
+    """A block's update within backward sees what this backward makes, and nothing that was there before."""
+    for block in (one for one in store.blocks if one.index not in pinned):
+        for p in block.parameters:
+            if p.grad is not None and not isinstance(p.grad, SteppedGradient):
+                raise GradientError(
+                    f"a parameter of shape {tuple(p.shape)} in block {block.index} has a gradient from before this "
+                    "backward, which its update within backward would leave out; call zero_grad() first, or use "
+                    "update='step'"
+                )
 
 
 def _added(gradient: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tapestream.accelerator.memory import tensor_nbytes
+from tapestream.accelerator.memory import storage_nbytes, tensor_nbytes
 from tapestream.accelerator.streams import stopwatch
 from tapestream.capture.buffers import BufferSnapshot, buffer_slots
 from tapestream.costs import StageCost
@@ -148,6 +148,8 @@ class Observation:
         assert forward is not None
         assert self._watch is not None
         states = still_held(self._outputs)  # those among the results are the blocks' business
+        own = {t.untyped_storage().data_ptr() for t in roots}
+        kept = sum(storage_nbytes(one) for one in states if one.data_ptr() not in own)
         with self._watch.measured() as dropping:
             found.clear()
             returned.clear()
@@ -165,9 +167,8 @@ class Observation:
         assert backward is not None
         given = [t for t in made[: len(leaves)] if t is not None]
         cotangents = sum(storages(given).values())  # the simulator counts them itself
-        # A loss that the user computes from the result needs its size up to three times (a mean of squares does).
-        loss = sum(3 * tensor_nbytes(t) for t in roots if t.numel() > 1)
-        return Turn.of(forward, dropping, backward, cotangents, loss, seconds)
+        loss = sum(tensor_nbytes(t) for t in roots if t.numel() > 1)
+        return Turn.of(forward, dropping, backward, besides=cotangents, loss=loss, states=kept, seconds=seconds)
 
     def _measure_outside(self, *held: torch.Tensor) -> None:
         """Measure until the next block. ``held``: what the caller is about to drop, kept so long, as the section does

@@ -19,25 +19,39 @@ from tapestream.storage.meter import MemoryMeter
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What runs after the last block's forward and before its backward (head, loss). ``nbytes``: with all that the
-    model returns held; ``results_nbytes`` less, where what is not a loss has been dropped before backward."""
+    model returns held; ``results_nbytes`` less, where what is not a loss has been dropped before backward.
+    ``forward_nbytes``: until the loss is there; ``kept_nbytes``: what it holds from then on."""
 
-    nbytes: int
-    results_nbytes: int
-    seconds: float
+    nbytes: int = 0
+    results_nbytes: int = 0
+    forward_nbytes: int = 0
+    kept_nbytes: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def of(
-        cls, there: MemoryMeter, dropped: MemoryMeter, back: MemoryMeter, besides: int, loss: int, seconds: float
+        cls,
+        there: MemoryMeter,
+        dropped: MemoryMeter,
+        back: MemoryMeter,
+        *,
+        besides: int,
+        loss: int,
+        states: int,
+        seconds: float,
     ) -> "Turn":
         """From the forward, measured, what dropping the results gave, and the backward. ``besides``: bytes that are
-        counted elsewhere; ``loss``: what the user's own loss takes more."""
+        counted elsewhere; ``loss``: of results of which the user makes the loss, which takes their size up to three
+        times (a mean of squares does), twice until it is there, and once from then on (it holds them, or what it has
+        made of them); ``states``: of blocks that the graph holds."""
         climbed = there.end_nbytes - min([0, *(nbytes for _, nbytes in there.samples)])
         freed = max(0, -dropped.end_nbytes)
         held, free = (
-            max(0, max(there.rise_nbytes, climbed - less + back.peak_nbytes, back.rise_nbytes) - besides) + loss
+            max(0, max(there.rise_nbytes, climbed - less + back.peak_nbytes, back.rise_nbytes) - besides) + 3 * loss
             for less in (0, freed)
         )
-        return cls(held, held - free, seconds)
+        until = max(0, there.rise_nbytes, climbed) + 2 * loss
+        return cls(held, held - free, until, max(climbed, loss) + states, seconds)
 
 
 @dataclass(slots=True)

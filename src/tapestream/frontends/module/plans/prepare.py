@@ -14,7 +14,7 @@ from tapestream.costs import BlockCost, Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
-from tapestream.frontends.module.observing.returned import Returned
+from tapestream.frontends.module.observing.returned import Returned, Turn
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
@@ -57,6 +57,7 @@ class Prepared:
     stages that its plan runs a single time. ``resident``, ``at_step``: what is on the device between two steps, and
     when the step phase begins. ``held_nbytes``: most device bytes that such a call holds beside
     ``shared_nbytes``, which calls that are live together hold once: parameters and what belongs to them.
+    ``before_nbytes`` of it: what runs before blocks; ``turn``: what runs behind them.
     ``writes_outside``: whether what runs outside blocks writes buffers. ``main``: the first segment of repeated blocks;
     ``shared``: parameter blocks that several segments use. ``profiles``: of the segments, each as if it were alone.
     ``moving``: per segment, the stages whose saved tensors its plan moves, None where it moves no states either.
@@ -75,6 +76,7 @@ class Prepared:
     update: Update
     shared_nbytes: int
     held_nbytes: int
+    before_nbytes: int
     writes_outside: bool
     main: int
     shared: Mapping[int, Shared]
@@ -85,12 +87,18 @@ class Prepared:
     on_disk: frozenset[Value]
     moving: tuple[Container[int] | None, ...]
     used: frozenset[int]
+    turn: Turn = field(default_factory=Turn)
     returned: Returned = field(default_factory=Returned)
 
     @property
     def plan(self) -> Plan:
         """That of the main segment."""
         return self.plans[self.main]
+
+    @property
+    def left_nbytes(self) -> int:
+        """Most of ``held_nbytes`` that is the user's graph's: outside of blocks."""
+        return self.before_nbytes + self.turn.kept_nbytes
 
 
 def prepare(handle: "Streamed", observed: Observed) -> Prepared:
@@ -112,7 +120,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         left = left_nbytes(one for segment in segments for one in segment.traits)
         error = _without_cache(error, observed.left_nbytes, left)
         raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
-    return replace(found, returned=Returned(observed.turn.results_nbytes))
+    return replace(found, turn=observed.turn, returned=Returned(observed.turn.results_nbytes))
 
 
 def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[object, Prepared]) -> Prepared:
@@ -147,7 +155,8 @@ def planned_again(
     """Plans for the call of ``prepared`` with other ``profiles``, or ``within`` less than the budget. ``resident``:
     what lies on the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
     segments, shared, writes = prepared.segments, prepared.shared, prepared.writes_outside
-    return _planned(handle, segments, profiles, shared, writes, late, resident, there, within)
+    found = _planned(handle, segments, profiles, shared, writes, late, resident, there, within)
+    return replace(found, turn=prepared.turn)
 
 
 def _planned(
@@ -237,7 +246,7 @@ def _assembled(
     )
     order = tuple((s, k) for s, segment in enumerate(segments) for k in range(len(segment.positions)))
     once = tuple(run_once(plan.schedule) for plan in plans)
-    staying = [_staying_nbytes(plan) for plan in plans]
+    staying = [staying_nbytes(plan) for plan in plans]
     inside = sum(plan.peak_nbytes - plan.profile.outside_nbytes for plan in plans) - sum(staying)
     outside = outside_nbytes(handle) + gathered_nbytes
     before = profiles[0].outside_nbytes + late.nbytes - outside
@@ -246,7 +255,8 @@ def _assembled(
     main = next((s for s, segment in enumerate(segments) if min(segment.positions) < handle.wide), 0)
     return Prepared(
         tuple(segments), tuple(plans), order, once, resident | pinned, at_step | pinned, handle.update, held,
-        min(before + inside, max(0, allowed - held)), writes_outside, main, shared, tuple(profiles),
+        min(before + inside, max(0, allowed - held)), before, writes_outside, main,
+        shared, tuple(profiles),
         handle.pinned.blocks, _watched(handle), late,
         frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
         tuple(moved_saved(p.schedule) if moves_tape(p.schedule) else None for p in plans),
@@ -254,7 +264,7 @@ def _assembled(
     )  # fmt: skip
 
 
-def _staying_nbytes(plan: Plan) -> int:
+def staying_nbytes(plan: Plan) -> int:
     """Bytes of block values that a plan leaves on the device throughout."""
     staying = staying_of(plan.schedule)
     return sum(nbytes for value, nbytes in block_values(plan.profile) if value in staying)
