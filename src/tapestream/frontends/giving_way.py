@@ -44,9 +44,12 @@ class Awaiting:
         """They, the oldest first."""
         return list(self._calls.values())
 
-    def planned(self, beside: Callable[[], T], alone: Callable[[], T]) -> T:
+    def planned(
+        self, beside: Callable[[], T], alone: Callable[[], T], gave: Callable[[Reason], None] = lambda reason: None
+    ) -> T:
         """What ``beside`` gives, a plan beside those that wait. Where that raises BudgetError, as many of them give way
-        as need be. Raises it where not even ``alone`` gives a plan, which is one as if none of them waited."""
+        as need be, and ``gave`` hears of it. Raises it where not even ``alone`` gives a plan, which is one as if none
+        of them waited."""
         try:
             return beside()
         except BudgetError as error:
@@ -57,6 +60,7 @@ class Awaiting:
             except BudgetError:
                 raise error from None
             reason = partial(gave_way, str(error), error.least_nbytes, error.stage)
+        gave(reason)
         for call in self.all():
             call.give_way(reason)
             with contextlib.suppress(BudgetError):

@@ -169,7 +169,7 @@ def test_where_nothing_fits_beside_the_beginning_it_says_so_and_the_next_call_is
     assert raised.value.least_nbytes is not None
     assert raised.value.least_nbytes > budget
     gc.collect()
-    assert program._live[Tier.DEVICE] == 0
+    assert program._live.nbytes[Tier.DEVICE] == 0
     assert agree(function, program, [weight, wide], lambda: (x,))
 
 
@@ -178,20 +178,20 @@ def test_calls_that_wait_for_backward_are_counted() -> None:
     program = Program(loop, budget="16MiB")
     assert loop.agrees(program)
     y = program(loop.x)
-    held = program._live[Tier.DEVICE]
+    held = program._live.nbytes[Tier.DEVICE]
     assert held > 20 * ROWS * SIDE * 4
     z = program(loop.x)
-    assert program._live[Tier.DEVICE] == 2 * held
+    assert program._live.nbytes[Tier.DEVICE] == 2 * held
     z.backward()
-    assert program._live[Tier.DEVICE] == held
+    assert program._live.nbytes[Tier.DEVICE] == held
     y.backward()
-    assert program._live[Tier.DEVICE] == 0  # the results are still there, what was saved is not
+    assert program._live.nbytes[Tier.DEVICE] == 0  # the results are still there, what was saved is not
     del y, z
     loop.steps = 30
     y = program(loop.x)
-    assert program._live[Tier.DEVICE] > held
+    assert program._live.nbytes[Tier.DEVICE] > held
     del y
-    assert program._live[Tier.DEVICE] == 0
+    assert program._live.nbytes[Tier.DEVICE] == 0
 
 
 def test_exceptions_inside_and_out() -> None:
@@ -213,7 +213,7 @@ def test_exceptions_inside_and_out() -> None:
             with pytest.raises(ValueError, match="no"):
                 program(loop.x)
             gc.collect()
-            assert program._live[Tier.DEVICE] == 0
+            assert program._live.nbytes[Tier.DEVICE] == 0
             continue
         assert agree(function, program, [loop.weight], lambda: (loop.x,))
 

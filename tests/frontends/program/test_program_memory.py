@@ -164,9 +164,9 @@ def test_what_a_call_held_goes_with_its_graph_and_not_with_garbage(how: str) -> 
     try:
         for _ in range(3):
             y = run(torch.ones(8, 32))
-            assert run._live[Tier.DEVICE] > 0
+            assert run._live.nbytes[Tier.DEVICE] > 0
             del y
-            assert run._live[Tier.DEVICE] == 0
+            assert run._live.nbytes[Tier.DEVICE] == 0
     finally:
         gc.enable()
 

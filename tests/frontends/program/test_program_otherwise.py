@@ -335,7 +335,7 @@ def test_results_that_are_written_into_afterwards_hold_nothing() -> None:
         b.add_(loss)
         del loss, b
         gc.collect()
-        assert program._live[Tier.DEVICE] == 0
+        assert program._live.nbytes[Tier.DEVICE] == 0
 
 
 def test_a_module_that_keeps_its_output_goes_with_its_program() -> None:

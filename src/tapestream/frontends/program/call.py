@@ -138,7 +138,7 @@ class Replays:
     def _ended(self) -> None:
         tape = self._tape()
         if tape is not None and self.waiting is not None:  # somebody holds a result that it has not reached
-            self.waiting.holds(held_by((*self._kept.values(), self._first), self.record, tape, self.steps.state()))
+            self.waiting.ended(held_by((*self._kept.values(), self._first), self.record, tape, self.steps.state()))
 
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""

@@ -27,7 +27,6 @@ from tapestream.executor.program.replay.moves import Moves
 from tapestream.frontends.around import uncompiled
 from tapestream.frontends.below import Below, check_home
 from tapestream.frontends.given import check_kinds, named_device
-from tapestream.frontends.others import beside_others, room_for_call
 from tapestream.frontends.program.call import Replays, Sweep, held_by, sweep
 from tapestream.frontends.program.courses import Courses, beside_beginning
 from tapestream.frontends.program.cuts import Borders
@@ -35,7 +34,9 @@ from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.given import device_of, kind_of, remember, runs_later
 from tapestream.frontends.program.kept import tell_kept
+from tapestream.frontends.program.live import Live
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
+from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
@@ -46,7 +47,6 @@ from tapestream.ir import Tier
 from tapestream.planners import planners
 from tapestream.planning.exceeded import Exceeded
 from tapestream.planning.plan import Plan
-from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.guards import places, refuse_hooks
 from tapestream.runner.modes import unhooked
 
@@ -112,7 +112,7 @@ class Program:
         self._noted: dict[Any, Last | None] = {}
         self._courses = Courses()
         self._replays: weakref.ref[Replays] | None = None
-        self._live = dict.fromkeys(Tier, 0)
+        self._live = Live(self.budget)
         self.report: Report | None = None
 
     @property
@@ -144,7 +144,8 @@ class Program:
         self._kinds.trim()
         if self._below is not None:
             self._below.settle()
-        room, key = self._room(device), kind_of((args, kwargs))
+        key = kind_of((args, kwargs))
+        room = self._live.room_for(key, self._prepared.get(key), device, self._below_on(device).host_nbytes())
         record, tape = Record(self._kinds), Tape()
         keeper = Keeper(device, record.generators)
         online = Online(record, keeper, tape, room.device_nbytes or 0)
@@ -207,8 +208,7 @@ class Program:
         device = self._device_of((args, kwargs))
         function = functools.partial(self._whole, *args, **kwargs)
         known = self._prepared.get(kind_of((args, kwargs)))
-        none, host = dict.fromkeys(Tier, 0), self._below_on(device).host_nbytes()  # as if no other call were waiting
-        room = room_for_call("Program", self.budget, none, host, device)
+        room = self._live.whole(device, self._below_on(device).host_nbytes())
         return explained(
             function, device, room, self.planner, self._kinds, known, self._below_on(device),
             gradients_within=self.gradients_within,
@@ -255,8 +255,13 @@ class Program:
             if isinstance(watch, Planned):
                 watch.give_up()
             budget = (watch.otherwise if isinstance(watch, Planned) else watch).budget
-            with beside_others("Program", self._live[Tier.DEVICE], self.budget), beside_beginning(recorder.departed):
-                cuts, reversal, slots = after_sweep(found, borders(), watch.taped, tape, budget, self.planner)
+
+            def within(freed: int) -> tuple[list[int], Reversal, int]:
+                with beside_beginning(recorder.departed):
+                    return after_sweep(found, borders(), watch.taped, tape, budget + freed, self.planner)
+
+            cuts, reversal, slots = self._live.planned(key, within)
+            room = self._live.room(found.keeper.device, below.host_nbytes())
             if not whole:
                 pass  # the end of a program: all of it is noted the next time
             elif before is None or before.shape == shape or not before.fits(room):
@@ -272,7 +277,7 @@ class Program:
         followed = recorder.followed() if planned else None
         lessons = None if followed is None else followed.lessons
         replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
-        replays.waiting = Waiting(self._live, waiting, tape)
+        replays.waiting = Waiting(self._live, waiting, tape, moves)
         tape.bring, tape.begins = replays.bring, replays.begins
         self._replays = weakref.ref(replays)
         if whole:
@@ -307,12 +312,6 @@ class Program:
         if self._below is None or self._below.device != device:
             self._below = Below(device, budget=self.budget, **self._tiers)
         return self._below
-
-    def _room(self, device: torch.device) -> Budget:
-        """What calls whose backward has not run yet leave of the budget."""
-        if any(self._live.values()):
-            let_go_of_failed_backward()
-        return room_for_call("Program", self.budget, self._live, self._below_on(device).host_nbytes(), device)
 
 
 def _as_planned(found: Sweep, watch: Planned, prepared: Prepared, shape: Any) -> bool:

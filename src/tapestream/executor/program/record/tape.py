@@ -57,6 +57,16 @@ class Tape:
                 self.saved.pop(operation, None)
         return tensor
 
+    def give_way(self, reason: Callable[[], Exception]) -> None:
+        """Everything saved goes, and what could bring it again: whoever asks is told the ``reason``."""
+
+        def refuse(operation: int) -> None:
+            raise reason()
+
+        with self._lock:
+            self.saved.clear()
+            self._asked, self.heed, self.begins, self.bring = _NOBODY, 0, None, refuse
+
     def _ask(self, operation: int) -> "_Asked":
         """Another operation than the last one asks."""
         with self._lock:
