@@ -8,7 +8,9 @@ TapestreamError
 └── StorageError         a folder, file or memory tier failed (also an OSError)
 """
 
-from typing import Self
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Self
 
 
 class TapestreamError(Exception):
@@ -22,17 +24,62 @@ class TapestreamError(Exception):
         return self.with_traceback(None)
 
 
+class Allowance(NamedTuple):
+    """A budget that works. ``name``: "least", "knee" (the smallest found at most 1.5 times as slow as plain PyTorch) or
+    "all" (the smallest found that is as fast as any). ``nbytes``: on the device; ``seconds``: of a step, as planned;
+    ``times_plain``: these, as a multiple of plain PyTorch's."""
+
+    name: str
+    nbytes: int
+    seconds: float
+    times_plain: float
+
+
 class BudgetError(TapestreamError, ValueError):
     """The budget cannot be met.
 
     ``least_nbytes``: the least device budget in bytes that was found to work (None if unknown). ``stage``: the index of
-    the stage that needs it (None if no single stage does).
+    the stage that needs it (None if no single stage does). ``offers``: finds `budgets`, which takes a few plans: so
+    nobody plans before somebody asks, or reads the error.
     """
 
-    def __init__(self, message: str, *, least_nbytes: int | None = None, stage: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        least_nbytes: int | None = None,
+        stage: int | None = None,
+        offers: "Callable[[], tuple[Allowance, ...]] | None" = None,
+    ) -> None:
         super().__init__(message)
-        self.least_nbytes = least_nbytes
-        self.stage = stage
+        self.message, self.least_nbytes, self.stage = message, least_nbytes, stage
+        self.offers = offers
+        self._budgets: tuple[Allowance, ...] | None = None
+
+    @property
+    def budgets(self) -> tuple[Allowance, ...]:
+        """Budgets that work, the smallest first, each with the time of a step; empty where none was found."""
+        if self._budgets is None:
+            self._budgets = ()
+            if self.offers is not None:
+                with suppress(TapestreamError):
+                    self._budgets = self.offers()
+        return self._budgets
+
+    def saying(self, message: str) -> "BudgetError":
+        """The same in other words."""
+        return BudgetError(message, least_nbytes=self.least_nbytes, stage=self.stage, offers=self.offers)
+
+    def __str__(self) -> str:
+        if not self.budgets:
+            return self.message
+        names = {"least": "the least", "knee": "the knee", "all": "as fast as any"}
+        each = (f"{names[one.name]}, {one.nbytes} bytes: {_times(one.times_plain)}" for one in self.budgets)
+        return f"{self.message}. Times plain PyTorch's time, as planned: {'; '.join(each)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 class BudgetExceeded(UserWarning):

@@ -44,8 +44,8 @@ class Budget:
         """Bytes allowed in ``tier``, None for no limit."""
         return (self.device_nbytes, self.host_nbytes, self.disk_nbytes)[tier]
 
-    def with_device(self, nbytes: int) -> "Budget":
-        """The same with ``nbytes`` bytes of device."""
+    def with_device(self, nbytes: int | None) -> "Budget":
+        """The same with ``nbytes`` bytes of device, None for no limit."""
         return Budget(nbytes, host=self.host_nbytes, disk=self.disk_nbytes, calls=self.calls)
 
     def _key(self) -> tuple[int | None, ...]:

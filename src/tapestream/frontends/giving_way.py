@@ -59,7 +59,7 @@ class Awaiting:
                 found = alone()
             except BudgetError:
                 raise error from None
-            reason = partial(gave_way, str(error), error.least_nbytes, error.stage)
+            reason = partial(gave_way, error.message, error.least_nbytes, error.stage)
         gave(reason)
         for call in self.all():
             call.give_way(reason)

@@ -1,16 +1,18 @@
 """`make_plan`: run the candidates, let the judge time them, take the fastest that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
-from tapestream.errors import BudgetError, InputError
+from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
+from tapestream.planning.allowances import allowances
 from tapestream.planning.choices import Terms
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Found, Tapes, best_resident, best_split, gradients_may_stay, spared
@@ -19,6 +21,8 @@ from tapestream.units import format_nbytes
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
 """Planners that ``planner="auto"`` always tries, the simplest first; see `candidates`."""
 
+_QUICK = ("store_all", "periodic", "revolve", "bisection")
+_FEW = 16  # blocks of a chain
 _LEAN = ("least_peak",)
 _EQUAL = ("binomial", "mixed")
 _MOVING = ("superneurons", "offload")
@@ -100,15 +104,21 @@ def make_plan(
     homes = home_tiers(_fastest_home(machine) if home is None else home)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, keeping)
-    search, plain = _Search(terms), profile.without_blocks() if profile.blocks else profile
-    staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends and not knobs:
         names = _competitors(profile)
-    for name in names:
-        for own in _variants(name, knobs if name == planner else {}, streamed=bool(profile.blocks)):
+    return _search(terms, {name: knobs if name == planner else {} for name in names}, planner)
+
+
+def _search(terms: Terms, planners_tried: Mapping[str, dict[str, object]], planner: str) -> Plan:
+    """The best that these planners, with their knobs, find for whoever asked for ``planner``."""
+    search, profile, knobs_of = _Search(terms, planners_tried), terms.profile, planners_tried
+    plain = profile.without_blocks() if profile.blocks else profile
+    staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
+    for name, knobs in knobs_of.items():
+        for own in _variants(name, knobs, streamed=bool(profile.blocks)):
             seen = profile if name == "joint" else plain
-            search.consider(name, Tapes(partial(_tape, name, machine, own), seen, staying))
+            search.consider(name, Tapes(partial(_tape, name, terms.machine, own), seen, staying))
     return search.plan(planner)
 
 
@@ -132,8 +142,8 @@ def _fastest_home(machine: Machine | None) -> Tier:
 class _Search:
     """Candidates so far."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, terms: Terms, tried: Mapping[str, dict[str, object]]) -> None:
+        self.terms, self.tried = terms, tried
         self.best: tuple[float, int, Found] | None = None
         self.alternatives: list[Alternative] = []
         self.refusals: list[tuple[str, BudgetError]] = []
@@ -208,20 +218,21 @@ class _Search:
         if not self.refusals:
             raise InputError(str(self.inputs[0]))
         name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
-        raise self._refusal(name, error) from None
+        raise self._refusal(planner, name, error) from None
 
-    def _refusal(self, name: str, error: BudgetError) -> BudgetError:
+    def _refusal(self, planner: str, name: str, error: BudgetError) -> BudgetError:
         limit, least = self.terms.budget.device_nbytes, error.least_nbytes
         if limit is None or least is None:
             # The host or the disk is too small: the judge's message says which. A new error: one that is raised by the
             # function that keeps it holds itself, with all frames.
-            return BudgetError(str(error), least_nbytes=least, stage=error.stage)
+            return BudgetError(error.message, least_nbytes=least, stage=error.stage)
         stage = "" if error.stage is None else f", at stage {error.stage}"
         return BudgetError(
             f"a device budget of {format_nbytes(limit)} ({limit} bytes) was asked for, the least found to work is "
             f"{format_nbytes(least)} ({least} bytes, planner {name}{stage}). Allow that much, or {self._advice()}",
             least_nbytes=least,
             stage=error.stage,
+            offers=partial(_offers, self.terms, planner, {name: self.tried[name]}, least),
         )
 
     def _advice(self) -> str:
@@ -231,6 +242,25 @@ class _Search:
         if self.terms.home[Kind.PARAMETERS] is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
             ways.append("let parameters live on the host or in a folder (home=, folder=)")
         return ", ".join(ways[:-1]) + " or " + ways[-1]
+
+
+def _offers(
+    terms: Terms, planner: str, leanest: Mapping[str, dict[str, object]], least_nbytes: int
+) -> tuple[Allowance, ...]:
+    """Budgets at which steps on these terms work; of a long chain by quick planners alone, which may take longer than
+    the best. None where a long chain of blocks moves: its plans take too long to wait for an error."""
+    profile, moving = terms.profile, terms.home[Kind.PARAMETERS] is not Tier.DEVICE
+    if profile.blocks and moving and len(profile) > _FEW:
+        return ()
+    few = len(profile) <= 2 * _FEW and not (profile.blocks and moving)
+    names = candidates(profile, terms.machine) if profile.ends or few else _QUICK
+    names = names if planner in ("auto", "joint") else ()
+    tried = {**{name: {} for name in names}, **leanest}
+
+    def within(nbytes: int | None) -> Plan:
+        return _search(replace(terms, budget=terms.budget.with_device(nbytes)), tried, planner)
+
+    return allowances(within, least_nbytes)
 
 
 def _summary(found: Found, terms: Terms) -> str:

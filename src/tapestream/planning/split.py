@@ -165,7 +165,7 @@ def _fastest(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, fa
         best = plain if plain.seconds < best.seconds else best
         return spared(best.schedule, terms, best.resident)
     if refused is not None:
-        raise BudgetError(str(refused), stage=refused.stage)  # its least bytes are not the device's
+        raise BudgetError(refused.message, stage=refused.stage)  # its least bytes are not the device's
     return None
 
 
@@ -200,7 +200,7 @@ def best_resident(tapes: Tapes, terms: Terms) -> Found:
         except BudgetError as error:
             refusals.append(error.to_keep())
     least = min(refusals, key=lambda error: (error.least_nbytes or 0) * (1 if error is refusals[0] else _LEANER))
-    raise BudgetError(str(least), least_nbytes=least.least_nbytes, stage=least.stage)
+    raise BudgetError(least.message, least_nbytes=least.least_nbytes, stage=least.stage)
 
 
 def _on_device(schedule: Schedule, terms: Terms) -> Found:

@@ -61,12 +61,12 @@ def _beside_those(
     sizes = tuple(sorted(call.prepared.held_nbytes for call in there)), sum(call.prepared.left_nbytes for call in gone)
     key = id(prepared), resident, sizes
     if (before := refused.get(key)) is not None:
-        raise BudgetError(str(before), least_nbytes=before.least_nbytes)
+        raise BudgetError(before.message, least_nbytes=before.least_nbytes)
     try:
         if key not in known:
             known[key] = prepare_beside(handle, asked, prepared, there, gone)
     except BudgetError as error:
-        refused[key] = BudgetError(str(error), least_nbytes=error.least_nbytes)  # without what was at work here
+        refused[key] = BudgetError(error.message, least_nbytes=error.least_nbytes)  # without what was at work here
         raise
     return known[key]
 

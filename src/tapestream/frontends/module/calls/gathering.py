@@ -56,12 +56,10 @@ def _beside_gradients(handle: "Streamed", prepared: Prepared) -> Prepared:
     try:
         return planned_again(handle, prepared, profiles, Late(), None, there)
     except BudgetError as error:
-        raise BudgetError(
-            f"{error} (gradients of an earlier backward lie on the device and count: without micro-batches, call "
-            "zero_grad() before the forward; with micro-batches, allow that much, or keep blocks off the device with "
-            "folder=... or, on a GPU, home='host')",
-            least_nbytes=error.least_nbytes,
-            stage=error.stage,
+        raise error.saying(
+            f"{error.message} (gradients of an earlier backward lie on the device and count: without micro-batches, "
+            "call zero_grad() before the forward; with micro-batches, allow that much, or keep blocks off the device "
+            "with folder=... or, on a GPU, home='host')"
         ) from None
 
 

@@ -213,8 +213,8 @@ class Division:
                 if not beside or error.least_nbytes is None:
                     raise
                 raise BudgetError(
-                    f"{error}; and {beside} bytes more for what passes through several states, which the model holds, "
-                    "too", least_nbytes=error.least_nbytes + beside, stage=error.stage,
+                    f"{error.message}; and {beside} bytes more for what passes through several states, which the model "
+                    "holds, too", least_nbytes=error.least_nbytes + beside, stage=error.stage,
                 ) from None  # fmt: skip
 
         plan = plan_by(terms.planner)

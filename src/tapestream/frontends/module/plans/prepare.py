@@ -210,8 +210,7 @@ def _without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> Bu
         (own_nbytes, "attributes, where it stays until they run again: leave out what nobody reads"),
     ):  # fmt: skip
         if nbytes and 20 * nbytes >= (error.least_nbytes or 0):
-            text = f"{error}. Blocks leave {format_nbytes(nbytes)} of that in {where}"
-            error = BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage)
+            error = error.saying(f"{error.message}. Blocks leave {format_nbytes(nbytes)} of that in {where}")
     return error
 
 
@@ -219,11 +218,9 @@ def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: 
     """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
     if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
         return error
-    return BudgetError(
-        f"{error}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and the "
-        "loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits",
-        least_nbytes=error.least_nbytes,
-        stage=error.stage,
+    return error.saying(
+        f"{error.message}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and "
+        "the loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits"
     )
 
 
