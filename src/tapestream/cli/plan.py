@@ -118,6 +118,7 @@ def _document(
         "optimizer": question.optimizer, "update": question.update,
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
+        "budgets": [] if refusal is None else [one._asdict() for one in refusal.budgets],
         "assumed": _assumed_document(hardware),
         "answer": None if found is None else _figures(question, subject, found, changes),
     }  # fmt: skip

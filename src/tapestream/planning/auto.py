@@ -214,6 +214,7 @@ class _Search:
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
+                offers=partial(_offers_beside, terms, planner, self.tried),
             )  # fmt: skip
         if not self.refusals:
             raise InputError(str(self.inputs[0]))
@@ -242,6 +243,15 @@ class _Search:
         if self.terms.home[Kind.PARAMETERS] is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
             ways.append("let parameters live on the host or in a folder (home=, folder=)")
         return ", ".join(ways[:-1]) + " or " + ways[-1]
+
+
+def _offers_beside(terms: Terms, planner: str, tried: Mapping[str, dict[str, object]]) -> tuple[Allowance, ...]:
+    """Those of a refusal on the same terms."""
+    try:
+        _search(replace(terms, budget=terms.budget.with_device(1)), tried, planner)
+    except BudgetError as error:
+        return error.budgets
+    return ()
 
 
 def _offers(

@@ -1,11 +1,12 @@
 """`Plan`: a schedule that the judge has accepted, with what it costs and what else was considered."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
+from tapestream.errors import Allowance
 from tapestream.ir import KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
 from tapestream.planning import picture, plan_file
 from tapestream.simulate import Simulation, simulate
@@ -29,6 +30,13 @@ class Plan:
     machine: Machine | None
     planner: str
     alternatives: tuple[Alternative, ...] = ()
+    offers: Callable[[], tuple[Allowance, ...]] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def budgets(self) -> tuple[Allowance, ...]:
+        """Budgets of the device that work for such a step, the smallest first: what a `BudgetError` offers. Takes as
+        long as a few plans. Empty for a plan that was made by hand or read from a file."""
+        return () if self.offers is None else self.offers()
 
     @classmethod
     def judged(
