@@ -76,6 +76,7 @@ def refused(front: str, name: str) -> AbstractContextManager[Any]:
     return pytest.raises(TapestreamError, match=message) if message else contextlib.nullcontext()
 
 
+@pytest.mark.thinned(2)
 @cases(BODIES)
 def test_what_a_stage_does(front: str, name: str, tmp_path: Path) -> None:
     with refused(front, name):

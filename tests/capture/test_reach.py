@@ -109,12 +109,14 @@ def check(front: str, thing: str, ways: Iterable[str]) -> None:
     assert {way: said for way, said in found.items() if not said.startswith(allowed)} == {}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("front", ["Chain", "Loop"])
 def test_every_way_to_reach_a_thing(front: str, thing: str) -> None:
     check(front, thing, WAYS)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("front", ["Program", "stream"])
 def test_some_ways(front: str, thing: str) -> None:

@@ -291,6 +291,7 @@ def equal(found: list[Any], wanted: list[Any], ours: Net, plain: Net) -> None:
         assert shown(getattr(mine, "kept", None)) == shown(getattr(theirs, "kept", None))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ample", [True, False])
 @pytest.mark.parametrize("kind", EXACT)
 def test_streamed(kind: type[Block], ample: bool) -> None:

@@ -208,6 +208,7 @@ AROUND: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("name", AROUND)
 def test_what_surrounded_the_call_surrounds_its_recomputes(front: str, name: str) -> None:

@@ -80,6 +80,7 @@ MORE = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "engine"), one_in(2, itertools.product(MORE, ["threads", "adversarial", "fake_streams"]))
 )

@@ -60,6 +60,7 @@ def beside_plain(blocks: float, engine: str, home: str, folder: Path) -> Iterato
         yield NOISY.model(), ours
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("casting", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("guard", GUARDS)
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ def test_outputs_are_those_of_plain_pytorch(
     assert_same(*traces)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("engine", "home"), PLACES)
 @pytest.mark.parametrize(("blocks", "staying"), [(1.5, 0), (2.5, 0), (4.5, 2), (7.5, 5), (11, 10)])
 def test_what_stays_and_what_comes_ahead(blocks: float, staying: int, engine: str, home: str, tmp_path: Path) -> None:
@@ -167,6 +169,7 @@ def test_larger_calls_are_measured_again_and_smaller_ones_are_served() -> None:
     assert one.growth((50, 8, 1)) == float("inf")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_training_goes_on_as_if_nothing_had_been(pair: Pair, guard: Any) -> None:
     """Calls in a row before a step, within it and after it."""
@@ -264,6 +267,7 @@ class Decaying(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", ["data", "other data", "one number"])
 @pytest.mark.parametrize(("engine", "home"), PLACES)

@@ -220,6 +220,7 @@ def called(blocks: list[nn.Module], budget: int, x: torch.Tensor, **options: Any
     return chain
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SPARED)
 def test_what_is_kept_is_not_run_again(name: str) -> None:
     def runs(chain: ts.Chain) -> int:

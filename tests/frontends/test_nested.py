@@ -171,6 +171,7 @@ def test_inside_streamed_blocks(how: str, home: str, tmp_path: Path) -> None:
             assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("outer", ["Loop", "Chain", "Program"])
 @pytest.mark.parametrize("how", ["loop", "chain", "program"])
 def test_the_budget_around_holds(outer: str, how: str) -> None:

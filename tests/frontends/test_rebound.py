@@ -82,6 +82,7 @@ def by_hand(how: str, frozen: bool) -> dict[str, torch.Tensor]:
 HOWS = ("plus", "times", "cached", "functional", "swapped", "set")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("home", ["disk", "device"])

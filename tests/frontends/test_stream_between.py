@@ -132,6 +132,7 @@ FUSED = Model(
 )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("place", ["forward", "recompute", "gradient hook", "forward hook", "head", "outside"])
 @pytest.mark.parametrize("level", ["least", "half"])
 def test_after_an_exception_the_next_step_is_exact(place: str, level: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def steps_of(case: Kept, model: nn.Module, want: list[torch.Tensor], base: int) 
     return any(issubclass(one.category, ts.BudgetExceeded) for one in said), peak
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "kind",
     ["attribute", "cleared", "deque", "entry", "object", "new_object", "slots", "scope", "lazy", "cache", "hook",
@@ -69,6 +70,7 @@ def test_what_is_kept_is_in_the_plan(kind: str, tmp_path: Path) -> None:
     assert peak <= limit_of(budget)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["attribute", "pre_hook", "weight_norm", "spectral_norm", "hook"])
 def test_blocks_that_come_and_go_leave_what_they_keep(kind: str, tmp_path: Path) -> None:
     """Weights that are far larger than the states, so that the blocks are what moves."""

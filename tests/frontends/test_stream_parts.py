@@ -139,6 +139,7 @@ def plain(make: Callable[[], nn.Module], way: Way) -> Trace:
     return trained(make(), way)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
 @pytest.mark.parametrize("name", WAYS)
 def test_exact(name: str, disk: bool, tmp_path: Path) -> None:
@@ -265,6 +266,7 @@ def halves(model: Any) -> torch.Tensor:
     return out
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_called_in_a_function(kind: str, disk: bool, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_a_gradient_scaler(options: dict[str, Any]) -> None:
     assert_same(*traces)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "master"), [("dense", None), ("gpt_bf16", "auto"), ("gpt_bf16", None)])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_a_saved_state_resumes_bit_for_bit(name: str, master: str | None, update: str, tmp_path: Path) -> None:

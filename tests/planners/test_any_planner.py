@@ -20,6 +20,7 @@ PLANNERS = list(planners)
 LINKS = machine((1, 3), (2, 3))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [name for name in PLANNERS if name != "joint"])  # it has a test of its own
 @settings(max_examples=20, deadline=None)
 @given(

@@ -154,6 +154,7 @@ def test_layers_that_are_compiled(backend: str, tmp_path: Path) -> None:
             assert_same(expected, train(model, optimizer, family, TIGHT))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "vit"])
 def test_one_process_of_many_that_could_be(name: str, one_process: None, tmp_path: Path) -> None:
     """As a script for several machines has it where there is one: the model inside of DistributedDataParallel."""

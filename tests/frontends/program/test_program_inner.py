@@ -79,6 +79,7 @@ def under_autocast(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return cast
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("planner", ["revolve", "auto"])
 @pytest.mark.parametrize("share", [None, 2.0, 1.0])
 @pytest.mark.parametrize("way", [attack, langevin, several, under_autocast])

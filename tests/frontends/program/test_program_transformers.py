@@ -178,6 +178,7 @@ class UNet(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [DenseNet, UNet])
 def test_convolutional_networks(make: Callable[[], nn.Module], training: bool) -> None:

@@ -102,16 +102,19 @@ def program_of(how: str, times: int = TIMES) -> Function:
     return program
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("how", INNER)
 def test_with_little_memory(how: str) -> None:
     compare(program_of(how), LEAVES, given)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", INNER)
 def test_with_all_memory(how: str) -> None:
     compare(program_of(how), LEAVES, given, "1MiB", calls=3, planner="auto", reruns=False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", ["vmap", "jvp", "captured", "half"])
 def test_what_is_saved_inside_is_dropped(how: str) -> None:
     """The least budget grows far less than what plain PyTorch keeps."""
@@ -119,6 +122,7 @@ def test_what_is_saved_inside_is_dropped(how: str) -> None:
     assert many < 8 * few
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", INNER)
 def test_nothing_stays_when_the_call_is_over(how: str) -> None:
     made = list[weakref.ref[torch.Tensor]]()

@@ -237,6 +237,7 @@ class Place:
         return self.at
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "take", [lambda x, i: x[:, i], lambda x, i: x.select(1, i), lambda x, i: x[i], lambda x, i: x[i:].sum(0)]
 )

@@ -78,6 +78,7 @@ def made() -> tuple[torch.Tensor]:
     return (torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)),)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tight", [True, False])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_schema_says_what_is_written_into(name: str, tight: bool) -> None:
@@ -86,6 +87,7 @@ def test_the_schema_says_what_is_written_into(name: str, tight: bool) -> None:
     compare(net, [net.weight], made, budget, calls=3, modules=[net], reruns=tight)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning")
 @pytest.mark.parametrize("tight", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
