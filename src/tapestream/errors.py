@@ -26,13 +26,18 @@ class BudgetError(TapestreamError, ValueError):
     """The budget cannot be met.
 
     ``least_nbytes``: the least device budget in bytes that was found to work (None if unknown). ``stage``: the index of
-    the stage that needs it (None if no single stage does).
+    the stage that needs it (None if no single stage does). ``split``: a training call of a streamed model was refused
+    before it changed anything, and fits if its batch is cut into so many equal parts along dimension 0, the fewest that
+    work, each with its backward before the next (None where one sample does not fit, or it is not known).
     """
 
-    def __init__(self, message: str, *, least_nbytes: int | None = None, stage: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, least_nbytes: int | None = None, stage: int | None = None, split: int | None = None
+    ) -> None:
         super().__init__(message)
         self.least_nbytes = least_nbytes
         self.stage = stage
+        self.split = split
 
 
 class BudgetExceeded(UserWarning):

@@ -32,16 +32,17 @@ def beside_live(handle: "Streamed", live: "Live", asked: Prepared, prepared: Pre
 
     Raises BudgetError where it does not fit beside the others.
     """
-    there, gone = list(live.calls), list(live.gave_way)
 
     def beside() -> Prepared:
         return _beside_those(handle, list(live.calls), list(live.gave_way), asked, prepared, known, live.refused)
 
-    def alone() -> Prepared:
-        plain, leaving = ([call for call in there if call.plain is is_plain] for is_plain in (True, False))
-        return _beside_those(handle, plain, [*gone, *leaving], asked, prepared, known, live.refused)
+    return live.awaiting.planned(beside, lambda: beside_the_rest(handle, live, asked, prepared, known))
 
-    return live.awaiting.planned(beside, alone)
+
+def beside_the_rest(handle: "Streamed", live: "Live", asked: Prepared, prepared: Prepared, known: Known) -> Prepared:
+    """The same, as if all that can give way had done so. Raises BudgetError where `beside_live` would."""
+    plain, leaving = ([call for call in live.calls if call.plain is is_plain] for is_plain in (True, False))
+    return _beside_those(handle, plain, [*live.gave_way, *leaving], asked, prepared, known, live.refused)
 
 
 def _beside_those(

@@ -1,0 +1,48 @@
+"""`Longest`: the longest call that will come, as the user announces it. It is planned before any shorter one."""
+
+from typing import TYPE_CHECKING, Any
+
+from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.given import arguments_of
+from tapestream.frontends.module.calls.refused import with_split
+from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.runner.private import tensors_in
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.streamed import Streamed
+
+
+class Longest:
+    """Plans for the longest call. Its arguments are kept: the optimizer, or what is trainable, may change.
+
+    ``prepared``: its plans, None before they are made, and where no longest call was announced.
+    """
+
+    def __init__(self, batch: Any = None) -> None:
+        """``batch``: its arguments, as `plan` takes them (None: not announced). Raises InputError where they hold no
+        tensor."""
+        self._arguments = None if batch is None else arguments_of(batch)
+        if self._arguments is not None and not tensors_in([self._arguments]):
+            raise InputError(
+                f"longest={batch!r} holds no tensor; give the arguments of the longest call, as ts.plan takes them"
+            )
+        self._planning = False
+        self.prepared: Prepared | None = None
+
+    def plan(self, handle: "Streamed") -> None:
+        """Plan for it, as it is the first time that a call of its kind is planned. Nothing is run that leaves a trace.
+
+        Raises BudgetError, which names the least for the longest call.
+        """
+        if self._arguments is None or self._planning:
+            return
+        self._planning = True
+        try:
+            self.prepared = handle.prepare_for(*self._arguments)
+        except BudgetError as error:
+            said = BudgetError(
+                f"the longest call (longest=): {error}", least_nbytes=error.least_nbytes, stage=error.stage
+            )
+            raise with_split(handle, said, handle.prepare_for, *self._arguments) from None
+        finally:
+            self._planning = False

@@ -1,0 +1,88 @@
+"""Plans for a training call, beside all that is there; and a call that is refused: into how many parts it fits."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tapestream.errors import BudgetError
+from tapestream.frontends.module.calls.beside import beside_live, beside_the_rest
+from tapestream.frontends.module.calls.gathering import after_a_backward, gathering
+from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.runner.private import tensors_in
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.streamed import Streamed
+
+Prepare: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Prepared | None]
+"""Plans for a call with these arguments, as if nothing was there before; None where it drops every block at random."""
+
+
+def plan_call(
+    handle: "Streamed", prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Prepared, Prepared] | None:
+    """The plans that ``prepare`` makes for this call, and those beside gradients and calls that are there.
+
+    Raises BudgetError, with its ``split``, before the call has changed anything.
+    """
+    try:
+        found = prepare(args, kwargs)
+        if found is None:
+            return None
+        return found, beside_live(handle, handle._live, found, gathering(handle, found, handle._beside), handle._beside)
+    except BudgetError as error:
+        raise with_split(handle, error, prepare, args, kwargs) from None
+
+
+def with_split(
+    handle: "Streamed", error: BudgetError, prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BudgetError:
+    """``error``, which refuses the call with these arguments, with its ``split``."""
+    if error.split is not None:  # that of the longest call, which this one was refused for
+        return error
+    split = next(_numbers_of_parts(handle, prepare, args, kwargs), None)
+    text = str(error) if split is None else f"{error}. Cut into {split} equal parts, one after the other, it fits"
+    return BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage, split=split)
+
+
+def _numbers_of_parts(
+    handle: "Streamed", prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[int]:
+    """Into how many equal parts the batch may be cut, the fewest first. Each is planned as its call would be, and
+    observed without a trace for that; all of these together run hardly more samples than the batch has."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    samples = next((t.shape[0] for t in tensors if t.dim()), 1)
+    if tensors_in([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]):
+        return  # of what an object holds, nobody knows which dimension is the batch
+
+    def fits(number: int) -> bool | None:
+        """None: a part of this size cannot be run, be it that BatchNorm needs more than one sample."""
+        try:
+            part = [_first(leaf, samples, number) for leaf in leaves]
+            return _fits(handle, prepare, *pytree.tree_unflatten(part, spec))
+        except BudgetError:
+            return False
+        except Exception:
+            return None
+
+    if samples > 1 and fits(samples) is not False:
+        yield from (n for n in range(2, samples + 1) if samples % n == 0 and fits(n))
+
+
+def _first(leaf: Any, samples: int, number: int) -> Any:
+    """The first of so many parts of a tensor that has the batch's samples."""
+    batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples
+    return leaf[: samples // number] if batched else leaf
+
+
+def _fits(handle: "Streamed", prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether such calls fit, the first one beside the gradients that are there now, the next ones beside its own.
+    Raises BudgetError where they do not."""
+    found = prepare(args, kwargs)
+    if found is None:
+        return False
+    for plans in (gathering, after_a_backward):
+        beside_the_rest(handle, handle._live, found, plans(handle, found, handle._beside), handle._beside)
+    return True
