@@ -264,15 +264,24 @@ class Streamed:
             self.longest.plan(self)  # what it needs is known before anything is run, and its plan may serve this call
             found = self._prepared.find(kind, shapes)
         if found is None:
-            observed = observe_call(self, original, args, kwargs)
-            if not observed.segments:
-                some = lambda: bool(observe_call(self, original, args, kwargs).segments)  # noqa: E731
-                if self.called is self.model:
-                    check_called_by_chance(self.model, self.device, some)
+            anew = partial(self._prepare_anew, original, args, kwargs)
+            found = self._live.refused.once((kind, shapes, self.budget), anew)
+            if found is None:
                 return None
-            found = replace(prepare(self, observed), batch=batch_of(state.tensors))
+            found = replace(found, batch=batch_of(state.tensors))
             self._prepared.add(kind, shapes, found)
         return without_results(self, found, self._beside)
+
+    def _prepare_anew(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Prepared | None:
+        observed = observe_call(self, original, args, kwargs)
+        if observed.segments:
+            return prepare(self, observed)
+        if self.called is self.model:
+            some = lambda: bool(observe_call(self, original, args, kwargs).segments)  # noqa: E731
+            check_called_by_chance(self.model, self.device, some)
+        return None
 
     def begin_measuring(self) -> None:
         """Measure the links where speeds are wanted."""

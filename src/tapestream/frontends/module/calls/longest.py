@@ -1,9 +1,12 @@
 """`Longest`: the longest call that will come, as the user announces it. It is planned before any shorter one."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tapestream.errors import BudgetError, InputError
-from tapestream.frontends.given import arguments_of
+from tapestream.frontends.given import Arguments, arguments_of
+from tapestream.frontends.module.calls.gathering import gathering
 from tapestream.frontends.module.calls.refused import with_split
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.runner.private import tensors_in
@@ -38,11 +41,22 @@ class Longest:
             return
         self._planning = True
         try:
-            self.prepared = handle.prepare_for(*self._arguments)
-        except BudgetError as error:
-            said = BudgetError(
-                f"the longest call (longest=): {error}", least_nbytes=error.least_nbytes, stage=error.stage
-            )
-            raise with_split(handle, said, handle.prepare_for, *self._arguments) from None
+            with self._refusing(handle, self._arguments):
+                self.prepared = handle.prepare_for(*self._arguments)
         finally:
             self._planning = False
+
+    def gather(self, handle: "Streamed") -> None:
+        """Earlier backwards have left gradients, as they may for the longest call. Raises as `plan`."""
+        if self.prepared is not None and self._arguments is not None:
+            with self._refusing(handle, self._arguments):
+                gathering(handle, self.prepared, handle._beside)
+
+    @contextlib.contextmanager
+    def _refusing(self, handle: "Streamed", arguments: Arguments) -> Iterator[None]:
+        try:
+            yield
+        except BudgetError as error:
+            text = f"the longest call (longest=): {error}"
+            said = BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage)
+            raise with_split(handle, said, handle.prepare_for, *arguments) from None

@@ -30,7 +30,9 @@ def plan_call(
         found = prepare(args, kwargs)
         if found is None:
             return None
-        return found, beside_live(handle, handle._live, found, gathering(handle, found, handle._beside), handle._beside)
+        handle.longest.gather(handle)
+        prepared = gathering(handle, found, handle._beside)
+        return found, beside_live(handle, handle._live, found, prepared, handle._beside)
     except BudgetError as error:
         raise with_split(handle, error, prepare, args, kwargs) from None
 
