@@ -13,6 +13,8 @@ from streaming import all_of, gradients_of, options_of, state_of
 from torch import nn
 
 import tapestream as ts
+from tapestream.frontends.module import streamed
+from tapestream.frontends.module.calls import profiling
 
 WIDTH, SHORT, LONG = 16, 8, 240
 HOMES = ("device", "disk")
@@ -183,6 +185,49 @@ def test_fewer_parts_than_the_split_says_are_refused(tmp_path: Path) -> None:
             optimizer.zero_grad()
         step(model, optimizer, *parts_of(LONG, split))
         ts.unstream(model)
+
+
+def test_the_longest_call_is_planned_beside_gradients_as_soon_as_there_are_some(tmp_path: Path) -> None:
+    options = options_of("auto", tmp_path, "device")
+    enough = least_of(LONG, options)
+    for longest in (None, batch(LONG)):
+        model = ts.stream(net(), budget=enough, longest=longest, **options)
+        optimizer = adam(model, streamed=True)
+        model(*batch(SHORT)).backward()
+        if longest is None:
+            model(*batch(SHORT)).backward()
+            with pytest.raises(ts.BudgetError, match="gradients of an earlier backward"):
+                model(*batch(LONG))
+        else:
+            with pytest.raises(ts.BudgetError, match=r"the longest call.*gradients of an earlier backward") as refused:
+                model(*batch(SHORT))
+            assert refused.value.split is not None
+        optimizer.step()
+        ts.unstream(model)
+
+
+def test_a_call_that_was_refused_is_not_observed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of("auto", tmp_path)
+    model = ts.stream(net(), budget=between(0.5, options), **options)
+    observed = []
+
+    def observe(*args: Any) -> Any:
+        observed.append(args)
+        return profiling.observe_call(*args)
+
+    monkeypatch.setattr(streamed, "observe_call", observe)
+    said = []
+    for _ in range(2):
+        observed.clear()
+        with pytest.raises(ts.BudgetError) as refused:
+            model(*batch(LONG))
+        said.append((str(refused.value), refused.value.split))
+    assert said[0] == said[1]
+    assert len(observed) == 1  # a single sample, which is too little for BatchNorm, not too much for the budget
+    for part in parts_of(LONG, said[0][1]):
+        model(*part).backward()
+    assert len(observed) == 1
+    ts.unstream(model)
 
 
 def test_a_batch_that_nobody_can_cut_has_no_split(tmp_path: Path) -> None:

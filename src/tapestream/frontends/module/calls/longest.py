@@ -1,13 +1,12 @@
 """`Longest`: the longest call that will come, as the user announces it. It is planned before any shorter one."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tapestream.errors import BudgetError, InputError
-from tapestream.frontends.given import Arguments, arguments_of
+from tapestream.errors import InputError
+from tapestream.frontends.given import arguments_of
 from tapestream.frontends.module.calls.gathering import gathering
-from tapestream.frontends.module.calls.refused import with_split
+from tapestream.frontends.module.calls.refused import or_split
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.runner.private import tensors_in
 
@@ -39,24 +38,18 @@ class Longest:
         """
         if self._arguments is None or self._planning:
             return
+        args, kwargs = self._arguments
         self._planning = True
         try:
-            with self._refusing(handle, self._arguments):
-                self.prepared = handle.prepare_for(*self._arguments)
+            self.prepared = self._or_split(handle, lambda: handle.prepare_for(args, kwargs))
         finally:
             self._planning = False
 
     def gather(self, handle: "Streamed") -> None:
-        """Earlier backwards have left gradients, as they may for the longest call. Raises as `plan`."""
-        if self.prepared is not None and self._arguments is not None:
-            with self._refusing(handle, self._arguments):
-                gathering(handle, self.prepared, handle._beside)
+        """Earlier backwards may have left gradients, as they may for the longest call. Raises as `plan`."""
+        if (prepared := self.prepared) is not None:
+            self._or_split(handle, lambda: gathering(handle, prepared, handle._beside))
 
-    @contextlib.contextmanager
-    def _refusing(self, handle: "Streamed", arguments: Arguments) -> Iterator[None]:
-        try:
-            yield
-        except BudgetError as error:
-            text = f"the longest call (longest=): {error}"
-            said = BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage)
-            raise with_split(handle, said, handle.prepare_for, *arguments) from None
+    def _or_split(self, handle: "Streamed", plan: Callable[[], Prepared]) -> Prepared:
+        assert self._arguments is not None
+        return or_split(handle, handle.prepare_for, *self._arguments, plan, which="the longest call (longest=): ")

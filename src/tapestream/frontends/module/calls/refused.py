@@ -1,7 +1,7 @@
 """Plans for a training call, beside all that is there; and a call that is refused: into how many parts it fits."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,6 +15,7 @@ from tapestream.runner.private import tensors_in
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
 
+T = TypeVar("T")
 Prepare: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Prepared | None]
 """Plans for a call with these arguments, as if nothing was there before; None where it drops every block at random."""
 
@@ -26,26 +27,33 @@ def plan_call(
 
     Raises BudgetError, with its ``split``, before the call has changed anything.
     """
+    found = or_split(handle, prepare, args, kwargs, lambda: prepare(args, kwargs))
+    if found is None:
+        return None
+    handle.longest.gather(handle)
+
+    def beside() -> Prepared:
+        return beside_live(handle, handle._live, found, gathering(handle, found, handle._beside), handle._beside)
+
+    return found, or_split(handle, prepare, args, kwargs, beside)
+
+
+def or_split(
+    handle: "Streamed", prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Callable[[], T],
+    which: str = "",
+) -> T:  # fmt: skip
+    """What ``plan`` gives for the call with these arguments. A BudgetError that it raises gets its ``split``, and says
+    ``which`` call is meant, if it is not the one that the user makes now."""
     try:
-        found = prepare(args, kwargs)
-        if found is None:
-            return None
-        handle.longest.gather(handle)
-        prepared = gathering(handle, found, handle._beside)
-        return found, beside_live(handle, handle._live, found, prepared, handle._beside)
+        return plan()
     except BudgetError as error:
-        raise with_split(handle, error, prepare, args, kwargs) from None
-
-
-def with_split(
-    handle: "Streamed", error: BudgetError, prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BudgetError:
-    """``error``, which refuses the call with these arguments, with its ``split``."""
-    if error.split is not None:  # that of the longest call, which this one was refused for
-        return error
-    split = next(_numbers_of_parts(handle, prepare, args, kwargs), None)
-    text = str(error) if split is None else f"{error}. Cut into {split} equal parts, one after the other, it fits"
-    return BudgetError(text, least_nbytes=error.least_nbytes, stage=error.stage, split=split)
+        if error.split is not None:  # that of the longest call, for which this one is refused
+            raise
+        refused = error.to_keep()  # what was observed of the call is dropped before parts of it are
+    text, split = f"{which}{refused}", next(_numbers_of_parts(handle, prepare, args, kwargs), None)
+    if split is not None:
+        text += f". Cut into {split} equal parts, one after the other, it fits"
+    raise BudgetError(text, least_nbytes=refused.least_nbytes, stage=refused.stage, split=split)
 
 
 def _numbers_of_parts(
