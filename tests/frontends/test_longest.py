@@ -266,5 +266,5 @@ def test_tokens_are_whole_numbers_in_two_dimensions() -> None:
     blocks = [nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(16, WIDTH), nn.Sequential(*blocks)).to(DEVICE)
     short, long = (torch.zeros(2, length, dtype=torch.int64, device=DEVICE) for length in (4, 16))
-    paces = ts.plan(model, short, longest=(long,), budget="1GiB", device=DEVICE).paces
+    paces = ts.plan(model, short, longest={"input": long}, budget="1GiB", device=DEVICE).paces
     assert [(pace.size, pace.unit) for pace in paces] == [((2, 4), "tokens"), ((2, 16), "tokens")]
