@@ -39,8 +39,10 @@ class BudgetError(TapestreamError, ValueError):
     """The budget cannot be met.
 
     ``least_nbytes``: the least device budget in bytes that was found to work (None if unknown). ``stage``: the index of
-    the stage that needs it (None if no single stage does). ``offers``: finds `budgets`, which takes a few plans: so
-    nobody plans before somebody asks, or reads the error.
+    the stage that needs it (None if no single stage does). ``split``: a training call of a streamed model was refused
+    before it changed anything, and fits if its batch is cut into so many equal parts along dimension 0, the fewest that
+    work, each with its backward before the next (None where one sample does not fit, or it is not known). ``offers``:
+    finds `budgets`, which takes a few plans: so nobody plans before somebody asks, or reads the error.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class BudgetError(TapestreamError, ValueError):
         *,
         least_nbytes: int | None = None,
         stage: int | None = None,
+        split: int | None = None,
         offers: "Callable[[], tuple[Allowance, ...]] | None" = None,
     ) -> None:
         super().__init__(message)
         self.message, self.least_nbytes, self.stage = message, least_nbytes, stage
-        self.offers = offers
+        self.split, self.offers = split, offers
         self._budgets: tuple[Allowance, ...] | None = None
 
     @property
@@ -66,9 +69,11 @@ class BudgetError(TapestreamError, ValueError):
                     self._budgets = self.offers()
         return self._budgets
 
-    def saying(self, message: str) -> "BudgetError":
-        """The same in other words."""
-        return BudgetError(message, least_nbytes=self.least_nbytes, stage=self.stage, offers=self.offers)
+    def saying(self, message: str, *, split: int | None = None) -> "BudgetError":
+        """The same in other words, and with its ``split`` once that is known."""
+        return BudgetError(
+            message, least_nbytes=self.least_nbytes, stage=self.stage, split=split or self.split, offers=self.offers
+        )
 
     def __str__(self) -> str:
         if not self.budgets:

@@ -1,7 +1,7 @@
 """What the user brings: plans, stages, devices; and arguments that nobody knows."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,16 @@ from tapestream.errors import InputError, ScheduleError
 from tapestream.executor.engines import ENGINES
 from tapestream.planners import keywords_of, nearest, planners
 from tapestream.planning.plan import Plan
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""By position and by name."""
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """Those of a call with ``batch``: a tensor, a tuple or list of arguments, or a mapping of arguments by name."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def check_knobs(

@@ -3,8 +3,8 @@
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,13 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.frontends.chain import Chain
+from tapestream.frontends.given import Arguments, arguments_of
 from tapestream.frontends.loop.loop import Loop
+from tapestream.frontends.module.calls.longest import Longest
+from tapestream.frontends.module.plans.batch import paces_of
+from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
+from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.program.program import Program
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
@@ -25,33 +30,46 @@ from tapestream.runner.stage import Stage
 from tapestream.runner.trees import tree_leaves
 from tapestream.units import format_nbytes, format_seconds
 
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""By position and by name."""
-
 
 def plan(
     model: nn.Module,
     batch: Any,
     *,
+    longest: Any = None,
     budget: Budget | str | int | None = None,
     device: torch.device | str | None = None,
     machine: Machine | None = None,
     **arguments: Any,
 ) -> Plan:
     """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch``: a tensor, a tuple or
-    list of arguments, or a mapping of arguments by name (as tokenizers and loaders give).
+    list of arguments, or a mapping of arguments by name (as tokenizers and loaders give). ``longest``: the longest
+    batch that will come, in the same form (None: that of ``stream(..., longest=)``, if any). It is planned as well, and
+    `Plan.paces` says how fast both are.
 
     A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
     generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
-    repeated blocks. Raises BudgetError if nothing fits.
+    repeated blocks. Raises BudgetError if nothing fits, or not for the longest batch.
     """
     if is_streamed(model):
-        return handle_of(model).prepare_for(*_arguments(batch)).plan
+        return _planned(handle_of(model), batch, longest)
     stream(model, budget=budget, device=device, machine=machine, **arguments)
     try:
-        return handle_of(model).prepare_for(*_arguments(batch)).plan
+        return _planned(handle_of(model), batch, longest)
     finally:
         unstream(model)
+
+
+def _planned(handle: Streamed, batch: Any, longest: Any) -> Plan:
+    announced = handle.longest if longest is None else Longest(longest)
+    announced.plan(handle)
+    return _with_paces(handle.prepare_for(*arguments_of(batch)), announced)
+
+
+def _with_paces(prepared: Prepared, announced: Longest) -> Plan:
+    """The plan of ``prepared``, with how fast it is beside the longest call that was announced."""
+    if announced.prepared is None:
+        return prepared.plan
+    return replace(prepared.plan, paces=paces_of(prepared, announced.prepared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +135,10 @@ def report(model: nn.Module | Program) -> Report:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
     moved, waited = handle.homes.statistics_since()
     held = {tier: handle.pool.peak_nbytes(tier) for tier in Tier}
-    on_accelerator = is_accelerator(handle.device)
+    on_accelerator, plans = is_accelerator(handle.device), list(handle.last.plans)
+    plans[handle.last.main] = found = _with_paces(handle.last, handle.longest)
     return Report(
-        handle.last.plan, handle.last.plans, held, moved, waited,
+        found, tuple(plans), held, moved, waited,
         reserved_nbytes(handle.device) if on_accelerator else None,
         on_accelerator and torch.backends.cudnn.benchmark,
     )  # fmt: skip
@@ -150,7 +169,7 @@ def verify(model: nn.Module, batch: Any) -> None:
     GradientError naming the first parameter whose gradient differs, or if nothing could be compared.
     """
     handle = handle_of(model)
-    arguments = _arguments(batch)
+    arguments = arguments_of(batch)
     if handle.update == "backward":
         raise InputError(
             "verify: with update='backward' a step changes the weights; verify before making the optimizer"
@@ -213,9 +232,3 @@ def _differ(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = a.cpu(), b.cpu()
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _arguments(batch: Any) -> Arguments:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

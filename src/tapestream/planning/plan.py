@@ -9,6 +9,7 @@ from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import Allowance
 from tapestream.ir import KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
 from tapestream.planning import picture, plan_file
+from tapestream.planning.pace import Pace
 from tapestream.simulate import Simulation, simulate
 from tapestream.units import format_nbytes, format_seconds
 
@@ -21,6 +22,7 @@ class Plan:
     """What will be done in one training step, judged. ``print(plan)`` shows it.
 
     ``planner``: who made the schedule. ``alternatives``: what every candidate would cost, the chosen one included.
+    ``paces``: how fast calls of this size are, and the longest, if `stream` or `plan` was told it; no file has them.
     """
 
     schedule: Schedule
@@ -30,6 +32,7 @@ class Plan:
     machine: Machine | None
     planner: str
     alternatives: tuple[Alternative, ...] = ()
+    paces: tuple[Pace, ...] = ()
     offers: Callable[[], tuple[Allowance, ...]] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -89,6 +92,7 @@ class Plan:
         found, n = self.simulation, self.profile.runs
         rows = [
             ("time", f"{format_seconds(self.seconds)}, overhead {self.overhead:.2f}" + self._waiting()),
+            *(("speed", str(pace)) for pace in self.paces),
             ("forwards", f"{found.forwards} for {n} stages ({found.forwards / n:.2f} each)"),
             *(
                 (self.tier_name(tier), self._memory(tier))

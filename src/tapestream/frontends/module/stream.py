@@ -14,6 +14,7 @@ from tapestream.frontends.given import check_kinds, check_knobs, named_device
 from tapestream.frontends.loss import Chunks, check_chunks
 from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.calls.later import calling
+from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.homes.home import Home, tiers_for
 from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import wide_modules
@@ -46,6 +47,7 @@ def stream(
     progress: Callable[[str, int, int], None] | None = None,
     loss_chunks: Chunks | None = None,
     head: str | None = None,
+    longest: Any = None,
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
@@ -68,8 +70,10 @@ def stream(
     logits are made only when something else reads them, with that call's weights. Reading them after
     ``optimizer.step()`` raises GradientError.
 
+    ``longest``: the longest batch that will come, as `plan` takes one. It is kept, and planned before the first call.
     Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
-    StorageError or BudgetError if the home cannot hold the blocks; the first call raises BudgetError if no plan fits.
+    StorageError or BudgetError if the home cannot hold the blocks. A call that no plan fits raises BudgetError before
+    it changes anything; with ``longest``, the first call does if that would not fit.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
@@ -82,12 +86,9 @@ def stream(
     handle = Streamed(
         model, found, wide_modules(model, found) if moves else [], device=where, budget=Budget.of(budget), home=tiers,
         folder=folder, planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine,
-        weights=weights, progress=progress,
+        weights=weights, progress=progress, longest=Longest(longest),
     )  # fmt: skip
-    if linear is not None and loss_chunks is not None:
-        compute_lazily(linear, loss_chunks, calling(handle, linear))
-        handle.head = linear
-    _swap(handle)
+    _swap(handle, linear, loss_chunks)
     return model
 
 
@@ -131,7 +132,10 @@ def is_streamed(model: nn.Module) -> bool:
     return isinstance(getattr(model, _HANDLE, None), Streamed)
 
 
-def _swap(handle: Streamed) -> None:
+def _swap(handle: Streamed, linear: nn.Linear | None, chunks: Chunks | None) -> None:
+    if linear is not None and chunks is not None:
+        compute_lazily(linear, chunks, calling(handle, linear))
+        handle.head = linear
     swaps = Swaps(handle.device, handle.ranks.ignored)
     for position, block in enumerate(handle.blocks):
         object.__setattr__(block, _SITE, Site(handle, position))

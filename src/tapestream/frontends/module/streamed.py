@@ -3,7 +3,8 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.blocks import parts_around
 from tapestream.frontends.module.calls.again import Beginning, UnplannedBlock, cannot_begin_again
-from tapestream.frontends.module.calls.beside import beside_live
 from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.calls.forward_only import ForwardOnly
-from tapestream.frontends.module.calls.gathering import gathering
 from tapestream.frontends.module.calls.live import Live
+from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.calls.node import apply_block
+from tapestream.frontends.module.calls.profiling import observe_call
+from tapestream.frontends.module.calls.refused import plan_call
 from tapestream.frontends.module.calls.stepping import entering, run_step
 from tapestream.frontends.module.homes.homes import Homes
 from tapestream.frontends.module.homes.known import Known
@@ -32,8 +34,8 @@ from tapestream.frontends.module.homes.pinned import Pinned
 from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import trains
 from tapestream.frontends.module.observing.left_out import check_called_by_chance
-from tapestream.frontends.module.observing.observe import Observation, StaysPut
-from tapestream.frontends.module.observing.observed import Observed
+from tapestream.frontends.module.observing.observe import Observation
+from tapestream.frontends.module.plans.batch import batch_of
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
 from tapestream.frontends.module.ranks import Ranks
@@ -44,7 +46,6 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
-from tapestream.runner.private import copies_of
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
 
@@ -78,6 +79,7 @@ class Streamed:
         engine: str,
         weights: Source | None,
         progress: Callable[[str, int, int], None] | None,
+        longest: Longest,
     ) -> None:
         self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
@@ -88,6 +90,7 @@ class Streamed:
             self.budget = budget.with_device(free_nbytes(device) + there)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
+        self.longest = longest
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
@@ -100,11 +103,11 @@ class Streamed:
         self._known, self.ranks = Known(model), Ranks(model, self.store)
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
-        self._observation: Observation | None = None
+        self.observation: Observation | None = None
         self.call: StreamCall | None = None  # the one whose forward is under way
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
-        self._passed: set[int] = set()  # positions of blocks that pass tensors with gradients on in objects
+        self.passed: set[int] = set()  # positions of blocks that pass tensors with gradients on in objects
         self._bypass = False
         self.entered: nn.Module | None = None  # while a call is under way: what the user has called
         self._allocator = AllocatorWatch(self)
@@ -153,12 +156,12 @@ class Streamed:
             raise cannot_begin_again(unplanned) from None
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._prepare(original, args, kwargs)
-        if found is None:
-            return original(*args, **kwargs)
         if self.last is not None:
             self._allocator.look(self)
-        prepared = beside_live(self, self._live, found, gathering(self, found, self._beside), self._beside)
+        planned = plan_call(self, partial(self._prepare, original), args, kwargs)
+        if planned is None:
+            return original(*args, **kwargs)
+        found, prepared = planned
         self.store.settle()
         self.store.place(prepared.resident)
         if prepared is not self.last:
@@ -188,8 +191,8 @@ class Streamed:
         block = self.store.uses[position]
         if self._bypass or block in self.pinned.blocks:
             return original(*args, **kwargs)
-        if self._observation is not None:
-            return self._observation.observe(position, original, args, kwargs)
+        if self.observation is not None:
+            return self.observation.observe(position, original, args, kwargs)
         if not torch.is_grad_enabled():
             if block is None:
                 return original(*args, **kwargs)
@@ -258,39 +261,31 @@ class Streamed:
         if optimizer is not None and (found is None or optimizer.behind):
             found = None if optimizer.follow(live=bool(self._live.calls)) else found
         if found is None:
-            observed = self._observe(original, args, kwargs)
-            if not observed.segments:
-                some = lambda: bool(self._observe(original, args, kwargs).segments)  # noqa: E731
-                if self.called is self.model:
-                    check_called_by_chance(self.model, self.device, some)
+            self.longest.plan(self)  # what it needs is known before anything is run, and its plan may serve this call
+            found = self._prepared.find(kind, shapes)
+        if found is None:
+            anew = partial(self._prepare_anew, original, args, kwargs)
+            found = self._live.refused.once((kind, shapes, self.budget), anew)
+            if found is None:
                 return None
-            found = prepare(self, observed)
+            found = replace(found, batch=batch_of(state.tensors))
             self._prepared.add(kind, shapes, found)
         return without_results(self, found, self._beside)
 
-    def _observe(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-        """One observed call, in which no parameter is used that a block might have sent home."""
+    def _prepare_anew(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Prepared | None:
+        observed = observe_call(self, original, args, kwargs)
+        if observed.segments:
+            return prepare(self, observed)
+        if self.called is self.model:
+            some = lambda: bool(observe_call(self, original, args, kwargs).segments)  # noqa: E731
+            check_called_by_chance(self.model, self.device, some)
+        return None
+
+    def begin_measuring(self) -> None:
+        """Measure the links where speeds are wanted."""
         self.homes.begin_measuring(wanted=self._machine is None)
-        while True:
-            self.store.settle()
-            self.pinned.bring()
-            self._observation = Observation(
-                self.model, self.store, self.blocks, self.device, self.progress,
-                called=self.called, passed=self._passed, wide=self.wide, verify=self.verify,
-            )  # fmt: skip
-            try:
-                with checkpointing_off():
-                    found = self._observation.run(original, *copies_of((args, kwargs)))
-                staying = found.used_directly
-            except StaysPut as one:
-                found, staying = None, frozenset((one.block,))
-            finally:
-                self._observation = None
-                self.store.settle()
-            if staying <= self.pinned.blocks and found is not None and not found.again:
-                return found
-            self.pinned.add(staying)
-            self.replan()
 
     def _mode(self) -> object:
         mode = mode_of(modules_below(self.model))

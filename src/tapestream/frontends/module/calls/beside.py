@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.calls.gathering import gathering
+from tapestream.frontends.module.calls.refusals import Refusals
 from tapestream.frontends.module.plans.at_once import Within
 from tapestream.frontends.module.plans.prepare import Prepared, planned_again, staying_nbytes, whole_of
 from tapestream.ir.actions import Phase, PhaseKind, Tier, Value
@@ -32,16 +33,17 @@ def beside_live(handle: "Streamed", live: "Live", asked: Prepared, prepared: Pre
 
     Raises BudgetError where it does not fit beside the others.
     """
-    there, gone = list(live.calls), list(live.gave_way)
 
     def beside() -> Prepared:
         return _beside_those(handle, list(live.calls), list(live.gave_way), asked, prepared, known, live.refused)
 
-    def alone() -> Prepared:
-        plain, leaving = ([call for call in there if call.plain is is_plain] for is_plain in (True, False))
-        return _beside_those(handle, plain, [*gone, *leaving], asked, prepared, known, live.refused)
+    return live.awaiting.planned(beside, lambda: beside_the_rest(handle, live, asked, prepared, known))
 
-    return live.awaiting.planned(beside, alone)
+
+def beside_the_rest(handle: "Streamed", live: "Live", asked: Prepared, prepared: Prepared, known: Known) -> Prepared:
+    """The same, as if all that can give way had done so. Raises BudgetError where `beside_live` would."""
+    plain, leaving = ([call for call in live.calls if call.plain is is_plain] for is_plain in (True, False))
+    return _beside_those(handle, plain, [*live.gave_way, *leaving], asked, prepared, known, live.refused)
 
 
 def _beside_those(
@@ -51,7 +53,7 @@ def _beside_those(
     asked: Prepared,
     prepared: Prepared,
     known: Known,
-    refused: MutableMapping[object, BudgetError],
+    refused: Refusals,
 ) -> Prepared:
     """Beside calls that wait ``there``, and what the user holds of those that have ``gone``. What helps is looked for
     once where nothing fits, not at every step that is skipped."""
@@ -60,14 +62,8 @@ def _beside_those(
     resident = there[0].prepared.resident if there else None
     sizes = tuple(sorted(call.prepared.held_nbytes for call in there)), sum(call.prepared.left_nbytes for call in gone)
     key = id(prepared), resident, sizes
-    if (before := refused.get(key)) is not None:
-        raise BudgetError(before.message, least_nbytes=before.least_nbytes)
-    try:
-        if key not in known:
-            known[key] = prepare_beside(handle, asked, prepared, there, gone)
-    except BudgetError as error:
-        refused[key] = BudgetError(error.message, least_nbytes=error.least_nbytes)  # without what was at work here
-        raise
+    if key not in known:
+        known[key] = refused.once(key, lambda: prepare_beside(handle, asked, prepared, there, gone))
     return known[key]
 
 

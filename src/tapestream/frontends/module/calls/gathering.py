@@ -23,9 +23,14 @@ def gathering(handle: "Streamed", prepared: Prepared, known: MutableMapping[obje
 
     Raises BudgetError where gradients that have no other home leave too little room.
     """
-    if handle.update == "backward" or handle.given is not None:
-        return prepared
     if all(p.grad is None for block in handle.store.blocks for p in block.parameters) and not prepared.late.there:
+        return prepared
+    return after_a_backward(handle, prepared, known)
+
+
+def after_a_backward(handle: "Streamed", prepared: Prepared, known: MutableMapping[object, Prepared]) -> Prepared:
+    """The same, as if an earlier backward had left gradients."""
+    if handle.update == "backward" or handle.given is not None:
         return prepared
     if id(prepared) not in known:
         stay = handle.store.home is Tier.DEVICE

@@ -15,6 +15,7 @@ from tapestream.executor.gradients import Sums
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.giving_way import Awaiting
 from tapestream.frontends.module.allocator import AllocatorWatch
+from tapestream.frontends.module.calls.refusals import Refusals
 from tapestream.frontends.module.calls.second_order import SecondOrder
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.planning.exceeded import limit_of
@@ -55,7 +56,7 @@ class Live:
     """Calls of one model that still await their backward, and the one whose backward is under way.
 
     ``gave_way``: those to which no backward may come any more, of whose graph the user still holds something;
-    ``awaiting``: those that can give way; ``refused``: what did not fit beside what. ``task``: the last backward;
+    ``awaiting``: those that can give way; ``refused``: what did not fit, beside what. ``task``: the last backward;
     ``several``: whether it began with several calls alive; ``begun``: by id, those that it has reached; ``before``:
     whether blocks had gradients when it began.
     ``allocator``: is told when calls begin and end. ``alone``: the budget is for one call at a time. ``left``: the
@@ -69,7 +70,7 @@ class Live:
     calls: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     gave_way: "weakref.WeakSet[StreamCall]" = field(default_factory=weakref.WeakSet)
     awaiting: Awaiting = field(default_factory=Awaiting)
-    refused: dict[object, BudgetError] = field(default_factory=dict)
+    refused: Refusals = field(default_factory=Refusals)
     differentiated: "StreamCall | None" = None
     busy: bool = False
     task: int = -1

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def entering(handle: "Streamed", called: nn.Module) -> Iterator[None]:
     """Inside, a call is under way: the user has called ``called``."""
-    handle.entered = called
+    before, handle.entered = handle.entered, called
     try:
         yield
     finally:
-        handle.entered = None
+        handle.entered = before
 
 
 def run_step(handle: "Streamed") -> None:

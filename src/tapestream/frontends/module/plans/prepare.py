@@ -16,6 +16,7 @@ from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
 from tapestream.frontends.module.observing.returned import Returned, Turn
 from tapestream.frontends.module.plans.at_once import Within, for_calls
+from tapestream.frontends.module.plans.batch import Sized
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
 from tapestream.frontends.module.plans.step import Step
@@ -64,7 +65,7 @@ class Prepared:
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
     values that have bytes there at some moment. ``used``: parameter blocks. ``returned``: what such calls give beside
-    their loss.
+    their loss; ``batch``: how large it is.
     """
 
     segments: tuple[Segment, ...]
@@ -89,6 +90,7 @@ class Prepared:
     used: frozenset[int]
     turn: Turn = field(default_factory=Turn)
     returned: Returned = field(default_factory=Returned)
+    batch: Sized | None = None
 
     @property
     def plan(self) -> Plan:
@@ -156,7 +158,7 @@ def planned_again(
     what lies on the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
     segments, shared, writes = prepared.segments, prepared.shared, prepared.writes_outside
     found = _planned(handle, segments, profiles, shared, writes, late, resident, there, within)
-    return replace(found, turn=prepared.turn)
+    return replace(found, turn=prepared.turn, batch=prepared.batch)
 
 
 def _planned(
