@@ -5,6 +5,7 @@ import copy
 import gc
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,46 @@ def test_what_the_warning_advises_helps(in_pieces: None, request: pytest.Fixture
         before = torch.cuda.memory_allocated()
         steps_of_large_layers()
         assert torch.cuda.max_memory_allocated() - before <= 1.02 * large_layers_nbytes()
+
+
+class Scratch(torch.autograd.Function):
+    """Its backward takes what nobody has planned for, once it is told to."""
+
+    nbytes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch.empty(Scratch.nbytes, dtype=torch.uint8, device=gradient.device)
+        return gradient
+
+
+class Scratching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scratch.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_call_that_takes_more_than_its_budget_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = large_layers_nbytes()
+    layers = [Scratching(512, 512, device=CUDA) for _ in range(8)]
+    model = ts.stream(nn.Sequential(*layers), device=CUDA, budget=budget, home="host", machine=MACHINE)
+
+    def steps() -> None:
+        for _ in range(3):
+            model(torch.ones(2, 512, device=CUDA)).sum().backward()
+            model.zero_grad()
+
+    steps()
+    assert ts.report(model).exceeded is None
+    monkeypatch.setattr(Scratch, "nbytes", 64 << 20)
+    with pytest.warns(ts.BudgetExceeded, match=r"stream: a call holds .* but a budget of .* was asked for") as said:
+        steps()
+    assert len(said) == 1
+    assert "stream: a call holds" in str(ts.report(model).exceeded)
+    ts.unstream(model)
 
 
 def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(workspace: int) -> None:

@@ -140,7 +140,7 @@ def report(model: nn.Module | Program) -> Report:
     return Report(
         found, tuple(plans), held, moved, waited,
         reserved_nbytes(handle.device) if on_accelerator else None,
-        on_accelerator and torch.backends.cudnn.benchmark,
+        on_accelerator and torch.backends.cudnn.benchmark, handle.exceeded.last,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import AllocatorBytes, allocator_bytes, tensor_nbytes, workspaces_nbytes
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.ir.actions import Tier
+from tapestream.planning.exceeded import Exceeded
 from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -20,20 +21,25 @@ _ALLOCATED_SHARE, _ALLOCATED_SLACK_NBYTES = 1.02, 1 << 20
 _RESERVED_SHARE, _RESERVED_SLACK_NBYTES = 1.05, 64 << 20
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts"
 
+_UNKNOWN = (
+    "something made tensors that the profiled call did not: a hook, the backward of an autograd.Function, code between "
+    "blocks; stream(..., verify=True) compares calls with the profiled one"
+)
+
 _streamed: "weakref.WeakSet[Streamed]" = weakref.WeakSet()
 
 
 class AllocatorWatch:
     """Warns, once each, where the allocator has come to take more than the streamed models of a device may.
 
-    *Allocated*: tensors of more than 1 MiB get pieces that are up to 1 MiB larger, which no plan can know; 1.02 times
-    the budgets and 1 MiB are let pass. *Reserved*: pieces that fit nothing are missing all the same; 1.05 times the
-    budgets and 64 MiB are.
+    *Allocated*: 1.02 times the budgets and 1 MiB are let pass. More is `BudgetExceeded`, unless what was asked for is
+    not: tensors of more than 1 MiB get pieces that are up to 1 MiB larger, which no plan can know. *Reserved*: pieces
+    that fit nothing are missing all the same; 1.05 times the budgets and 64 MiB are let pass.
     """
 
     def __init__(self, handle: "Streamed") -> None:
         self._allocated = self._reserved = is_accelerator(handle.device)  # whether they are still watched
-        self._device = handle.device
+        self._device, self.exceeded = handle.device, Exceeded("stream")
         self._begun: AllocatorBytes | None = None
         self._most: AllocatorBytes | None = None  # since somebody looked
         if self._reserved:
@@ -80,8 +86,10 @@ class AllocatorWatch:
         return self._reserved and nbytes > _RESERVED_SHARE * allowed + _RESERVED_SLACK_NBYTES
 
     def _warn_of_allocated(self, nbytes: int, unasked: int, allowed: int) -> None:
-        """If it would not be too much without what nobody asked for."""
-        if not self._too_much_allocated(nbytes, allowed) or self._too_much_allocated(nbytes - unasked, allowed):
+        if not self._too_much_allocated(nbytes, allowed):
+            return
+        if self._too_much_allocated(nbytes - unasked, allowed):
+            self.exceeded.say(nbytes - unasked, allowed, _UNKNOWN)
             return
         self._allocated = False
         warnings.warn(

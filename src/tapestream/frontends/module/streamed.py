@@ -111,6 +111,7 @@ class Streamed:
         self._bypass = False
         self.entered: nn.Module | None = None  # while a call is under way: what the user has called
         self._allocator = AllocatorWatch(self)
+        self.exceeded = self._allocator.exceeded
         self._live = Live(self._allocator, lambda: self.budget.device_nbytes, alone=self.budget.calls == 1)
 
     # -- what the swapped classes call -------------------------------------------------------------------------------
