@@ -164,7 +164,7 @@ def test_tensors_of_our_own_name_their_device() -> None:
 
 
 OF_SOME_SYSTEMS = re.compile(
-    r"fcntl|resource|msvcrt|filelock|flock|lockf|CDLL|mallopt|malloc_trim|madvise|syscall|sync_file_range|statvfs|"
+    r"fcntl|resource|msvcrt|filelock|flock|lockf|CDLL|mallopt|malloc_trim|mallinfo2|madvise|syscall|sync_file_range|statvfs|"
     r"fdatasync|pread|pwrite|preadv|pwritev|posix_\w+|sched_\w+|register_at_fork|getrlimit|setrlimit|rlimit|st_blocks|"
     r"RLIM\w+|O_DIRECT|O_DIRECTORY|O_CLOEXEC|O_NOFOLLOW|O_TMPFILE|O_BINARY|O_TEMPORARY|MADV_\w+|MAP_\w+|PROT_\w+|"
     r"SIGUSR1|SIGUSR2|SIGHUP|libc_ver|PAGESIZE"

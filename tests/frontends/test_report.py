@@ -11,6 +11,7 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import InputError
+from tapestream.system import heap
 
 WEIGHT = nn.Parameter(torch.eye(64))
 X = torch.linspace(-1, 1, 128 * 64).reshape(128, 64)
@@ -69,3 +70,22 @@ def test_what_exceeds_its_budget_is_shown() -> None:
         run.exceeded.say(2048, 1024, "somebody does")
     assert "exceeded     Loop: a call holds 2.00 KiB" in str(ts.report(run))
     WEIGHT.grad = None
+
+
+def test_live_and_resident_bytes_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ts.Chain([step] * 9, budget="300KiB")
+    run(X).sum().backward()
+    WEIGHT.grad = None
+    before = ts.report(run)
+    held = torch.ones(1 << 24)
+    after = ts.report(run)
+    assert after.resident_nbytes - before.resident_nbytes > 48 << 20
+    assert "of RAM for the whole process, now" in str(after)
+    if heap.live_nbytes() is not None:  # glibc says
+        assert before.live_nbytes is not None
+        assert after.live_nbytes is not None
+        assert 0 <= after.live_nbytes - before.live_nbytes - held.nbytes < 1 << 20
+        assert "live in the C library's heap" in str(after)
+    monkeypatch.setattr(heap, "function", lambda name: None)
+    assert ts.report(run).live_nbytes is None
+    assert "live in" not in str(ts.report(run))

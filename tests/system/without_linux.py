@@ -28,7 +28,7 @@ FOR_UNIX = (
     "O_DIRECT", "O_DIRECTORY", "O_CLOEXEC", "O_NOFOLLOW", "O_TMPFILE", "pread", "pwrite", "preadv", "pwritev",
     "posix_fallocate", "posix_fadvise", "fdatasync", "register_at_fork", "sched_getaffinity", "statvfs", "fork",
 )  # fmt: skip
-FOR_LINUX_FROM_C = {"mallopt", "malloc_trim", "madvise", "syscall", "sync_file_range"}
+FOR_LINUX_FROM_C = {"mallopt", "malloc_trim", "mallinfo2", "madvise", "syscall", "sync_file_range"}
 LET_SEE = ("torch", "psutil", "filelock")
 LISTED, LINK = os.listdir, os.readlink
 TEMPORARY = 1 << 29

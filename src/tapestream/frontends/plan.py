@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
 from tapestream.runner.stage import Stage
 from tapestream.runner.trees import tree_leaves
+from tapestream.system.heap import live_nbytes, resident_nbytes
 from tapestream.units import format_nbytes, format_seconds
 
 
@@ -81,8 +82,11 @@ class Report:
     most bytes that parameter blocks held in each tier (the plans' simulations have the tape). ``bytes_moved`` by
     (source, target) and ``wait_seconds``: sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's
     allocator holds of an accelerator for the whole process, free pieces included (None on the CPU); a budget counts
-    what is allocated. ``cudnn_benchmark``: True if the setting is on; it was off inside of blocks. ``exceeded``: what
-    `BudgetExceeded` last said of a call that holds more than its budget, None where none does.
+    what is allocated. ``live_nbytes``: what the C library's heap has given to the whole process and not got back now,
+    tensors in RAM among them (None where the library does not say). ``resident_nbytes``: RAM that the process takes
+    now, with Python, PyTorch's code, and what that heap keeps of freed memory. ``cudnn_benchmark``: True if the setting
+    is on; it was off inside of blocks. ``exceeded``: what `BudgetExceeded` last said of a call that holds more than its
+    budget, None where none does.
     """
 
     plan: Plan
@@ -93,6 +97,8 @@ class Report:
     reserved_nbytes: int | None
     cudnn_benchmark: bool
     exceeded: str | None = None
+    live_nbytes: int | None = field(default_factory=live_nbytes)
+    resident_nbytes: int = field(default_factory=resident_nbytes)
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -110,9 +116,13 @@ class Report:
                 f"  moved        {moved or 'nothing'}",
                 f"  waited       {format_seconds(self.wait_seconds)} for copies",
                 *self._of_the_device(),
+                f"  memory       {format_nbytes(self.resident_nbytes)} of RAM for the whole process, now{self._live()}",
                 *([] if self.exceeded is None else [f"  exceeded     {self.exceeded}"]),
             )
         )
+
+    def _live(self) -> str:
+        return "" if self.live_nbytes is None else f"; {format_nbytes(self.live_nbytes)} live in the C library's heap"
 
     def _of_the_device(self) -> list[str]:
         lines = []

@@ -1,10 +1,24 @@
 """The C library's heap: from where on freed memory is the system's. Elsewhere than with glibc it does as it likes."""
 
+import ctypes
 import platform
+
+import psutil
 
 from tapestream.system.library import function
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's parameters in malloc.h
+_COUNTS = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+
+
+class _HeapCounts(ctypes.Structure):
+    """What ``mallinfo2`` returns, see mallinfo(3)."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _COUNTS)
+    hblkhd: int
+    uordblks: int
 
 
 def has_thresholds() -> bool:
@@ -26,3 +40,19 @@ def trim() -> None:
     malloc_trim = function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def live_nbytes() -> int | None:
+    """Bytes that the heap has given to this process and not got back, tensors in RAM among them. None where the library
+    does not say: it is not glibc, or one before 2.33."""
+    mallinfo2 = function("mallinfo2")
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _HeapCounts  # type: ignore[attr-defined]
+    counts: _HeapCounts = mallinfo2()  # type: ignore[assignment]
+    return counts.uordblks + counts.hblkhd
+
+
+def resident_nbytes() -> int:
+    """Bytes of RAM that this process takes."""
+    return int(psutil.Process().memory_info().rss)
