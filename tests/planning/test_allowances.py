@@ -98,3 +98,25 @@ def test_a_streamed_model_runs_within_each() -> None:
     assert budgets
     for one in budgets:
         step(one.nbytes)
+
+
+@pytest.mark.parametrize("planner", ["auto", "revolve"])
+def test_a_program_runs_within_each(planner: str) -> None:
+    weight = nn.Parameter(torch.eye(16))
+    x = torch.ones(64, 16)
+
+    def function() -> torch.Tensor:
+        y = x
+        for _ in range(30):
+            y = torch.tanh(y @ weight) + 0.1 * y
+        return y.sum()
+
+    error = refused(lambda nbytes: ts.Program(function, budget=nbytes, planner=planner)())
+    assert error.budgets[0].nbytes == error.least_nbytes
+    assert [one.times_plain for one in error.budgets] == sorted(
+        (one.times_plain for one in error.budgets), reverse=True
+    )
+    for one in error.budgets:
+        run = ts.Program(function, budget=one.nbytes, planner=planner)
+        for _ in range(3):
+            run().backward()

@@ -1,12 +1,14 @@
 """Plans for the next call of a program, and what backward does after a first sweep that no plan has led."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tapestream.costs import Budget, Profile
-from tapestream.errors import BudgetError
+from tapestream.errors import Allowance, BudgetError
 from tapestream.executor.program.record.keeper import Kept
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Reads
@@ -20,6 +22,8 @@ from tapestream.frontends.program.orders import Reversal, of_gaps, transfers
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Forward, Kind, Offload, Phase, Record, Restore, Schedule
 from tapestream.planners import planners
+from tapestream.planning.allowances import allowances
+from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.simulate import simulate
 from tapestream.units import format_nbytes
@@ -28,6 +32,8 @@ _QUICK = ("store_all", "periodic", "least_peak", "revolve")
 """What "auto" tries at once, in milliseconds; better plans follow when the same sequence comes again (see `LOOKS`)."""
 _STRETCHES = {"auto": (MANY, *FITTING[1:3], FINE, FINEST), "superneurons": (FINE, MANY, FEW)}
 """How many are tried, one after the other: few by planners with tables. SuperNeurons goes by single operations."""
+_LONG = 20_000
+"""Operations."""
 LOOKS = 2
 """How often a better plan is looked for by "auto": all planners, then several numbers of stretches with tails."""
 
@@ -170,7 +176,7 @@ def after_sweep(
             else:
                 least, cuts, reversal = leanest(borders, planner, budget)
                 if least > budget:
-                    raise _too_small(least, budget) from None
+                    raise _too_small(borders, planner, least, budget) from None
                 profile = borders.profile(cuts)
                 break
     _drop_unneeded(kept, tape, start)
@@ -231,10 +237,33 @@ def _forwards(schedule: Schedule) -> int:
     return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in schedule)
 
 
-def _too_small(least: int, budget: int) -> BudgetError:
+def _too_small(borders: Borders, planner: str, least: int, budget: int) -> BudgetError:
     return BudgetError(
         f"Program: a budget of {format_nbytes(budget)} ({budget} bytes) was asked for, but the least found to work is "
         f"{format_nbytes(least)} ({least} bytes), with the shortest segments; allow that much, or make the tensors "
         "smaller (a smaller batch)",
         least_nbytes=least,
+        offers=partial(_offers, borders, planner, least),
     )
+
+
+def _offers(borders: Borders, planner: str, least_nbytes: int) -> tuple[Allowance, ...]:
+    """Budgets at which such a call works: by quick planners, as the call after the first has it. None for a program so
+    long that nobody waits for an error about it."""
+    if len(borders.record) > _LONG:
+        return ()
+    profiles = [borders.profile(borders.cuts(most, timed=False)) for most in (FEW, MANY, FINE)]
+
+    def within(nbytes: int | None) -> Plan:
+        found = list[Plan]()
+        for profile, name in itertools.product(profiles, _QUICK if planner == "auto" else (planner,)):
+            with contextlib.suppress(BudgetError):
+                found.append(make_plan(profile, nbytes, planner=name))
+        if not found:
+            peak, cuts, reversal = leanest(borders, planner, nbytes or 0)
+            if peak > least_nbytes:
+                raise BudgetError("", least_nbytes=peak)
+            found.append(Plan.judged(reversal.schedule, borders.profile(cuts), Budget(None), None))
+        return min(found, key=lambda plan: (plan.seconds, plan.peak_nbytes))
+
+    return allowances(within, least_nbytes)
