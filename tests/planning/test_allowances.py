@@ -120,3 +120,18 @@ def test_a_program_runs_within_each(planner: str) -> None:
         run = ts.Program(function, budget=one.nbytes, planner=planner)
         for _ in range(3):
             run().backward()
+
+
+@pytest.mark.parametrize("steps", [20, 400])
+def test_a_loop_runs_within_each(steps: int) -> None:
+    weight = nn.Parameter(torch.eye(16) / 2)
+    x = torch.ones(64, 16)
+
+    def step(state: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(state @ weight) + 0.1 * state
+
+    error = refused(lambda nbytes: ts.Loop(step, budget=nbytes)(x, steps=steps))
+    assert [one.name for one in error.budgets] in (["least", "knee", "all"], ["least", "all"])
+    assert error.budgets[-1].times_plain == pytest.approx(1.0)
+    for one in error.budgets:
+        ts.Loop(step, budget=one.nbytes)(x, steps=steps).sum().backward()

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Protocol
 
 from tapestream.errors import Allowance, BudgetError
-from tapestream.planning.plan import Plan
 
 KNEE = 1.5
 """Times plain PyTorch's time, at most, at the budget that is called the knee."""
@@ -12,7 +12,21 @@ KNEE = 1.5
 _HALVINGS = 4  # of the way between the least and all, in powers
 
 
-def allowances(plan_within: Callable[[int | None], Plan], least_nbytes: int) -> tuple[Allowance, ...]:
+class PlannedStep(Protocol):
+    """A plan, or what is known of one: bytes of the device at the peak, seconds of a step, and these as a multiple of
+    the seconds with everything stored."""
+
+    @property
+    def peak_nbytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def overhead(self) -> float: ...
+
+
+def allowances(plan_within: Callable[[int | None], PlannedStep], least_nbytes: int) -> tuple[Allowance, ...]:
     """The least budget, the smallest found within which a step takes at most `KNEE` times plain PyTorch's time, and the
     smallest found that is as fast as any; each once, by bytes.
 
@@ -30,7 +44,7 @@ def allowances(plan_within: Callable[[int | None], Plan], least_nbytes: int) -> 
     return tuple(found)
 
 
-def _at_least(plan_within: Callable[[int | None], Plan], nbytes: int) -> Allowance | None:
+def _at_least(plan_within: Callable[[int | None], PlannedStep], nbytes: int) -> Allowance | None:
     """The one that was said, or what is refused instead: planners round."""
     for _ in range(3):
         try:
@@ -42,7 +56,7 @@ def _at_least(plan_within: Callable[[int | None], Plan], nbytes: int) -> Allowan
     return None
 
 
-def _knee(plan_within: Callable[[int | None], Plan], least: Allowance, most: Allowance) -> Allowance | None:
+def _knee(plan_within: Callable[[int | None], PlannedStep], least: Allowance, most: Allowance) -> Allowance | None:
     """None where the least is that quick already, or nothing between both."""
     low, high, best = least.nbytes, most.nbytes, None
     if least.times_plain <= KNEE:
@@ -61,5 +75,5 @@ def _knee(plan_within: Callable[[int | None], Plan], least: Allowance, most: All
     return best
 
 
-def _allowance(name: str, nbytes: int, plan: Plan) -> Allowance:
+def _allowance(name: str, nbytes: int, plan: PlannedStep) -> Allowance:
     return Allowance(name, nbytes, plan.seconds, plan.overhead)

@@ -1,17 +1,19 @@
 """The schedule of a loop: how many steps make a stage, how many restart checkpoints are kept, and which planner."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from tapestream.costs import Budget, Profile, StageCost, UniformStages
-from tapestream.errors import BudgetError, InputError
+from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.executor.loop.program import Program
 from tapestream.frontends.given import fit_given_plan
 from tapestream.planners import planners
 from tapestream.planners._recurrences import least_forwards
 from tapestream.planners.online import Online
+from tapestream.planning.allowances import allowances
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.units import format_nbytes
 
@@ -86,8 +88,36 @@ def choose(
         stage = profile.stages[0]
         found.append((least_forwards(len(profile), slots) * stage.forward_seconds, length))
     length = min(found)[1] if found else chunk or unit
-    plan = _fitting(profile_of(cost, steps, length, outside_nbytes), budget)
+    try:
+        plan = _fitting(profile_of(cost, steps, length, outside_nbytes), budget)
+    except BudgetError as error:
+        again = partial(choose, cost, steps, chunk=chunk, outside_nbytes=outside_nbytes, unit=unit, most=most)
+        error.offers = partial(_offers, again, profile_of(cost, steps, length, outside_nbytes), error.least_nbytes or 0)
+        raise
     return Chosen(replace(plan, alternatives=_alternatives(plan, length, sorted(found))), length)
+
+
+class _ByClosedForm(NamedTuple):
+    """What a plan says of itself."""
+
+    peak_nbytes: int
+    seconds: float
+    overhead: float
+
+
+def _offers(again: Callable[..., Chosen], leanest: Profile, least_nbytes: int) -> tuple[Allowance, ...]:
+    """Budgets at which such a call works; ``again``: chooses for the same steps. The least, a single restart checkpoint
+    for the stages of ``leanest``, is not judged: that takes minutes for a million of them."""
+
+    def within(nbytes: int | None) -> Plan | _ByClosedForm:
+        if nbytes != least_nbytes:
+            return again(budget=Budget(nbytes), planner="auto", knobs={}).plan
+        n, cost = len(leanest), leanest.stages[0]
+        stored = n * (cost.recorded_seconds + cost.backward_seconds)
+        seconds = stored + least_forwards(n, 1) * cost.forward_seconds
+        return _ByClosedForm(nbytes, seconds, seconds / stored if stored else 1.0)
+
+    return allowances(within, least_nbytes)
 
 
 def _alternatives(plan: Plan, length: int, found: list[tuple[float, int]]) -> tuple[Alternative, ...]:
