@@ -32,6 +32,10 @@ class Awaiting:
     def __init__(self) -> None:
         self._calls: weakref.WeakValueDictionary[int, GivesWay] = weakref.WeakValueDictionary()
 
+    def __reduce__(self) -> tuple[type["Awaiting"], tuple[()]]:
+        """A copy awaits nothing."""
+        return Awaiting, ()
+
     def begins(self, call: GivesWay) -> None:
         """``call`` begins to wait."""
         self._calls[id(call)] = call

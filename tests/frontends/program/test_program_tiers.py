@@ -169,7 +169,7 @@ def test_a_call_that_turns_out_otherwise_goes_on_without_the_plan(strange: list[
         assert all(map(same, found[2], wanted[2]))
         assert all(map(same, found[0], wanted[0]))
     gc.collect()
-    assert not any(run._live.values())
+    assert not any(run._live.nbytes.values())
 
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 400), marks=pytest.mark.full)])
@@ -332,10 +332,10 @@ def test_what_is_dropped_gives_its_bytes_back(tmp_path: Path) -> None:
         run(x * 1.0).sum().backward()
     for _ in range(3):
         loss = run(x * 1.0).sum()
-        assert run._live[DISK] > 0
+        assert run._live.nbytes[DISK] > 0
         del loss
         gc.collect()
-        assert not any(run._live.values())
+        assert not any(run._live.nbytes.values())
     run(x[:8] * 1.0)  # any call
     assert run._below is not None
     pool, _ = run._below._open()
@@ -361,7 +361,7 @@ def test_calls_share_what_the_disk_may_take(tmp_path: Path) -> None:
     first = run(x * 1.0)
     torch.manual_seed(0)
     second = run(x * 1.0)
-    assert run._live[DISK] <= disk
+    assert run._live.nbytes[DISK] <= disk
     for result in (second, first):
         for parameter in net.parameters():
             parameter.grad = None
