@@ -38,7 +38,7 @@ class Plan:
     @property
     def budgets(self) -> tuple[Allowance, ...]:
         """Budgets of the device that work for such a step, the smallest first: what a `BudgetError` offers. Takes as
-        long as a few plans. Empty for a plan that was made by hand or read from a file."""
+        long as a few plans. Empty for a loop's plan, and for one that was made by hand or read from a file."""
         return () if self.offers is None else self.offers()
 
     @classmethod

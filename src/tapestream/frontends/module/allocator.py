@@ -22,8 +22,8 @@ _RESERVED_SHARE, _RESERVED_SLACK_NBYTES = 1.05, 64 << 20
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts"
 
 _UNKNOWN = (
-    "something made tensors that the profiled call did not: a hook, the backward of an autograd.Function, code between "
-    "blocks; stream(..., verify=True) compares calls with the profiled one"
+    "something made tensors that the profiled call did not (a hook, the backward of an autograd.Function, code between "
+    "blocks); leave it out, or allow that much"
 )
 
 _streamed: "weakref.WeakSet[Streamed]" = weakref.WeakSet()

@@ -260,8 +260,10 @@ class Program:
                 with beside_beginning(recorder.departed):
                     return after_sweep(found, borders(), watch.taped, tape, budget + freed, self.planner)
 
+            held = self._live.nbytes[Tier.DEVICE]
             cuts, reversal, slots = self._live.planned(key, within)
-            room = self._live.room(found.keeper.device, below.host_nbytes())
+            if self._live.nbytes[Tier.DEVICE] < held:  # others have given way
+                room = self._live.room(found.keeper.device, below.host_nbytes())
             if not whole:
                 pass  # the end of a program: all of it is noted the next time
             elif before is None or before.shape == shape or not before.fits(room):
