@@ -11,7 +11,6 @@ import torch
 from side_by_side import compare, hear_followed, least
 from test_program_unseen import W, X, given, often, tight
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -209,7 +208,6 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "denormals": lambda: switched(torch.set_flush_denormal, True, False),
     "function mode": lambda: torch.device("meta"),
     "dispatch mode": _Dispatches,
-    "tangents": forward_ad.dual_level,
 }
 
 

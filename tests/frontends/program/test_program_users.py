@@ -11,7 +11,6 @@ import pytest
 import torch
 from side_by_side import compare, least
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -416,16 +415,7 @@ def test_tensors_made_in_inference_mode_are_refused_and_backward_in_it_is_right(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own use of it
-def test_forward_mode_and_switched_needs_of_values_are_refused_by_name() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, torch.ones_like(x))
-            value, tangent = forward_ad.unpack_dual(torch.tanh(dual))
-            return value + tangent
-
-    with pytest.raises(InputError, match="forward-mode differentiation"):
-        Program(often(forward), budget="1MiB")(*given())
-
+def test_switched_needs_of_values_are_refused_by_name() -> None:
     def needed_for_a_while(x: torch.Tensor) -> torch.Tensor:
         other = torch.ones(8, 16)
         x = x + other

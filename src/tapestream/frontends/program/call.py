@@ -49,12 +49,13 @@ Again = Callable[[int], Sequence[Action]]
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A program's first run: what it returned, what was noted of it, restart checkpoints, and the numbers of
-    results."""
+    results. ``shown``: these, and what they are views of, by number, as far as they are values."""
 
     result: Any
     record: Record
     keeper: Keeper
     numbers: list[int]
+    shown: dict[int, torch.Tensor]
 
 
 def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder: Recorder) -> Sweep:
@@ -63,16 +64,18 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
         result = function()
     recorder.flush()
     found = found_in(result)
-    numbers = [n for t in found if (n := recorder.numbers.of(t)) is not None and n >= 0]
+    shown = [*found, *(t._base for t in found if t._base is not None)]
+    numbered = {n: t for t in shown if (n := recorder.numbers.of(t)) is not None and n >= 0}
+    results = {id(t) for t in found}
     recorder.forget()
     for k, external in enumerate(record.externals):
         external.version = external.tensor._version
-        if recorder.departed is not None and not (external.leaf and external.requires):
+        if record.departed and not (external.leaf and external.requires):
             _let_go(~k, external, record)
     record.spoilt = record.spoilt or unseen(record)
     record.arrays.settle(record.saves)
     keeper.settle(record)
-    return Sweep(result, record, keeper, numbers)
+    return Sweep(result, record, keeper, [n for n, t in numbered.items() if id(t) in results], numbered)
 
 
 def _let_go(number: int, external: External, record: Record) -> None:

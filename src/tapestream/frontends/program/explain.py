@@ -70,7 +70,7 @@ def explained(
                 f"explain: the function returned {type(found.result).__name__}, in which there is no tensor to "
                 "differentiate; return the loss or the output"
             )
-        found = Sweep(None, record, keeper, found.numbers)
+        found = Sweep(None, record, keeper, found.numbers, {})
     if not any(record.packs):
         raise InputError(
             "explain: the function saves nothing for backward, since nothing that it computes with requires a "

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tapestream.errors import InputError
+
 _REMEMBERED = 16  # kinds of arguments
 
 
@@ -41,6 +43,17 @@ def remember(remembered: dict[Any, Any], kind: Any, value: Any) -> None:
     remembered[kind] = value
     if len(remembered) > _REMEMBERED:
         del remembered[next(iter(remembered))]
+
+
+def check_function(function: Any) -> None:
+    """Raise InputError for what a program cannot be."""
+    if not callable(function):
+        raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
+    if runs_later(function):
+        raise InputError(
+            "Program: a generator function or coroutine runs after the call, when it is asked for more; give a "
+            "function that returns tensors, in a list for example"
+        )
 
 
 def runs_later(function: Callable[..., Any]) -> bool:

@@ -1,17 +1,27 @@
-"""What Functions keep on their contexts, against the budget."""
+"""What a call keeps beside its tape, against the budget."""
 
 from tapestream.executor.program.noting.contexts import Contexts
 from tapestream.planning.exceeded import Exceeded, limit_of
 from tapestream.units import format_nbytes
 
 
-def tell_kept(contexts: Contexts, held_nbytes: int, limit_nbytes: int | None, exceeded: Exceeded) -> None:
-    """Warn where a call that holds ``held_nbytes`` exceeds its budget by what is kept on contexts besides. Those that
-    can run again do so from the next call on."""
-    held = held_nbytes + contexts.nbytes
-    if limit_nbytes is None or not contexts.nbytes or held <= limit_of(limit_nbytes):
+def tell_kept(
+    contexts: Contexts, held_nbytes: int, limit_nbytes: int | None, exceeded: Exceeded, *, strict: bool = False
+) -> None:
+    """Warn where a call that holds ``held_nbytes`` exceeds its budget by what is kept on contexts besides, or by
+    operations that are not noted; ``strict``: raise BudgetError. Functions that can run again do so from the next call
+    on."""
+    kept = contexts.nbytes + contexts.unnoted_nbytes
+    if limit_nbytes is None or not kept or held_nbytes + kept <= limit_of(limit_nbytes):
         return
-    names = ", ".join(sorted({*contexts.names, *contexts.stuck}))
-    advice = "use ctx.save_for_backward in it" if contexts.stuck else "from the next call on, it runs again instead"
-    holder = f"autograd.Function {names} keeps {format_nbytes(contexts.nbytes)} on its context; {advice}"
-    exceeded.say(held, limit_nbytes, holder)
+    holders = []
+    if contexts.nbytes:
+        names = ", ".join(sorted({*contexts.names, *contexts.stuck}))
+        advice = "use ctx.save_for_backward in it" if contexts.stuck else "from the next call on, it runs again instead"
+        holders.append(f"autograd.Function {names} keeps {format_nbytes(contexts.nbytes)} on its context; {advice}")
+    if contexts.unnoted_nbytes:
+        holders.append(
+            f"what is saved where forward-mode differentiation computes tangents, or by no torch call, is kept: "
+            f"{format_nbytes(contexts.unnoted_nbytes)}; let the steps of a ts.Loop or the stages of a ts.Chain do that"
+        )
+    exceeded.say(held_nbytes + kept, limit_nbytes, "; ".join(holders), strict=strict)

@@ -19,6 +19,7 @@ from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
 from tapestream.frontends.program.holds import NOTHING, Holding
 from tapestream.frontends.program.leanest import FINE, FINEST, leanest
 from tapestream.frontends.program.orders import Reversal, of_gaps, transfers
+from tapestream.frontends.program.unreached import Unreached
 from tapestream.frontends.program.watch import Turn
 from tapestream.ir import Action, Forward, Kind, Offload, Phase, Record, Restore, Schedule
 from tapestream.planners import planners
@@ -42,7 +43,8 @@ LOOKS = 2
 class Prepared:
     """A plan for the program whose record has this ``shape``. ``holding``: see `Holds`; ``turns``: what the first
     sweep does at each stretch, and at the end; ``saved``: bytes saved before each; ``reads``: see `Moves`. ``looks``:
-    how often a better plan has been looked for, `LOOKS` times at most. ``slots``: of a second backward."""
+    how often a better plan has been looked for, `LOOKS` times at most. ``slots``: of a second backward. ``unreached``:
+    what the plan leaves out."""
 
     shape: Any
     plan: Plan | None
@@ -56,6 +58,7 @@ class Prepared:
     operations: int = 0
     slots: int = 1
     looks: int = 0
+    unreached: Unreached | None = None
 
     @classmethod
     def unplanned(cls, shape: Any) -> "Prepared":
@@ -76,11 +79,19 @@ class Prepared:
         """Whether there is a plan that fits into ``room``."""
         peaks = {} if self.plan is None else self.plan.simulation.peak_nbytes
         limits = ((nbytes, room.nbytes(tier)) for tier, nbytes in peaks.items())
+        if self.unreached is not None and self.unreached.least_nbytes <= (room.device_nbytes or 0):
+            return False  # there is room for one that leaves nothing out
         return self.plan is not None and all(limit is None or nbytes <= limit for nbytes, limit in limits)
 
 
 def prepare(
-    borders: Borders, shape: Any, room: Budget, planner: str, before: Prepared | None, below: Below
+    borders: Borders,
+    shape: Any,
+    room: Budget,
+    planner: str,
+    before: Prepared | None,
+    below: Below,
+    unreached: Unreached | None = None,
 ) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
     often a sequence comes, the longer it may look."""
@@ -103,7 +114,7 @@ def prepare(
     slots = binomial_slots(plan.profile, room.device_nbytes or 0)
     unread = borders.record.unread.storages
     return Prepared(
-        shape, plan, cuts, reversal, holding, turns, saved, reads, unread, len(borders.record), slots, looks
+        shape, plan, cuts, reversal, holding, turns, saved, reads, unread, len(borders.record), slots, looks, unreached
     )
 
 

@@ -32,7 +32,7 @@ from tapestream.frontends.program.courses import Courses, beside_beginning
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
-from tapestream.frontends.program.given import device_of, kind_of, remember, runs_later
+from tapestream.frontends.program.given import check_function, device_of, kind_of, remember
 from tapestream.frontends.program.kept import tell_kept
 from tapestream.frontends.program.live import Live
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
@@ -41,6 +41,7 @@ from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, aga
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
+from tapestream.frontends.program.unreached import for_losses
 from tapestream.frontends.program.waiting import Waiting
 from tapestream.frontends.program.watch import Online, Planned
 from tapestream.ir import Tier
@@ -63,7 +64,8 @@ class Program:
     it is replayed as a whole, and may be compiled. ``"auto"``: the repeated blocks of the modules that ``function``
     calls. Compiled modules are always one operation. ``folder``, ``home``, ``machine``, ``engine``: where restart
     checkpoints and saved tensors may move, as in `Chain`: to host memory on a GPU, and to a folder if one is given.
-    ``copies`` counts them.
+    ``copies`` counts them. ``verify=True``: values made again are compared, bit for bit, with what the first run made,
+    and what exceeds the budget is an error; slow.
 
     The first call keeps all that is saved while it fits, and restart checkpoints as it goes. Later calls with the same
     operations follow a plan for them. A call with other operations is never wrong, only less well placed. Gradients
@@ -86,19 +88,14 @@ class Program:
         home: str = "auto",
         machine: Machine | None = None,
         engine: str = "auto",
+        verify: bool = False,
     ) -> None:
-        if not callable(function):
-            raise InputError(f"Program: a function or module is needed, found {type(function).__name__}")
-        if runs_later(function):
-            raise InputError(
-                "Program: a generator function or coroutine runs after the call, when it is asked for more; give a "
-                "function that returns tensors, in a list for example"
-            )
-        self.function, self.planner = function, planner
+        check_function(function)
+        self.function, self.planner, self.verify = function, planner, verify
         self._whole = taking_whole(function, opaque)
         self.budget, self.gradients_within = Budget.of(budget), gradients_within
         self._device = named_device(device)
-        check_kinds(engine, machine, gradients_within=gradients_within)
+        check_kinds(engine, machine, gradients_within=gradients_within, verify=verify)
         if planner != "auto":
             planners[planner]  # refuses unknown names
         check_home(home, folder, host=True)
@@ -111,6 +108,7 @@ class Program:
         self._last: Prepared | None = None
         self._noted: dict[Any, Last | None] = {}
         self._courses = Courses()
+        self._reaching = set[Any]()  # kinds of calls of which backward reaches more results than the losses
         self._replays: weakref.ref[Replays] | None = None
         self._live = Live(self.budget)
         self.report: Report | None = None
@@ -146,10 +144,10 @@ class Program:
             self._below.settle()
         key = kind_of((args, kwargs))
         room = self._live.room_for(key, self._prepared.get(key), device, self._below_on(device).host_nbytes())
-        record, tape = Record(self._kinds), Tape()
+        record, tape = Record(self._kinds, digests=[] if self.verify else None), Tape()
         keeper = Keeper(device, record.generators)
         online = Online(record, keeper, tape, room.device_nbytes or 0)
-        prepared, known = self._prepared.get(key), self._courses.of(key, room)
+        prepared, known = self._prepared.get(key), None if self.verify else self._courses.of(key, room)
         watch: Online | Planned = online
         along = None if known is None else Along(known.course, functools.partial(self._otherwise, key, online))
         if along is None and prepared is not None and prepared.fits(room):
@@ -161,7 +159,9 @@ class Program:
         if isinstance(watch, Planned) and prepared is not None:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding
-            if not self._measures(prepared):
+            if prepared.unreached is not None:
+                recorder.packs.unreached = prepared.unreached.operations
+            if not (self._measures(prepared) or self.verify):
                 recorder.follow(self._noted.get(key), functools.partial(places_in, self.function))
         try:
             with patient_collector() if along is None else contextlib.nullcontext():
@@ -191,7 +191,9 @@ class Program:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, begins anew: without plans and without calls that wait for backward."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("budget", "gradients_within", "planner")}
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in ("budget", "gradients_within", "planner", "verify")
+        }
         return vars(type(self)(self.function, device=self._device, **options, **self._tiers)) | {"_whole": self._whole}
 
     @unhooked(places)
@@ -243,14 +245,16 @@ class Program:
         moves = watch.moves if isinstance(watch, Planned) and planned else None
         below, waiting = self._below_on(found.keeper.device), dict.fromkeys(Tier, 0)
         borders = functools.cache(functools.partial(self._borders, found))
+        unreached = before.unreached if planned and before is not None else None
         if planned and before is not None:
+            record.unreached = frozenset() if unreached is None else unreached.operations
             assert before.reversal is not None
             assert before.plan is not None
             cuts, reversal, slots = before.cuts, before.reversal, before.slots
             if moves is not None:
                 waiting.update(before.plan.simulation.peak_nbytes)
             if self._measures(before):
-                self._remember(key, prepare(borders(), shape, room, "auto", before, below))
+                self._remember(key, prepare(borders(), shape, room, "auto", before, below, unreached))
         else:
             if isinstance(watch, Planned):
                 watch.give_up()
@@ -261,13 +265,17 @@ class Program:
                     return after_sweep(found, borders(), watch.taped, tape, budget + freed, self.planner)
 
             held = self._live.nbytes[Tier.DEVICE]
-            cuts, reversal, slots = self._live.planned(key, within)
+            plan = functools.partial(self._live.planned, key, within)
+            if whole and key not in self._reaching:
+                (cuts, reversal, slots), unreached = for_losses(plan, found, tape, borders.cache_clear)
+            else:
+                cuts, reversal, slots = plan()
             if self._live.nbytes[Tier.DEVICE] < held:  # others have given way
                 room = self._live.room(found.keeper.device, below.host_nbytes())
             if not whole:
                 pass  # the end of a program: all of it is noted the next time
             elif before is None or before.shape == shape or not before.fits(room):
-                self._remember(key, prepare(borders(), shape, room, self.planner, None, below))
+                self._remember(key, prepare(borders(), shape, room, self.planner, None, below, unreached))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
         nbytes = waiting[Tier.DEVICE] = held_by(found.keeper.kept.values(), found.record, tape)
@@ -275,7 +283,7 @@ class Program:
             len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
         )
         held = before.plan.peak_nbytes if planned and before is not None and before.plan is not None else nbytes
-        tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded)
+        tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded, strict=self.verify)
         followed = recorder.followed() if planned else None
         lessons = None if followed is None else followed.lessons
         replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
@@ -284,6 +292,13 @@ class Program:
         self._replays = weakref.ref(replays)
         if whole:
             self._note(key, recorder, shape, lambda: borders().sizes)
+        if unreached is not None:
+            unreached.watch(found, functools.partial(self._reaches_all, key))
+
+    def _reaches_all(self, key: Any) -> None:
+        """A backward has come to what the plan left out: calls of this kind are to be planned for all results."""
+        self._reaching.add(key)
+        self._prepared.pop(key, None)
 
     def _borders(self, found: Sweep) -> Borders:
         return Borders(found.record, found.numbers, gradients_within=self.gradients_within)

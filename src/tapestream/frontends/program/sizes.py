@@ -50,13 +50,18 @@ class Sizes:
             self.start[storage], self.stop[storage] = 0, max(self.stop[storage], last)
         self.alive = self.spans(self.start, self.stop, self.nbytes)
         self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
-        packs = numpy.where(numpy.asarray(record.packs) > 0, numpy.arange(n, dtype=numpy.int32), numpy.int32(-1))
+        reached = numpy.ones(n, dtype=bool)
+        reached[[*record.unreached]] = False
+        self._reached, self.inner = reached, numpy.asarray(record.inner_nbytes, dtype=numpy.int64) * reached
+        packs = numpy.where(
+            (numpy.asarray(record.packs) > 0) & reached, numpy.arange(n, dtype=numpy.int32), numpy.int32(-1)
+        )
         self._packed = numpy.maximum.accumulate(packs)  # by operation, the last one up to it that saves anything
         self._by_stop = numpy.argsort(self.stop).astype(numpy.int32)
         made = numpy.zeros(n + 1, dtype=numpy.int64)
         own = (self.start > 0) & (self.start <= n)
         numpy.add.at(made, self.start[own] - 1, self.nbytes[own])
-        inner = numpy.asarray(record.inner_nbytes) + numpy.asarray(record.transient_nbytes)
+        inner = self.inner + numpy.asarray(record.transient_nbytes)
         for k in record.settled.aside:  # into copies
             inner[k] += sum(nbytes_of(record.externals[~n].held) for n in record.arguments_of(k) if n < 0)
         held[self.storage[self.results]] = -1
@@ -86,8 +91,10 @@ class Sizes:
 
     def _cotangents(self, gradients_within: bool) -> None:
         record, n = self.record, len(self.record)
-        nbytes, arguments = numpy.asarray(record.cotangent_nbytes), numpy.asarray(record.arguments)
-        last, user = self.last.copy(), _operations(record.argument_ends)
+        arguments = numpy.asarray(record.arguments)
+        nbytes = numpy.asarray(record.cotangent_nbytes) * self._reached[self.birth]
+        user = _operations(record.argument_ends)
+        last = self._last_reached(arguments, user)
         last[self.results] = n  # backward begins with the cotangents of all results
         self.cotangent = self._there(nbytes, arguments, user, last)
         given = self._given_back(nbytes, arguments, user)
@@ -99,7 +106,15 @@ class Sizes:
         if len(nbytes):
             given[(arguments < 0) | (last[numpy.maximum(arguments, 0)] <= user)] = 0
             numpy.maximum.at(joined, user, given)
-        self.reversing = self.cotangent[1:] + gradients + joined + numpy.asarray(record.reverse_nbytes)
+        self.reversing = self.cotangent[1:] + gradients + joined + numpy.asarray(record.reverse_nbytes) * self._reached
+
+    def _last_reached(self, arguments: Numbers, user: Numbers) -> Numbers:
+        """By value, the last operation that uses it and that backward reaches."""
+        if self._reached.all():
+            return self.last.copy()
+        last, uses = self.birth.copy(), (arguments >= 0) & self._reached[user]
+        numpy.maximum.at(last, arguments[uses], user[uses])
+        return last
 
     def _there(self, nbytes: Numbers, arguments: Numbers, user: Numbers, last: Numbers) -> Numbers:
         """See ``cotangent``."""
@@ -130,6 +145,7 @@ class Sizes:
         given[places] = outside[~arguments[places]]
         if self.record.gained:
             given[(arguments >= 0) & (user <= self._gained()[numpy.maximum(arguments, 0)])] = 0
+        given[~self._reached[user]] = 0
         without = self._without_grad()
         if without >= 0:
             given[numpy.asarray(self.record.ambient)[user] == without] = 0
@@ -197,20 +213,26 @@ class Sizes:
         """Bytes that each operation is the first to save."""
         storages, operations = self.saves()
         _, first = numpy.unique(storages, return_index=True)
-        found = numpy.array(self.record.inner_nbytes, dtype=numpy.int64)
+        found = self.inner.copy()
         numpy.add.at(found, operations[first], self.nbytes[storages[first]])
         return found
 
     def saved_before(self) -> Numbers:
-        """Bytes saved before each operation, as the recorder counts them: results of the program too."""
-        storages, operations = self.saves()
+        """Bytes saved before each operation, as the recorder counts them: results of the program too, and what
+        backward does not reach."""
+        storages, operations = self._all_saves()
         _, first = numpy.unique(storages, return_index=True)
         found = numpy.array(self.record.inner_nbytes, dtype=numpy.int64)
         numpy.add.at(found, operations[first], numpy.array(self.record.storage_nbytes)[storages[first]])
         return numpy.cumsum(found) - found
 
     def saves(self) -> tuple[Numbers, Numbers]:
-        """Storages that operations save, and these, in order."""
+        """Storages that operations save, and these, in order, but for what backward does not reach."""
+        storages, operations = self._all_saves()
+        reached = self._reached[operations]
+        return (storages, operations) if reached.all() else (storages[reached], operations[reached])
+
+    def _all_saves(self) -> tuple[Numbers, Numbers]:
         return numpy.asarray(self.record.saves), _operations(self.record.save_ends)
 
 
@@ -247,7 +269,7 @@ class StageBytes:
             after &= ~before
         self.reads_output = bool(2 * nbytes[after].sum() > sizes.alive[b])
         counted = ~((before & self.reads_input) | (after & self.reads_output))
-        inner = numpy.array(sizes.record.inner_nbytes[a:b], dtype=numpy.int64)
+        inner = sizes.inner[a:b]
         self.saved = int(nbytes[counted].sum() + inner.sum())
         pieces = numpy.concatenate((nbytes[counted], inner[inner > 0]))
         large = int((pieces >= SMALL_NBYTES).sum())

@@ -1,4 +1,5 @@
-"""`Contexts`: what Functions keep on their contexts, where no hook sees it, and which of them run again instead."""
+"""`Contexts`: what a call keeps beside its tape: what Functions keep on their contexts, where no hook sees it, with
+those that run again instead; and what operations save that are not noted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.rerun import Rerun, can_rerun, kept_nbytes
@@ -19,19 +21,28 @@ _SHARE = 0.01
 class Contexts:
     """Those of one call. ``again``: Functions that are run again, in all calls of a program. ``room_nbytes``: the
     call's budget. ``nbytes``: what is kept, by the Functions ``names``; ``stuck``: by name, what is kept by those that
-    cannot run again."""
+    cannot run again. ``unnoted_nbytes``: what operations hold that are not noted, each storage once."""
 
     again: set[str]
     room_nbytes: float = float("inf")
     nbytes: int = 0
     names: set[str] = field(default_factory=set)
     stuck: dict[str, int] = field(default_factory=dict)
+    unnoted_nbytes: int = 0
+    _storages: set[int] = field(default_factory=set)
 
     def function(self, function: Any, hidden: Hidden) -> Any:
         """What is to be called in place of ``function``; ``hidden``: what it uses beside its arguments."""
         return (
             Rerun(function.cls, hidden) if type(function) is Apply and _name(function.cls) in self.again else function
         )
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """An operation that is not noted keeps ``tensor``."""
+        memory = tensor.untyped_storage()
+        if memory._cdata not in self._storages:
+            self._storages.add(memory._cdata)
+            self.unnoted_nbytes += storage_nbytes(memory)
 
     def look(self, function: Any, args: Sequence[Any], versions: Sequence[int], result: Any) -> int:
         """The bytes that a call has kept; its class runs again from now on, if it may and that is much."""

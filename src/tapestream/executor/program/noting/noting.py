@@ -30,6 +30,7 @@ from tapestream.executor.program.record.settled import sets_alone
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.runner.ambient import TorchGenerators
+from tapestream.runner.counts import digest_of
 
 Operation = Callable[[int, int], None]
 _NONE = frozenset[int]()
@@ -214,6 +215,8 @@ class Noting:
         record.results.extend(results)
         record.result_ends.append(len(record.results))
         record.outcomes.append(looks_of([*made, *tensors] if touched else made))
+        if record.digests is not None:
+            record.digests.append(digest_of(made))
         self._end(k, func, call, tensors, fresh)
         taken = self._trials.note(
             record, self.numbers, call.measured, tensors, call.needs, announced, fresh, self.spare
@@ -281,7 +284,7 @@ class Noting:
     ) -> None:  # fmt: skip
         """What was written into without a word, or has a need of a gradient that it had not before."""
         of, external = self.numbers.storage_of, self.record.storage_external
-        own = self.departed is not None
+        own = self.record.departed
         for storage in check_changed(func, tensors, before, of, external, announced, own=own, values=values):
             self.keeper.spoilt(storage)
             if self.moves is not None:

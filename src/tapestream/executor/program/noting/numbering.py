@@ -23,7 +23,7 @@ class Numbering:
 
     ``alive_nbytes``: of what the program has made and still holds; ``made_nbytes``: the same of what was made since
     that was set to 0. ``shown``: external tensors by ``~k``, by storage. ``departed``: the first operations of
-    the program were not noted, and have made external tensors.
+    the program, or some in between, were not noted, and have made external tensors.
     """
 
     def __init__(self, record: Record, keeper: Keeper, *, departed: bool = False) -> None:
@@ -177,6 +177,11 @@ class Numbering:
             one = self.record.externals[number]
             one.tensor = one.held
             self.shown[one.storage] = [(k, one.held if k == ~number else t) for k, t in self.shown[one.storage]]
+
+    def unnoted(self) -> None:
+        """Operations up to here were not noted."""
+        self._departed = self.record.departed = True
+        self._since = next_sequence_number()
 
     def give_to_others(self, value: torch.Tensor) -> None:
         """A tensor of others has now the memory of ``value``."""

@@ -1,6 +1,6 @@
 """`Packs`: what the operations of the first sweep save for backward: kept or dropped, and its bytes noted."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -13,12 +13,13 @@ from tapestream.executor.program.record.tape import Handle, Saved, Tape, handle
 
 class Packs:
     """``taking``: whether it is kept. ``holding``: operations of which what they have made themselves is kept with the
-    restart checkpoint before an earlier operation, which is there (``hold``). ``nbytes``: what all operations so far
-    have saved; ``count``: how often this one has so far."""
+    restart checkpoint before an earlier operation, which is there (``hold``). ``unreached``: see `Record`. ``nbytes``:
+    what all operations so far have saved; ``count``: how often this one has so far."""
 
     def __init__(self, record: Record, numbers: Numbering, tape: Tape, hold: Callable[[int, int, Saved], None]) -> None:
         self.taking = True
         self.holding: Mapping[int, int] = {}
+        self.unreached: Container[int] = ()
         self.nbytes = 0
         self._record, self._numbers, self._tape, self._hold = record, numbers, tape, hold
         self._counted = bytearray()  # by storage, whether its bytes are among those saved
@@ -34,7 +35,7 @@ class Packs:
         """The next one: keep it or drop it, and count its bytes: a storage's at the operation that saves it first."""
         operation, place = len(self._record.calls), self.count
         self.count, self._look = place + 1, look(self._look, tensor)
-        if self.taking:
+        if self.taking and operation not in self.unreached:
             self._tape.saved.setdefault(operation, []).append((tensor.detach(), tensor._version))
         if self._tape.running is not None:
             self._tape.running[1].append((tensor.detach(), tensor._version))
@@ -80,7 +81,7 @@ class Packs:
         if self.taking or operation is not None:
             # What is no result of an operation has no graph that would hold this in turn.
             found = [(t if t.is_leaf else t.detach(), t._version) for t in saved]
-            if self.taking:
+            if self.taking and k not in self.unreached:
                 self._tape.saved[k] = found
             if operation is not None and found[given:]:
                 self._hold(operation, k, found[given:])

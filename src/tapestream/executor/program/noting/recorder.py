@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -22,7 +23,7 @@ from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
 from tapestream.executor.program.calls.rerun import Rerun
 from tapestream.executor.program.calls.seams import heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
-from tapestream.executor.program.calls.values import shows
+from tapestream.executor.program.calls.values import address_of, shows
 from tapestream.executor.program.calls.writes import QUESTIONS, SETS_DATA, SWITCHES, gives_back
 from tapestream.executor.program.noting.contexts import Contexts, versions_of
 from tapestream.executor.program.noting.following import UNKNOWN
@@ -57,8 +58,7 @@ class Recorder(Noting, TorchFunctionMode):
             if listed is not None:
                 listed.append(tensor)
                 return packs.first + len(listed) - 1
-            # By an operation that no torch call showed: nothing could make it again.
-            return packs.add(tensor) if here[0]._inside else (tensor.detach(), tensor._version)
+            return packs.add(tensor) if here[0]._inside else here[0]._kept(tensor)
 
         self._hooks, self._saving = saved_tensors_hooks(pack, self.tape.unpack), False
         try:
@@ -70,6 +70,13 @@ class Recorder(Noting, TorchFunctionMode):
             if self._saving:
                 self._hooks.__exit__()
             here.clear()
+
+    def _kept(self, tensor: torch.Tensor) -> Handle:
+        """What is saved by an operation that is not noted: nothing could make it again."""
+        storage = self.numbers.storage_at(address_of(tensor))
+        if storage is None or not self.record.storage_external[storage]:
+            self.contexts.hold(tensor)
+        return tensor.detach(), tensor._version
 
     def _save(self) -> None:
         """Take what is saved from here on."""
@@ -88,6 +95,8 @@ class Recorder(Noting, TorchFunctionMode):
         along.otherwise(along.held_nbytes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if forward_ad._current_level >= 0 and not self._inside:
+            return self._with_tangents(func, args, kwargs or {})
         if self.along is not None and not self._inside:
             self._inside = True
             try:
@@ -140,12 +149,17 @@ class Recorder(Noting, TorchFunctionMode):
         if func is GRAD:
             return self._gradient(args, kwargs)
         result = self._call(func, args, kwargs)
-        if (type(result) is not torch.Tensor or types) and (odd := taking_over(tensors_of(result, []))):
+        if type(result) is not torch.Tensor or types:
+            self._look_for_classes(result)
+        return result
+
+    def _look_for_classes(self, result: Any) -> None:
+        """Of tensors that intercept calls."""
+        if odd := taking_over(tensors_of(result, [])):
             self.record.spoilt = self.record.spoilt or (
                 f"tensors of class {odd} intercept torch's calls (__torch_function__, __torch_dispatch__), which "
                 "replays would bypass"
             )
-        return result
 
     def _deep_copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """What a memo holds by ids is of this moment alone: a replay gets one of its own."""
@@ -176,11 +190,26 @@ class Recorder(Noting, TorchFunctionMode):
                     "got other memory (.data = ...)"
                 )
 
+    def _with_tangents(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call while forward-mode differentiation computes tangents, which no replay would have: it is not noted, and
+        what it saves is kept. What it makes is external to the operations that use it."""
+        if self.along is not None:
+            self.depart()
+        with self.unheard():
+            self.look_again()
+            self.stop_following()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.numbers.unnoted()
+
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """See `Listener`: a call of an autograd.Function, of a custom operation, or a transform of torch.func."""
         kwargs = kwargs or {}
         if self._inside:
             return function(*args, **kwargs)
+        if forward_ad._current_level >= 0:
+            return self._with_tangents(function, args, kwargs)
         if self.along is not None:
             self.depart()
         with self.unheard():
@@ -214,6 +243,8 @@ class Recorder(Noting, TorchFunctionMode):
         """See `Listener`."""
         if self._inside:
             return function(*args)
+        if forward_ad._current_level >= 0:
+            return self._with_tangents(function, args, {})
         if self.along is not None:
             self.depart()
         with self.unheard():

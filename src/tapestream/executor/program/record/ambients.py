@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.program.record.record import Ambient
@@ -45,14 +44,7 @@ class Ambients:
         self._guarded: tuple[int, list[Any], list[Any]] = 0, [], []
 
     def now(self, epoch: int) -> int:
-        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode,
-        and where tangents are computed."""
-        if forward_ad._current_level >= 0:
-            raise InputError(
-                "Program: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp and hessian) is "
-                "active, and a replay would not have its tangents; use ts.Chain or ts.Loop, whose stages and steps may "
-                "do so, or take that part out of the program"
-            )
+        """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode."""
         modes = others() if _C._len_torch_function_stack() else ()
         answers = [*map(operator.call, self._questions)]
         seen = answers, epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
@@ -69,7 +61,7 @@ class Ambients:
     def hold(self, epoch: int, products: bool) -> bool:
         """Whether they do for sure, but for what attention alone goes by, and products (unless ``products``)."""
         guard = self._guard
-        if guard is None or not guard.check() or forward_ad._current_level >= 0:
+        if guard is None or not guard.check():
             return False
         if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack():
             return False

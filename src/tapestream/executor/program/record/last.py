@@ -82,7 +82,7 @@ class Last:
 
 def last_of(record: Record) -> Last | None:
     """None where a call can hardly follow: of users' modes, which differ from call to call, say."""
-    if not 0 < len(record) <= _MOST or record.spoilt or record.switched:
+    if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.departed:
         return None
     if any(ambient.modes or ambient.dispatching for ambient in record.ambients):
         return None

@@ -19,6 +19,7 @@ from tapestream.executor.program.calls.values import Ref, address_of
 from tapestream.executor.program.record.settled import Settled, settled_in
 from tapestream.executor.program.record.unread import Unread, unread_in
 from tapestream.runner.ambient import TorchGenerators
+from tapestream.runner.counts import Digest
 
 ALIVE = 2**31 - 1
 """Where the program has not let go of a value."""
@@ -131,7 +132,9 @@ class Record:
     those that do so through ``.data``, with the storage. ``handed_over``: storages that became those of tensors of
     others (``.data = value``), with the next operation. ``uncopied``: storages of leaves that
     were written into before they were used, as it seemed then (see `Settled`). ``departed``: the
-    first operations of the program were not noted.
+    first operations of the program, or some in between, were not noted. ``unreached``: operations that
+    no backward is to reach (see `Unreached`). ``digests``: what tells the bits that each operation made, None where
+    replays are not asked for the same.
     """
 
     kinds: Kinds
@@ -179,6 +182,8 @@ class Record:
     gained: dict[int, int] = field(default_factory=dict)
     uncopied: set[int] = field(default_factory=set)
     departed: bool = False
+    unreached: frozenset[int] = frozenset()
+    digests: list[Digest] | None = None
     _unread: Unread | None = field(default=None, init=False)
     _settled: Settled | None = field(default=None, init=False)
 
@@ -226,7 +231,7 @@ class Record:
     @property
     def idle(self) -> frozenset[int]:
         """Operations that no replay makes."""
-        return self.unread.idle | self.settled.idle
+        return self.unread.idle | self.settled.idle | self.unreached
 
     def generators(self) -> TorchGenerators:
         """The states, now, of torch's generators and of others that operations were given."""

@@ -21,6 +21,7 @@ from tapestream.executor.program.record.keeper import Entry, Kept
 from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import Record, look
 from tapestream.executor.program.record.tape import Saved, inside, still
+from tapestream.executor.program.replay.differing import as_before, changed, name_of
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.graph import root_of_graph
@@ -221,6 +222,8 @@ class ProgramSteps:
                     enter(record.ambients[record.ambient[k]])
                     before = record.ambient[k]
                 made = self._made(k, values, numbers, what, into)
+                if what == RUN and record.digests is not None:
+                    as_before(record, k, made)
                 results = record.results_of(k) if what == RUN else ()
                 if len(made) != len(results):
                     raise changed(record, k, f"{len(made)} tensors instead of {len(results)}")
@@ -334,17 +337,3 @@ def _called(record: Record, k: int, given: Iterator[torch.Tensor]) -> list[torch
 
 class _Enough(BaseException):
     """All that is asked for has been saved."""
-
-
-def changed(record: Record, k: int, how: str) -> GradientError:
-    """A replay gave something else than the first run."""
-    return GradientError(
-        f"Program: {name_of(record, k)} gave {how} in a replay; its result must depend only on its arguments and "
-        "torch's global random generator"
-    )
-
-
-def name_of(record: Record, k: int) -> str:
-    """What to call operation ``k`` in messages."""
-    function = record.pattern(k).function
-    return f"operation {k} ({getattr(function, '__name__', function)})"
