@@ -16,6 +16,7 @@ from tapestream.frontends.around import check_around, uncompiled
 from tapestream.frontends.below import Below, check_home, check_lanes, plan_with
 from tapestream.frontends.chain_call import Call, ChainNode
 from tapestream.frontends.check import check_deterministic
+from tapestream.frontends.first_call import FirstCall
 from tapestream.frontends.given import (
     check_kinds,
     check_knobs,
@@ -30,6 +31,7 @@ from tapestream.frontends.others import beside_others, room_for_call
 from tapestream.frontends.reached import also_reached
 from tapestream.ir.actions import Tier
 from tapestream.planning.cache import ByShape, KnownInputs, Prepared, ProfiledStages, key_of, shapes_of
+from tapestream.planning.exceeded import Exceeded
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
 from tapestream.runner.ambient import as_recompute
@@ -102,6 +104,8 @@ class Chain(nn.Module):
         self._last: Plan | None = None
         self._live = dict.fromkeys(Tier, 0)  # bytes of the budget that live calls hold
         self.awaiting = Awaiting()
+        self.exceeded = Exceeded(type(self).__name__)
+        self._first: FirstCall | None = None
         check_home(home, folder, host=True)
         self._tiers: dict[str, Any] = {"folder": folder, "home": home, "machine": machine, "engine": engine}
         self._below: Below | None = None
@@ -113,8 +117,8 @@ class Chain(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans know this chain's tensors by identity, and live calls are its own: a copy starts without either.
-        mine: dict[str, Any] = {"_known": ByShape(), "_last": None, "_below": None, "awaiting": Awaiting()}
-        return {**self.__dict__, **mine, "_live": dict.fromkeys(Tier, 0)}
+        mine: dict[str, Any] = {"_known": ByShape(), "awaiting": Awaiting(), "_live": dict.fromkeys(Tier, 0)}
+        return {**self.__dict__, **mine, "_last": None, "_below": None, "_first": None}
 
     @property
     def user_functions(self) -> tuple[Callable[[Any], Any], ...]:
@@ -157,6 +161,11 @@ class Chain(nn.Module):
     def _call(self, prepared: Prepared, initial: State, device: torch.device) -> Call:
         return Call(self, prepared, initial, device)
 
+    def first_call(self) -> FirstCall | None:
+        """What measures a call, if it is the first one of its plan."""
+        first, self._first = self._first, None
+        return first
+
     def _trainable(self) -> bool:
         return any(p.requires_grad for stage in self._stages for p in stage.parameters())
 
@@ -189,6 +198,10 @@ class Chain(nn.Module):
             repeated = self._repeated(known.profiled.traits, initial)
             found = Prepared.of(plan, self._stages, known.profiled, device, repeated=repeated, fusing=self._fusing)
             known.beside.add(tuple(live.values()), found)
+            limit = self._room(device, live).device_nbytes
+            self._first = FirstCall.of(
+                known, plan, limit, device, self.exceeded, strict=self.verify, within=self.gradients_within
+            )
         return found
 
     def _profiled(self, initial: State, device: torch.device) -> ProfiledStages:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ class Call:
             run.schedule, runner, parcels=parcels, moving=prepared.moving
         )
         self.chain, self.prepared, self.initial = chain, prepared, initial
+        self.first = chain.first_call()
         self.output: State | None = None
         self.together: Together | None = None
         self.given_up: Reason | None = None
@@ -59,10 +61,11 @@ class Call:
 
     def run(self) -> State:
         """The forward phase."""
-        interpreter = self.interpreter
+        interpreter, first = self.interpreter, self.first
         assert interpreter is not None
         try:
-            out = self._run_forward(interpreter)
+            run = partial(self._run_forward, interpreter)
+            out = run() if first is None else first.forward(run)
         except BaseException:
             self.release()
             raise
@@ -91,7 +94,8 @@ class Call:
             for leaf in self.prepared.leaves if together.sums else ():
                 if (begun := together.take((id(leaf),))) is not None:
                     interpreter.sums[id(leaf)] = leaf, begun
-            given = self._run_backward(interpreter, cotangents)
+            run = partial(self._run_backward, interpreter, cotangents)
+            given = run() if self.first is None else self.first.backward(run, interpreter.sums)
             for i, tensor in self._inputs.items():
                 given[i] = together.left((id(tensor),), given[i])
         finally:

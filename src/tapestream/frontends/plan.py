@@ -166,7 +166,7 @@ def _report_of(front: Chain | Loop | Program) -> Report:
     now, before = front.copies, _COUNTED.get(front, EngineStatistics({}, 0, 0.0))
     _COUNTED[front] = now
     moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in now.bytes_moved.items()}
-    said = None if isinstance(front, Chain) else front.exceeded.last
+    said = front.exceeded.last
     return Report(front.plan, (front.plan,), {}, moved, now.wait_seconds - before.wait_seconds, None, False, said)
 
 

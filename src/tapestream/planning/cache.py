@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from tapestream.costs import Budget, Profile
+from tapestream.costs import Budget, Profile, StageCost
 from tapestream.executor.fused import Shorter, fused
 from tapestream.executor.travel.travel import moved_saved
 from tapestream.ir.schedule import run_once
@@ -146,12 +146,28 @@ def _fits(plan: Plan, room: Budget) -> bool:
     return all(limit is None or nbytes <= limit for nbytes, limit in limits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KnownInputs:
     """What is known of inputs of one kind and these shapes: what was found of the stages, and plans."""
 
     profiled: ProfiledStages
     beside: Beside[Prepared] = field(default_factory=Beside)
+
+    def takes(self, times: float) -> None:
+        """A call has held so many times what was planned: others are planned for stages that do."""
+        profile = self.profiled.profile
+        stages = tuple(_taking(cost, times) for cost in profile.stages)
+        self.profiled, self.beside = replace(self.profiled, profile=replace(profile, stages=stages)), Beside()
+
+
+def _taking(cost: StageCost, times: float) -> StageCost:
+    return replace(
+        cost,
+        saved_nbytes=int(cost.saved_nbytes * times) + 1,
+        forward_extra_nbytes=int(cost.forward_extra_nbytes * times) + 1,
+        record_extra_nbytes=int(cost.recorded_extra_nbytes * times) + 1,
+        backward_extra_nbytes=int(cost.backward_extra_nbytes * times) + 1,
+    )
 
 
 def shapes_of(state: State) -> tuple[torch.Size, ...]:
