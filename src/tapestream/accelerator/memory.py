@@ -130,7 +130,7 @@ def rounded_nbytes(nbytes: int, device: torch.device) -> int:
 
 def tensor_nbytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor like this one takes on its device, with memory of its own."""
-    return rounded_nbytes(tensor.nbytes, tensor.device)
+    return tensor.nbytes if tensor.is_cpu else rounded_nbytes(tensor.nbytes, tensor.device)
 
 
 def storage_nbytes(storage: torch.UntypedStorage) -> int:

@@ -7,7 +7,7 @@ The rules that each action must obey are checked by `tapestream.simulate`, nowhe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class Tier(IntEnum):
@@ -45,12 +45,11 @@ class Kind(Enum):
 _BY_STAGE = (Kind.STATE, Kind.SAVED, Kind.INSIDE, Kind.INPUT, Kind.SIDE_GRADIENT, Kind.COTANGENT)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """Something that occupies bytes: a kind and a stage or block number; ``part`` numbers its pieces."""
 
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # not where a tuple has something
     part: int = 0
 
 

@@ -88,9 +88,9 @@ class Rule:
                 self._step(some)
             # The first step makes the state itself: one tensor at a time, so that only one is held twice, and the
             # largest while there is no room for all of it yet.
-            for entry in sorted(entries, key=lambda entry: -entry.piece.elements):
-                if entry.key not in self._created:
-                    self._step([entry])
+            new = [entry for entry in entries if entry.key not in self._created]
+            for entry in sorted(new, key=lambda entry: -entry.piece.elements):
+                self._step([entry])
 
     def regroup(self) -> None:
         """The groups have other parameters now."""
@@ -210,8 +210,9 @@ class Rule:
     def _put_away(self, entry: _Entry, made: Mapping[str, Any]) -> None:
         """State that the optimizer made goes to its places; the rest are scalars."""
         scalars = {}
+        places = entry.states if made else {}
         for name, value in made.items():
-            view = entry.states.get(name)
+            view = places.get(name)
             if view is None:
                 scalars[name] = value
             elif value is not view and value.data_ptr() != view.data_ptr():

@@ -71,7 +71,7 @@ class TorchGenerators:
 
     def equals(self, other: "TorchGenerators") -> bool:
         """Nothing was drawn in between."""
-        if len(self.others) != len(other.others) or not torch.equal(self.cpu, other.cpu):
+        if len(self.others) != len(other.others) or not _alike(self.cpu, other.cpu):
             return False
         if [id(one) for one, _ in self.own] != [id(one) for one, _ in other.own]:
             return False
@@ -90,6 +90,11 @@ class TorchGenerators:
             tuple((one, _one_of(state, known.get(one))) for one, state in self.others),
             tuple((one, _one_of(state, known.get(id(one)))) for one, state in self.own),
         )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two of the CPU's states are equal: in a fraction of the time of `torch.equal`, at each checkpoint."""
+    return one is other or one.numpy().tobytes() == other.numpy().tobytes()
 
 
 def _one_of(state: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,8 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+_GROUP = "/sys/fs/cgroup"
+
 
 def available_nbytes() -> int:
     """Bytes of RAM that this process could still take: what is available, within the limits of its control group and
@@ -26,25 +28,22 @@ def available_nbytes() -> int:
 
 
 def _below_own_limits() -> Iterator[int]:
-    process = psutil.Process()
-    if resource is None or not hasattr(process, "rlimit"):  # Linux has both
+    if resource is None or sys.platform != "linux":
         return
-    taken = process.memory_info()
-    for limit, used in ((psutil.RLIMIT_DATA, taken.data), (psutil.RLIMIT_AS, taken.vms)):
-        allowed, _ = process.rlimit(limit)
-        if allowed != psutil.RLIM_INFINITY:
-            yield max(0, allowed - used)
+    for limit, counted in ((resource.RLIMIT_DATA, "data"), (resource.RLIMIT_AS, "vms")):
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY:  # which is rare, and what is taken is slow to read
+            yield max(0, allowed - getattr(psutil.Process().memory_info(), counted))
 
 
 def _below_group_limits() -> Iterator[int]:
-    root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            allowed = (root / limit).read_text().strip()
-            taken = (root / used).read_text().strip()
+            with open(f"{_GROUP}/{limit}", "rb") as allowing, open(f"{_GROUP}/{used}", "rb") as taking:
+                allowed, taken = allowing.read().strip(), taking.read().strip()
         except OSError:
             continue
         if allowed.isdigit() and taken.isdigit():

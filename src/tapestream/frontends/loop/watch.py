@@ -55,14 +55,16 @@ def watch(
     observer = Observer()
     since = next_sequence_number()
     seen = Seen(since)
+    seen.tensors += [t for t in form.leaves(state) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     root = root_of_graph()
     device = next((leaf.device for leaf in form.leaves(state) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-    with as_a_stage(device), seen:
+    with as_a_stage(device):
         inside, fresh = copied(form, state, requires, root)
         seen.inputs = frozenset(map(id, fresh))
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in form.leaves(inside)]
         entering = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else None for leaf in form.leaves(inside)]
-        found = observer.run(step, inside, partial(_fed, feed, root))
+        with seen:
+            found = observer.run(step, inside, partial(_fed, feed, root))
     nodes = next_sequence_number() - since
     result, reached = _found(
         found, form, split, number, since, seen, frozenset(id(t) for t in (root, *fresh)), entering

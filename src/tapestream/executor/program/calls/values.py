@@ -49,7 +49,9 @@ def written(seen: Iterable[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tens
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes that count, as the device takes them: none of tensors without a storage."""
-    return tensor_nbytes(tensor) if tensor.layout is torch.strided else 0
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.nbytes if tensor.is_cpu else tensor_nbytes(tensor)  # asked after every operation
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
