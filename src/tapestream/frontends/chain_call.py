@@ -65,7 +65,7 @@ class Call:
         assert interpreter is not None
         try:
             run = partial(self._run_forward, interpreter)
-            out = run() if first is None else first.forward(run)
+            out = run() if first is None else first.forward(run, interpreter.runner.seen)
         except BaseException:
             self.release()
             raise

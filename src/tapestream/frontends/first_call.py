@@ -11,6 +11,7 @@ from tapestream.planning.cache import KnownInputs
 from tapestream.planning.exceeded import Exceeded, limit_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.runner import Gradients
+from tapestream.runner.seen import Seen, generators_nbytes
 from tapestream.runner.state import State, storages
 from tapestream.storage.meter import MemoryMeter, profiling, watch_memory
 from tapestream.units import format_nbytes
@@ -46,12 +47,12 @@ class FirstCall:
             return None
         return cls(known, plan, limit_nbytes, device, exceeded, strict, within)
 
-    def forward(self, run: Callable[[], State]) -> State:
-        """What ``run`` gives, the last state."""
+    def forward(self, run: Callable[[], State], seen: Mapping[int, Seen]) -> State:
+        """What ``run`` gives, the last state; ``seen``: of its stages; states of generators do not count."""
         with self._measured() as meter:
             out = run()
         if meter is not None:
-            made = sum(storages(out.tensors).values())
+            made = sum(storages(out.tensors).values()) + generators_nbytes(seen.values())
             self.held_nbytes = meter.end_nbytes - made
             self.most_nbytes = max(self.held_nbytes, meter.peak_nbytes - made)
         return out

@@ -1,7 +1,7 @@
 """`Seen`: what the first run of a stage saw beside its input, for its recomputes."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +49,12 @@ class Seen:
         if self.host_generators is not None:
             stack.callback(HostGenerators.capture(one for one, _ in self.host_generators.own).restore)
             self.host_generators.restore()
+
+
+def generators_nbytes(seen: Iterable[Seen]) -> int:
+    """What the states of torch's generators take, each once."""
+    held = (one.torch_generators for one in seen)
+    return sum({id(one.cpu): one.cpu.nbytes for one in held if one is not None}.values())
 
 
 def written(stage: Stage, traits: Traits) -> tuple[Slot, ...]:
