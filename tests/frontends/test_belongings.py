@@ -334,8 +334,29 @@ def test_in_a_loop(kind: type[Block]) -> None:
     equal(found, trained(plain.blocks[0], by_hand), ours, plain)
 
 
-@pytest.mark.parametrize("how", ["stream", "chain", "loop"])
-@pytest.mark.parametrize("kind", REFUSED)
+THREADED = (Averages, Unused, Previous)
+"""A loop makes these tensors a part of its state."""
+
+
+@pytest.mark.parametrize("kind", THREADED)
+def test_tensors_that_a_loop_threads(kind: type[Block]) -> None:
+    plain, ours = made(kind), made(kind)
+
+    def by_hand(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = plain.blocks[0](x)
+        return x.square().mean()
+
+    run = ts.Loop(ours.blocks[0], budget=60_000)
+    found = trained(ours.blocks[0], lambda x: run(x, steps=20).square().mean())
+    equal(found, trained(plain.blocks[0], by_hand), ours, plain)
+    assert torch.equal(ours.blocks[0].kept, plain.blocks[0].kept)
+
+
+WAYS = [(kind, how) for kind in REFUSED for how in ("stream", "chain", "loop") if how != "loop" or kind not in THREADED]
+
+
+@pytest.mark.parametrize(("kind", "how"), WAYS)
 def test_refused(kind: type[Block], how: str) -> None:
     net, x = made(kind), torch.randn(32, 16)
     before = [copy.copy(getattr(block, "kept", None)) for block in net.blocks]

@@ -2,6 +2,7 @@
 were called): a recompute sees the old ones and its writes are discarded."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -83,16 +84,20 @@ def _may_read(module: nn.Module) -> bool:
 @dataclass(frozen=True, slots=True)
 class BufferSnapshot:
     """Copies of the buffers and attributes that a stage writes, from before its first run. ``unread``: slots whose
-    content does not matter, so that recomputes find copies of what is there by then."""
+    content does not matter, so that recomputes find copies of what is there by then. ``originals``: the tensors
+    that were copied, where somebody still holds them."""
 
     slots: tuple[Slot, ...]
     copies: tuple[Any, ...]
     unread: tuple[Slot, ...] = ()
+    originals: tuple[weakref.ref[torch.Tensor] | None, ...] = ()
 
     @classmethod
     def take(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
         """Copy what the slots hold now."""
-        return cls(tuple(slots), tuple(copied(held(slot)) for slot in slots))
+        values = [held(slot) for slot in slots]
+        originals = tuple(weakref.ref(value) if isinstance(value, torch.Tensor) else None for value in values)
+        return cls(tuple(slots), tuple(map(copied, values)), originals=originals)
 
     @classmethod
     def for_recomputes(cls, slots: Sequence[Slot]) -> "BufferSnapshot":
@@ -102,7 +107,8 @@ class BufferSnapshot:
 
     def also(self, other: "BufferSnapshot") -> "BufferSnapshot":
         """This one and another, of other slots."""
-        return replace(self, slots=(*self.slots, *other.slots), copies=(*self.copies, *other.copies))
+        slots, copies = (*self.slots, *other.slots), (*self.copies, *other.copies)
+        return replace(self, slots=slots, copies=copies, originals=())
 
     def changed(self) -> tuple[Slot, ...]:
         """The slots of modules that hold any buffer whose content differs from its copy (NaN equals NaN), and those of
@@ -120,14 +126,23 @@ class BufferSnapshot:
         return tuple(slot for slot, copy in pairs if (id(slot[0]), isinstance(copy, torch.Tensor)) in written)
 
     def put_back(self) -> None:
-        """Write the copies into the buffers that the modules hold, and set attributes that are numbers still."""
+        """Write the copies into the buffers that the modules hold, and set attributes that are numbers still.
+
+        A tensor that a run has put in a buffer's place (a membrane potential) is its result, or an argument: nothing
+        is written into that, and the buffer becomes a copy.
+        """
+        originals = self.originals or (None,) * len(self.slots)
         with torch.no_grad():
-            for slot, copy in zip(self.slots, self.copies, strict=True):
+            for slot, copy, original in zip(self.slots, self.copies, originals, strict=True):
                 now = held(slot)
                 if not isinstance(copy, torch.Tensor):
                     if type(now) in NUMBERS and now is not copy:
                         put(slot, copy)
-                elif isinstance(now, torch.Tensor) and now.shape == copy.shape and _differs(now, copy):
+                elif not (isinstance(now, torch.Tensor) and now.shape == copy.shape and _differs(now, copy)):
+                    continue
+                elif original is not None and original() is not now:
+                    put(slot, copied(copy))
+                else:
                     now.data.copy_(copy)  # no new version: a tape may hold it, to whom nothing has happened
 
     @contextlib.contextmanager

@@ -14,6 +14,11 @@ from tapestream.runner.bits import same_bits
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State
 
+
+class KeepsState(InputError):
+    """A step finds what the one before has left in attributes, buffers or elsewhere."""
+
+
 _ROUNDING = 100  # times the relative accuracy of a dtype
 
 
@@ -42,7 +47,7 @@ def check_runs_alike(
         further = [change for change in changed if not before.has_number(change)]
         if further or not same:
             undo(found)
-            raise InputError(_refusal(stage.name, (further or found)[0].name, further=bool(further)))
+            raise KeepsState(_refusal(stage.name, (further or found)[0].name, further=bool(further)))
     changes += found
     return tuple(own.values()), [*found, *before.replaced(after)]
 

@@ -81,7 +81,7 @@ class Change:
             return self.holder._buffers.get(self.key.name)
         if not isinstance(self.holder, dict) and not hasattr(self.holder, "__dict__"):  # a cell, an object with slots
             return getattr(self.holder, str(self.key), None)
-        place, key = _place_of(self.holder, self.key)
+        place, key = place_of(self.holder, self.key)
         return place.get(key)
 
     def put_back(self) -> None:
@@ -96,7 +96,7 @@ class Change:
         elif isinstance(holder, type):  # whose attributes cannot be put into its dictionary
             delattr(holder, self.key) if value is _Absent else setattr(holder, self.key, value)
         elif isinstance(holder, (dict, types.FunctionType)) or hasattr(holder, "__dict__"):
-            place, key = _place_of(holder, self.key)
+            place, key = place_of(holder, self.key)
             if value is _Absent:
                 place.pop(key, None)
             else:
@@ -290,7 +290,7 @@ def _equal(old: Any, new: Any) -> bool:
     return old.inside.keys() == new.inside.keys() and all(_equal(before, after) for before, after in pairs)
 
 
-def _place_of(holder: Any, key: Any) -> tuple[Any, Any]:
+def place_of(holder: Any, key: Any) -> tuple[Any, Any]:
     """Where the holder has what `held_by` gives under ``key``, and under which name."""
     if isinstance(holder, dict):
         return holder, key

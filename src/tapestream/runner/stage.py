@@ -89,7 +89,7 @@ class Stage:
         """It calls these, too. What gets gradients of theirs is in the graph of its runs."""
         below = dict.fromkeys(found for module in modules for found in modules_below(module))
         self.modules = tuple(dict.fromkeys((*self.modules, *below)))
-        self.stills = Stills(self.modules)
+        self.stills = Stills(self.modules, self.stills.threaded)
 
     @property
     def parts(self) -> "tuple[Stage, ...]":
@@ -109,7 +109,7 @@ class Stage:
         modules, looks = self.modules, not self.is_compiled()
         yield looks
         yield looks
-        self.modules, self.stills = modules, Stills(modules)
+        self.modules, self.stills = modules, Stills(modules, self.stills.threaded)
         yield False
 
     def is_compiled(self) -> bool:

@@ -82,10 +82,12 @@ class Stills:
         "draws_host",
         "late",
         "modules",
+        "threaded",
     )
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], threaded: Sequence[Slot] = ()) -> None:
         self.modules = tuple(modules)
+        self.threaded = tuple(threaded)  # buffers that every run is given, and which may be others in between
         self.late = tuple[Slot, ...]()  # buffers that it writes at times, though not when it was profiled
         self.draws_host = False  # the same of Python's and NumPy's generators
         # By kinds of slots (see `kinds_of`), whether recomputes need what they hold after the first run.
@@ -108,7 +110,7 @@ class Stills:
         if self._attributes is None or self._attributes.lead_elsewhere():
             self._attributes = AttributesRead.of((function, *self._named), self.modules)
         buffers = chain.from_iterable(map(dict.values, self._dicts[_BUFFERS : _PLACES * len(self.modules) : _PLACES]))
-        own = {id(module._buffers.get(name)) for module, name in written}
+        own = {id(module._buffers.get(name)) for module, name in (*written, *self.threaded)}
         still = [b for b in buffers if b is not None and id(b) not in own]
         still += [p for p in self._plain if not p.requires_grad]
         captured, marks = list[Any](), list[Any]()
@@ -161,7 +163,7 @@ class Stills:
         """Raise GradientError with the name of what a recompute would see other than it was."""
         if then.same(now):
             return
-        found = [*self._differing(then, now, written), *_of_objects(then, now)]
+        found = [*self._differing(then, now, (*written, *self.threaded)), *_of_objects(then, now)]
         if found:
             raise GradientError(
                 f"{name}: {self._what(found[0])} was changed between the call and its backward, so recomputing would "
@@ -189,7 +191,7 @@ class Stills:
 
     def counted(self, before: Look, after: Look, written: Sequence[Slot]) -> BufferSnapshot | None:
         """Numbers that are not what they were, and buffers in whose place others are, as they were."""
-        found = [] if before.same(after) else self._differing(before, after, written)
+        found = [] if before.same(after) else self._differing(before, after, (*written, *self.threaded))
         return _before([one for one in found if one.before is not _LOST])
 
     def expect(self, slots: Sequence[Slot]) -> None:

@@ -40,6 +40,7 @@ class KnownSteps:
     def __init__(self, stage: Stage, *, verify: bool) -> None:
         self.stage, self.verify = stage, verify
         self._costs: dict[object, Cost] = {}
+        self.threaded: dict[object, Any] = {}  # see `threaded.Threads`
         self._compiled: dict[object, Measured] = {}
 
     def looked(self, task: Task, count: int | None, until: Condition | None) -> Task:

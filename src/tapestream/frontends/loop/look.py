@@ -7,20 +7,20 @@ from typing import Any
 import numpy
 import torch
 
-from tapestream.capture.buffers import Slot
+from tapestream.capture.buffers import Slot, buffer_slots, held, put
 from tapestream.capture.observe import UnknownModules, observed
 from tapestream.capture.python_state import GENERATORS, key_of_generator, things_behind
 from tapestream.capture.snapshot import Snapshot
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import GradientError
 from tapestream.executor.loop.form import Form, Leaf
 from tapestream.executor.loop.sweep import NAME
 from tapestream.executor.loop.traits import StepTraits, Sweep
 from tapestream.frontends.loop.inputs import Called, Feed
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
 from tapestream.planning.profile import collector_off, undisturbed
-from tapestream.planning.repeating import check_runs_alike
+from tapestream.planning.repeating import KeepsState, check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
-from tapestream.runner.belongings import Belongings, Change
+from tapestream.runner.belongings import Belongings, Change, undo
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
@@ -55,6 +55,7 @@ def look_at(
     """
     for looks in stage.learning():
         snapshot = Snapshot.of(stage.modules)
+        buffers = [(slot, held(slot)) for slot in buffer_slots(stage.modules)]
         try:
             own = tuple(things_behind(stage.function, GENERATORS))
             with undisturbed((stage,), device, own), reentrant_checkpointing_off():
@@ -63,8 +64,16 @@ def look_at(
         except UnknownModules as unknown:
             stage.reaches(unknown.modules)
         finally:
+            _rebind(buffers)
             snapshot.put_back()
     raise AssertionError("the last try does not look")
+
+
+def _rebind(buffers: Sequence[tuple[Slot, Any]]) -> None:
+    """Let modules hold the buffers that they held; a step may have put its results in their places."""
+    for slot, before in buffers:
+        if isinstance(before, torch.Tensor) and held(slot) is not before:
+            put(slot, before)
 
 
 @dataclass(slots=True)
@@ -101,12 +110,16 @@ class _Looking:
             return _same([(list(form.leaves(once_more.state)), _outputs(once_more))], found)
 
         left: list[Change] = []
-        of_generators, _ = check_runs_alike(stage, belongings, repeats, left, self.snapshot.observations[0])
+        of_generators, replaced = check_runs_alike(stage, belongings, repeats, left, self.snapshot.observations[0])
         mask = found[0].requires
         twice = len(feeds) > 1 and not (ended is not None and ended(found[0].state))
         for _ in range((1 + len(mask)) * twice):  # each but the last adds a leaf to the mask
             found.append(self._watch(found[0].state, mask, feeds[1], 1))
-            _check_threaded(found[-1].captured, since)
+            try:
+                _check_threaded(found[-1].captured, since)
+            except KeepsState:
+                undo([*left, *replaced])
+                raise
             if _either(mask, found[-1].requires) == mask:
                 break
             mask = _either(mask, found[-1].requires)  # a gradient that takes several steps to arrive
@@ -157,7 +170,7 @@ def _check_threaded(captured: Sequence[torch.Tensor], since: int) -> None:
     """``since``: the sequence number of the first node of the steps that are watched."""
     for tensor in captured:
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
-            raise InputError(
+            raise KeepsState(
                 f"Loop: a step reads a tensor of shape {tuple(tensor.shape)} that an earlier step has left in a buffer "
                 "or elsewhere, and through which a gradient flows; pass it through the state, or use ts.Program"
             )

@@ -1,0 +1,184 @@
+"""Steps that keep their state in attributes and buffers of modules, as spiking neurons do, against a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tapestream as ts
+
+BATCH, WIDTH, STEPS = 3, 5, 40
+
+
+class InBuffer(nn.Module):
+    """A leaky neuron; its potential is a buffer that has no elements before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.register_buffer("potential", torch.zeros(0), persistent=False)
+        self.fired: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        self.potential = torch.zeros_like(self.potential)
+
+    def forward(self, x: torch.Tensor, potential: torch.Tensor | None = None) -> torch.Tensor:
+        if potential is not None:
+            self.potential = potential
+        if self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x)
+        self.potential = self.decay * self.potential + x
+        self.fired = (self.potential > 1).float().detach()
+        self.potential = self.potential - self.fired
+        return torch.sigmoid(self.potential)
+
+
+class InDictionary(nn.Module):
+    """The same in a dictionary that is an attribute, where a number stands before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.kept: dict[str, Any] = {"potential": 0.0}
+
+    def clear(self) -> None:
+        self.kept["potential"] = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["potential"] = self.decay * self.kept["potential"] + x
+        return torch.sigmoid(self.kept["potential"])
+
+
+class InAttribute(nn.Module):
+    """The same in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.clear()
+
+    def clear(self) -> None:
+        self.potential = torch.zeros(BATCH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.potential = self.decay * self.potential + x
+        return torch.sigmoid(self.potential)
+
+
+class Network(nn.Module):
+    """Two layers; random numbers and running statistics are in the first."""
+
+    def __init__(self, neuron: type[nn.Module]) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
+        self.layers = nn.Sequential(first, neuron(), nn.Linear(WIDTH, WIDTH), neuron())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+    def neurons(self) -> list[Any]:
+        return [self.layers[1], self.layers[3]]
+
+
+def trained(neuron: type[nn.Module], budget: str | None, *, stack: bool, clears: bool = True) -> list[torch.Tensor]:
+    """All that three steps leave: losses, gradients, parameters, buffers, random numbers."""
+    torch.manual_seed(0)
+    network, rows, left = Network(neuron), torch.rand(STEPS, BATCH, WIDTH) * 2, []
+
+    def step(total: torch.Tensor, x: torch.Tensor) -> Any:
+        out = network(x)
+        return (total + out, out.square()) if stack else total + out
+
+    loop = None if budget is None else ts.Loop(step, budget=budget)
+    for _ in range(3):
+        if clears:
+            for one in network.neurons():
+                one.clear()
+        else:
+            for one in network.neurons():
+                one.potential = one.potential.detach()
+        total, outs = torch.zeros(BATCH, WIDTH), []
+        if loop is None:
+            for x in rows:
+                found = step(total, x)
+                total, out = found if stack else (found, None)
+                outs.append(out)
+            stacked = torch.stack(outs) if stack else None
+        elif stack:
+            total, stacked = loop(total, inputs=rows, outputs="stack")
+        else:
+            total, stacked = loop(total, inputs=rows), None
+        loss = total.square().mean() if stacked is None else total.square().mean() + stacked.mean()
+        for one in network.neurons():
+            kept = one.kept["potential"] if isinstance(one, InDictionary) else one.potential
+            loss = loss + kept.mean()  # what the last step leaves has its gradient, too
+        loss.backward()
+        left += [loss.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+        with torch.no_grad():
+            for p in network.parameters():
+                p -= 1e-6 * p.grad
+                p.grad = None
+    return [*left, *network.parameters(), *network.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("neuron", [InBuffer, InDictionary, InAttribute])
+@pytest.mark.parametrize("budget", ["1GiB", "48KiB"])
+def test_what_a_step_keeps_is_a_part_of_the_state(neuron: type[nn.Module], stack: bool, budget: str) -> None:
+    wanted, found = (trained(neuron, one, stack=stack) for one in (None, budget))
+    assert len(wanted) == len(found)
+    assert all(map(torch.equal, wanted, found))
+
+
+def test_a_state_that_goes_on_from_call_to_call() -> None:
+    wanted, found = (trained(InAttribute, one, stack=False, clears=False) for one in (None, "48KiB"))
+    assert all(map(torch.equal, wanted, found))
+
+
+def test_a_buffer_that_becomes_the_state_is_no_change_of_the_step() -> None:
+    """Also in the second call, which finds in the buffer what the first has left."""
+    torch.manual_seed(0)
+    neuron, rows = InBuffer(), torch.rand(STEPS, BATCH, WIDTH)
+
+    def step(potential: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = neuron(x, potential)
+        return neuron.potential, out
+
+    def gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        (found,) = torch.autograd.grad(run(torch.zeros(BATCH, WIDTH)).square().sum(), neuron.decay)
+        return found
+
+    def plainly(state: torch.Tensor) -> torch.Tensor:
+        outs = []
+        for x in rows:
+            state, out = step(state, x)
+            outs.append(out)
+        return torch.stack(outs)
+
+    loop = ts.Loop(step, budget="10KiB")
+    wanted = gradient(plainly)
+    for _ in range(3):
+        assert torch.equal(gradient(lambda state: loop(state, inputs=rows, outputs="stack")[1]), wanted)
+
+
+@pytest.mark.parametrize("how", ["sum", "until", "grows"])
+def test_what_cannot_be_threaded_is_refused_by_name(how: str) -> None:
+    neuron, seen = InAttribute(), list[torch.Tensor]()
+
+    def step(state: torch.Tensor, x: torch.Tensor | None = None) -> Any:
+        out = state + neuron(torch.ones(BATCH, WIDTH) if x is None else x)
+        if how == "grows":
+            seen.append(out)
+            out = out + len(seen)
+        return (out, out) if how == "sum" else out
+
+    options = {"sum": {"steps": 4, "outputs": "sum"}, "until": {"until": lambda s: s.sum() > 40, "max_steps": 9},
+               "grows": {"steps": 4}}[how]  # fmt: skip
+    before = neuron.potential
+    with pytest.raises(ts.errors.InputError, match=r"InAttribute\.potential|step\.seen"):
+        ts.Loop(step, budget="1MiB")(torch.zeros(BATCH, WIDTH), **options)
+    assert torch.equal(neuron.potential, before)
+    assert not seen
