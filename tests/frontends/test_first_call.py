@@ -51,6 +51,11 @@ def step(run: Any, model: list[nn.Module]) -> list[torch.Tensor]:
     return [*torch.autograd.grad(run(x).square().mean(), leaves)]
 
 
+def several_steps(run: Any, model: list[nn.Module]) -> None:
+    for _ in range(4):
+        step(run, model)
+
+
 def profiled(*, verify: bool = False) -> int:
     """How often stages run before the call itself begins."""
     run = ts.Chain(stages(), budget=64 * STATE, verify=verify)
@@ -84,8 +89,7 @@ def test_later_calls_stay_within_the_budget() -> None:
     model = stages(few=profiled())
     run = ts.Chain(model, budget=budget)
     with pytest.warns(ts.BudgetExceeded):
-        for _ in range(4):  # each plan learns from the one before
-            step(run, model)
+        several_steps(run, model)  # each plan learns from the one before
     for _ in range(2):
         with track_memory() as meter:
             assert all(map(torch.equal, step(run, model), wanted))

@@ -1,6 +1,7 @@
 """Steps that keep their state in attributes and buffers of modules, as spiking neurons do, against a plain loop."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import tapestream as ts
+from tapestream.errors import BudgetError
+from tapestream.storage.meter import track_memory
 
 BATCH, WIDTH, STEPS = 3, 5, 40
 
@@ -181,4 +184,70 @@ def test_what_cannot_be_threaded_is_refused_by_name(how: str) -> None:
     with pytest.raises(ts.errors.InputError, match=r"InAttribute\.potential|step\.seen"):
         ts.Loop(step, budget="1MiB")(torch.zeros(BATCH, WIDTH), **options)
     assert torch.equal(neuron.potential, before)
+    assert not seen
+
+
+class Wide(nn.Module):
+    """Keeps a wide state, and saves several of it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.full((64,), 0.9))
+        self.potential = torch.zeros(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.potential = torch.tanh(torch.sin(self.decay * self.potential) + x)
+        return self.potential
+
+
+def test_the_first_steps_tape_is_in_the_budget() -> None:
+    neuron, state = Wide(), 4 * 512 * 64
+
+    def step(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return total + neuron(x)
+
+    loop, x = ts.Loop(step, budget=16 * state), torch.ones(40, 64)
+    for measured in (False, True, True):
+        neuron.potential = torch.zeros(512, 64)
+        with track_memory() if measured else nullcontext() as meter:
+            loop(torch.zeros(512, 64), inputs=x).sum().backward()
+        # Beside the budget: the first states, the results, and what the loss makes.
+        assert meter is None or meter.peak_nbytes <= 1.02 * 16 * state + 6 * state
+    with pytest.raises(BudgetError):
+        ts.Loop(step, budget=2 * state)(torch.zeros(512, 64), inputs=x)
+
+
+def test_what_the_first_step_saved_is_written_into() -> None:
+    neuron = Wide()
+
+    def step(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return total * neuron(x)
+
+    def run(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], plain: bool) -> None:
+        neuron.potential, first = torch.zeros(512, 64), torch.ones(512, 64)
+        total, x = first, torch.ones(4, 64)
+        if plain:
+            for row in x:
+                total = step(total, row)
+        else:
+            total = ts.Loop(step, budget="64MiB")(total, inputs=x)
+        first.mul_(2)  # the first product's backward needs it
+        total.sum().backward()
+
+    for plain in (True, False):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace\s+operation"):
+            run(step, plain)
+
+
+def test_a_refusal_leaves_generators_as_they_were() -> None:
+    neuron, seen = InAttribute(), list[torch.Tensor]()
+
+    def step(state: torch.Tensor) -> torch.Tensor:
+        seen.append(neuron(torch.rand(BATCH, WIDTH)))
+        return state + seen[-1] * len(seen)
+
+    before = torch.get_rng_state()
+    with pytest.raises(ts.errors.InputError):
+        ts.Loop(step, budget="1MiB")(torch.zeros(BATCH, WIDTH), 4)
+    assert torch.equal(torch.get_rng_state(), before)
     assert not seen

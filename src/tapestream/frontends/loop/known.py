@@ -16,6 +16,7 @@ from tapestream.frontends.loop.costs import cost_of
 from tapestream.frontends.loop.inputs import Feed
 from tapestream.frontends.loop.look import look_at
 from tapestream.frontends.loop.outputs import check_tensors
+from tapestream.planning.repeating import KeepsState
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.passable import check_modules
@@ -41,6 +42,7 @@ class KnownSteps:
         self.stage, self.verify = stage, verify
         self._costs: dict[object, Cost] = {}
         self.threaded: dict[object, Any] = {}  # see `threaded.Threads`
+        self.keeps: KeepsState | None = None  # how it was refused, which `threaded.Threads` has taken
         self._compiled: dict[object, Measured] = {}
 
     def looked(self, task: Task, count: int | None, until: Condition | None) -> Task:

@@ -32,7 +32,7 @@ from tapestream.frontends.loop.open_call import OpenCall, exhausted
 from tapestream.frontends.loop.outputs import sink_of
 from tapestream.frontends.loop.plans import Chosen, choose, given_plan, online_of, profile_of
 from tapestream.frontends.loop.progress import Progress, progress_of
-from tapestream.frontends.loop.threaded import Threads
+from tapestream.frontends.loop.threaded import looked_or_threaded
 from tapestream.frontends.loop.tier_plans import check_room, choose_below
 from tapestream.frontends.others import beside_others, left_on_device
 from tapestream.frontends.reached import also_reached
@@ -40,7 +40,6 @@ from tapestream.planners.online import Online
 from tapestream.planning.cache import Beside
 from tapestream.planning.exceeded import Exceeded
 from tapestream.planning.plan import Plan
-from tapestream.planning.repeating import KeepsState
 from tapestream.runner.depth import SHALLOW
 from tapestream.runner.graph import let_go_of_failed_backward
 from tapestream.runner.nesting import covered, covering
@@ -170,10 +169,10 @@ class Loop(nn.Module):
         if not torch.is_grad_enabled():
             return self._plainly(task, count, until)
         check_around("Loop")
-        try:
-            task = self._known.looked(task, count, until)
-        except KeepsState as refused:
-            return Threads(self, refused).run(task, inputs, outputs, every, count, until)
+        looked = looked_or_threaded(self, task, inputs, outputs, every, count, until)
+        if isinstance(looked, tuple):
+            return looked[0]
+        task = looked
         if not any(t.requires_grad for t in task.inputs()):
             return self._plainly(task, count, until)
         if self._compiler is None:

@@ -1,24 +1,30 @@
 """State that a step keeps in attributes and buffers (a membrane potential), threaded through the loop's state."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tapestream.capture.buffers import Slot, buffer_slots, held, put
 from tapestream.capture.snapshot import Snapshot
-from tapestream.errors import InputError
+from tapestream.costs import Budget
+from tapestream.errors import GradientError
 from tapestream.executor.loop.sweep import paired
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Feed
 from tapestream.frontends.loop.known import KnownSteps
+from tapestream.frontends.others import beside_others
 from tapestream.planning.plan import Plan
+from tapestream.planning.repeating import KeepsState
+from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.belongings import Belongings, place_of, undo
 from tapestream.runner.stage import Stage
+from tapestream.runner.state import storages
 
 _MOST_KNOWN = 16
 
@@ -31,6 +37,7 @@ class Looped(Protocol):
     _compiler: Any
     _given: Plan | None
     verify: bool
+    budget: Budget
     plan: Plan | None
 
     def __call__(self, state: Any, steps: int | None, *, inputs: Any, outputs: Any) -> Any:
@@ -52,6 +59,37 @@ class Place:
         return id(self.holder), self.name
 
 
+class FirstTape:
+    """What the first step saves for its backward, counted: it stays until then, beside what the loop takes. ``given``:
+    tensors that are others'."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._others = storages([one for one in given if isinstance(one, torch.Tensor)])
+        self._saved: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Each storage once."""
+        return sum(self._saved.values())
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """For `saved_tensors_hooks`."""
+        found = storages([tensor])
+        self._saved |= {address: nbytes for address, nbytes in found.items() if address not in self._others}
+        return tensor.detach(), tensor._version
+
+
+def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """See `FirstTape.pack`. Raises GradientError where it was written into, which hooks leave to us to look for."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise GradientError(
+            f"Loop: a tensor of shape {tuple(tensor.shape)} that the first step's backward needs was modified by an "
+            "inplace operation after it had been saved; clone() it before"
+        )
+    return tensor
+
+
 class Threads:
     """Runs a loop that was refused as its step finds what the one before has left.
 
@@ -59,8 +97,9 @@ class Threads:
     where the step keeps tensors. From then on these are a part of the state.
     """
 
-    def __init__(self, loop: Looped, refused: InputError) -> None:
+    def __init__(self, loop: Looped, refused: KeepsState) -> None:
         self.loop, self.refused = loop, refused
+        self.tape = FirstTape(())
 
     def run(self, task: Task, inputs: Any, outputs: Any, every: int, count: int | None, until: Any) -> Any:
         """What the loop returns. Raises the refusal where it cannot be told what is kept, or with options that would
@@ -73,6 +112,7 @@ class Threads:
             raise self.refused
         with_output = outputs is not None
         found, places = self._first(task)
+        loop._known.keeps = self.refused
         state, output = paired(found, 0) if with_output else (found, None)
         task.body.form.check(state, 0)
         rows = None
@@ -85,8 +125,11 @@ class Threads:
     def _first(self, task: Task) -> tuple[Any, list[Place]]:
         stage = self.loop._stage
         before, buffers = Belongings(stage.modules, stage.function), _buffers_of(stage.modules)
-        snapshot = Snapshot.of(stage.modules)
-        found = stage.function(task.state, *Feed.of(task.source, 0).given())
+        snapshot, torchs, hosts = Snapshot.of(stage.modules), TorchGenerators.capture(), HostGenerators.capture()
+        inputs = Feed.of(task.source, 0).given()
+        self.tape = FirstTape([*task.body.form.leaves(task.state), *tree_leaves(inputs), *stage.parameters()])
+        with saved_tensors_hooks(self.tape.pack, unpack):
+            found = stage.function(task.state, *inputs)
         after = Belongings(stage.modules, stage.function, before)
         changes = [*before.changes(after), *before.replaced(after)]
         slots = [slot for slot, value in buffers if held(slot) is not value]
@@ -102,9 +145,13 @@ class Threads:
                 for slot, value in buffers:
                     put(slot, value)
                 snapshot.put_back()
+                torchs.restore()
+                hosts.restore()
                 raise self.refused
             places.append(Place(*place_of(change.holder, change.key)))
         if not places:
+            torchs.restore()
+            hosts.restore()
             raise self.refused
         return found, list({place.key: place for place in places}.values())
 
@@ -113,8 +160,12 @@ class Threads:
         loop = self._child(places, with_output=outputs is not None)
         for place, tensor in zip(places, kept, strict=True):
             place.holder[place.name] = tensor.detach()  # without its graph: the loop is given that as its state
+        held, whole = self.tape.nbytes, self.loop.budget
+        if whole.device_nbytes is not None:
+            loop.budget = whole.with_device(max(1, whole.device_nbytes - held))
         try:
-            found = loop((state, kept), count, inputs=inputs, outputs=outputs)
+            with beside_others("Loop", held, whole):
+                found = loop((state, kept), count, inputs=inputs, outputs=outputs)
         finally:
             self.loop.plan = loop.plan
         (state, kept), rows = found if outputs is not None else (found, None)
@@ -136,6 +187,25 @@ class Threads:
             known[key] = child
         found: Looped = known[key]
         return found
+
+
+def looked_or_threaded(
+    loop: Looped, task: Task, inputs: Any, outputs: Any, every: int, count: int | None, until: Any
+) -> Task | tuple[Any]:
+    """The task with what a look at its steps shows; what the loop returns, in a tuple, where these keep state. If they
+    did in the last call, there is no look."""
+    asked, keeps = (task, inputs, outputs, every, count, until), loop._known.keeps
+    if keeps is not None:
+        try:
+            return (Threads(loop, keeps).run(*asked),)
+        except KeepsState as refused:
+            if refused is not keeps:
+                raise
+            loop._known.keeps = None  # nothing has changed
+    try:
+        return loop._known.looked(task, count, until)
+    except KeepsState as refused:
+        return (Threads(loop, refused).run(*asked),)
 
 
 def threaded(step: Callable[..., Any], places: Sequence[Place], *, with_output: bool) -> Callable[..., Any]:
