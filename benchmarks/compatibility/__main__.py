@@ -1,12 +1,14 @@
 """``python -m benchmarks.compatibility [KIND ...]``: runs every case in a child of its own, and writes what was found.
 
-Kinds: transformers, peft, torch.optim, pytorch_optimizer, timm. Packages that are not installed are left as they are in
-benchmarks/results/compatibility.
+Kinds: transformers, peft, torch.optim, pytorch_optimizer, timm, science. Packages that are not installed are left as
+they are in benchmarks/results/compatibility; of "science", they have no rows.
 """
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import sys
@@ -18,17 +20,19 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.common import RESULTS, Row, commit, machine_name
-from benchmarks.compatibility import families, methods
+from benchmarks.compatibility import families, methods, science
+from benchmarks.compatibility.called import CallCase, tried_call
 from benchmarks.compatibility.trial import Case, tried
 
-KINDS: dict[str, Callable[[], Iterator[Case]]] = {
+KINDS: dict[str, Callable[[], Iterator[Case | CallCase]]] = {
     "transformers": families.cases,
     "peft": methods.peft_methods,
     "torch.optim": partial(methods.optimizers_of, "torch.optim"),
     "pytorch_optimizer": partial(methods.optimizers_of, "pytorch_optimizer"),
     "timm": methods.timm_models,
+    "science": science.cases,
 }
-_PACKAGES = {"torch.optim": "torch"}
+_PACKAGES: dict[str, tuple[str, ...]] = {"torch.optim": ("torch",), "science": science.PACKAGES}
 
 
 def main() -> int:
@@ -53,7 +57,7 @@ def main() -> int:
     return bad
 
 
-def _in_child(case: Case, limit: float) -> Row:
+def _in_child(case: Case | CallCase, limit: float) -> Row:
     """Nothing of one case is left for the next; what ends or hangs is a row."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -70,14 +74,14 @@ def _in_child(case: Case, limit: float) -> Row:
     return {"name": case.name, **found}
 
 
-def _send(case: Case, sender: Connection) -> None:
+def _send(case: Case | CallCase, sender: Connection) -> None:
     warnings.simplefilter("ignore")
-    sender.send(tried(case))
+    sender.send(tried(case) if isinstance(case, Case) else tried_call(case))
 
 
 def _write(kind: str, rows: list[Row]) -> None:
-    package = _PACKAGES.get(kind, kind)
-    versions = {name: importlib.metadata.version(name) for name in dict.fromkeys(("torch", package))}
+    packages = [name for name in _PACKAGES.get(kind, (kind,)) if importlib.util.find_spec(name) is not None]
+    versions = {name: _version(name) for name in dict.fromkeys(("torch", *packages))}
     result = {
         "name": kind, "date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine_name("cpu"),
         "versions": versions, "rows": rows,
@@ -86,6 +90,14 @@ def _write(kind: str, rows: list[Row]) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / f"{kind}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    """Of one that lies on the path without having been installed, what it says itself."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module(package).__version__)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_ORDER = ("transformers", "timm", "peft", "torch.optim", "pytorch_optimizer")
+_ORDER = ("transformers", "timm", "peft", "torch.optim", "pytorch_optimizer", "science")
 _HEAD = """# Compatibility
 
 What was trained with `ts.stream` and `ts.optimizer`, and how it went. Every row was run for this page: three steps by
@@ -18,6 +18,9 @@ to write instead, before anything was wrong. `python -m benchmarks.compatibility
 Models are tiny (a hidden size of 32, three or four layers) and have random weights: what is tried is the code. A ratio
 of times is that of steps of a few milliseconds, in which Python is most of the work. [Results](results.md) has those of
 usual sizes. `ts.Program` and `ts.Loop` take some of what is refused here: see [limits](limits.md).
+
+Spiking neurons and differential equations are called through `ts.Loop` or `ts.Program` instead, with all the room there
+is, then in twice the least budget that the errors name. Gradients and random generators are compared, too.
 """
 _WHAT = {
     "transformers": "Families of `transformers`",
@@ -25,6 +28,7 @@ _WHAT = {
     "peft": "Methods of `peft`",
     "torch.optim": "Optimizers of `torch.optim`",
     "pytorch_optimizer": "Optimizers of `pytorch_optimizer`",
+    "science": "Spiking neurons and differential equations",
 }
 _GOOD = ("exact", "refused", "not run")
 
@@ -53,18 +57,35 @@ def _section(result: dict[str, Any]) -> str:
     rows, versions = result["rows"], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     parts = [f"## {_WHAT.get(result['name'], result['name'])}", f"{result['date']}, {result['machine']}, {versions}."]
     named = {one: [row["name"] for row in rows if row["outcome"] == one] for one in _GOOD}
-    if named["exact"]:
+    if any("way" in row for row in rows):
+        parts.append(_ways(rows))
+    elif named["exact"]:
         parts.append(f"**Exact** ({len(named['exact'])}): {', '.join(named['exact'])}.")
     others = [row for row in rows if row["outcome"] not in ("exact", "not run")]
     if others:
         head = ["| | | what it says |", "| --- | --- | --- |"]
-        parts.append("\n".join([*head, *(f"| {r['name']} | {r['outcome']} | {_cell(r['why'])} |" for r in others)]))
+        lines = [f"| {_named(row)} | {row['outcome']} | {_cell(row['why'])} |" for row in others]
+        parts.append("\n".join([*head, *lines]))
     if named["not run"]:
         parts.append(
             f"**Not run** ({len(named['not run'])}), as plain PyTorch could not be run with the small sizes used here, "
             f"or did not repeat its own bits: {', '.join(named['not run'])}."
         )
     return "\n\n".join(parts)
+
+
+def _ways(rows: Sequence[dict[str, Any]]) -> str:
+    """Those that are exact, with the way and the time of each."""
+    lines = ["| exact | through | time, of plain's | tight budget |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        if row["outcome"] == "exact":
+            tight = "exact" if row["tight"] == "yes" else "not tried"
+            lines.append(f"| {row['name']} | `{row['way']}` | {row['ratio']:.2f} | {tight} |")
+    return "\n".join(lines)
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['name']} (`{row['way']}`)" if "way" in row else str(row["name"])
 
 
 def _cell(text: str) -> str:

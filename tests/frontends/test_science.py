@@ -212,7 +212,7 @@ def test_spiking_neurons_of_snntorch_in_a_program(kind: str, room: str) -> None:
     assert room == "ample" or run.report.reruns > 0
 
 
-class Noisy(nn.Module):
+class NoisyEquation(nn.Module):
     """A stochastic differential equation with diagonal noise."""
 
     noise_type = "diagonal"
@@ -233,7 +233,7 @@ class Noisy(nn.Module):
 
 def stochastic(method: str, entropy: int | None) -> tuple[nn.Module, Run]:
     """``entropy``: of a Brownian motion made inside; None: torchsde makes its own, whose seed NumPy draws."""
-    net = Noisy("stratonovich" if method == "midpoint" else "ito")
+    net = NoisyEquation("stratonovich" if method == "midpoint" else "ito")
     area = "space-time" if method == "srk" else "none"
 
     def solve(start: torch.Tensor) -> Any:
@@ -247,7 +247,7 @@ def stochastic(method: str, entropy: int | None) -> tuple[nn.Module, Run]:
     return net, solve
 
 
-class Field(nn.Module):
+class SmoothEquation(nn.Module):
     """Of an ordinary differential equation."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class Field(nn.Module):
 
 
 def ordinary(method: str) -> tuple[nn.Module, Run]:
-    net = Field()
+    net = SmoothEquation()
     options = {"rtol": 1e-3, "atol": 1e-4} if method in ("dopri5", "bosh3") else {"options": {"step_size": 0.1}}
     return net, lambda start: torchdiffeq.odeint(net, start, torch.linspace(0, 1, 3), method=method, **options)
 
@@ -277,7 +277,7 @@ TIGHT = {
     "euler, NumPy's seed": "310KiB", "euler, entropy": "310KiB", "midpoint, NumPy's seed": "310KiB", "rk4": "310KiB",
     "dopri5": "310KiB",
 }  # fmt: skip
-"""Two thirds of it are the states of the generators that torchsde makes, one for each draw. With srk it takes seconds."""
+"""Two thirds of it are the states of generators that torchsde makes, one for each draw. With srk it takes seconds."""
 
 
 def of_equation(kind: str, budget: int | str | None) -> tuple[dict[str, torch.Tensor], Any]:
