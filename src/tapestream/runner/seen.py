@@ -53,8 +53,9 @@ class Seen:
 
 def generators_nbytes(seen: Iterable[Seen]) -> int:
     """What the states of torch's generators take, each once."""
-    held = (one.torch_generators for one in seen)
-    return sum({id(one.cpu): one.cpu.nbytes for one in held if one is not None}.values())
+    held = [one.torch_generators for one in seen if one.torch_generators is not None]
+    states = [state for one in held for state in (one.cpu, *(state for _, state in (*one.others, *one.own)))]
+    return sum({id(state): state.nbytes for state in states}.values())
 
 
 def written(stage: Stage, traits: Traits) -> tuple[Slot, ...]:
