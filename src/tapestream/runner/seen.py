@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -53,9 +54,13 @@ class Seen:
 
 def generators_nbytes(seen: Iterable[Seen]) -> int:
     """What the states of torch's generators take, each once."""
-    held = [one.torch_generators for one in seen if one.torch_generators is not None]
-    states = [state for one in held for state in (one.cpu, *(state for _, state in (*one.others, *one.own)))]
-    return sum({id(state): state.nbytes for state in states}.values())
+    states: list[Any] = []
+    for one in seen:
+        if (held := one.torch_generators) is not None:
+            states += [held.cpu, *(state for _, state in (*held.others, *held.own))]
+        if one.host_generators is not None:
+            states += [state for _, state in one.host_generators.own]
+    return sum({id(s): s.nbytes for s in states if isinstance(s, torch.Tensor)}.values())
 
 
 def written(stage: Stage, traits: Traits) -> tuple[Slot, ...]:
