@@ -78,7 +78,7 @@ BAD = [
     ("plan", *GPT, "--budget", "1GiB", "--device", "cpu", "--link", "1GB/s"),
     ("plan", "gpt", "--layers", "2", "--width", "65", "--heads", "2", "--budget", "1GiB"),
     ("plan", "gpt9", "--budget", "1GiB"),
-    ("plan", "gpt2-124m", "--seq", "1025", "--budget", "1GiB"),
+    ("plan", "gpt2-124m", "--layers", "12", "--budget", "1GiB"),
     ("plan", "./nodir", "--budget", "1GiB"),
     ("plan", "nomodule:model", "--budget", "1GiB"),
     ("train", *GPT, "--budget", "eight"),

@@ -52,6 +52,19 @@ def test_a_home_too_large_for_ram_is_on_disk_and_the_writing_is_counted() -> Non
     )
 
 
+def test_what_binds_is_computation_or_all_copies_between_two_tiers() -> None:
+    asked = [*MODEL, "--budget", "30MiB", "--ram", "20MiB", "--update", "backward", "--disk-write", "1GB/s"]
+    for link, first in (("1GB/s", "RAM to GPU"), ("1000GB/s", "RAM to disk")):
+        _, document = answered(*asked, "--link", link, "--disk-read", "900GB/s", "--flops", "100e15")
+        answer, bounds = document["answer"], document["answer"]["bounds"]
+        assert set(bounds) == {"computation", "RAM to GPU", "GPU to RAM", "disk to RAM", "RAM to disk"}
+        assert bounds["RAM to disk"] == pytest.approx(answer["disk_written_nbytes_per_step"] / 1e9)
+        assert bounds["computation"] == pytest.approx(answer["seconds_per_step"] - answer["waiting_seconds"])
+        assert max(bounds, key=bounds.__getitem__) == first
+        assert max(bounds.values()) <= 1.001 * answer["seconds_per_step"]
+    assert "RAM to disk, " in ask(*asked, "--link", "1000GB/s").stdout
+
+
 def test_ram_is_home_where_it_holds_what_does_not_stay_on_the_device() -> None:
     asked = [*MODEL, "--budget", "40MiB", "--ram", "40MiB", "--update", "backward"]  # 54 MiB of blocks
     status, document = answered(*asked)

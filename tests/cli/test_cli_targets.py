@@ -282,6 +282,14 @@ ERRORS = [
 ]
 
 
+@pytest.mark.parametrize(("sequence", "name"), [(1024, "gpt2-124m"), (4096, "gpt2-124m with 4096 positions")])
+def test_a_published_size_has_more_positions_for_longer_sequences(sequence: int, name: str) -> None:
+    code, document = answered("gpt2-124m", "--seq", str(sequence), "--budget", "16GiB")
+    assert code == 0
+    assert document["model"]["name"] == name
+    assert document["model"]["parameters"] == 124_439_808 + 768 * (sequence - 1024)
+
+
 @pytest.mark.parametrize(("arguments", "advice"), ERRORS)
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_errors_are_one_line_with_advice(command: str, arguments: list[str], advice: str) -> None:

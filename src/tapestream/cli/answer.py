@@ -1,7 +1,9 @@
 """`Answer`: the plans of one training step, one for each segment, and what they take together."""
 
+from collections import Counter
 from dataclasses import dataclass
 
+from tapestream.costs import Machine
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
@@ -50,6 +52,16 @@ class Answer:
     def moved_nbytes(self) -> int:
         """Bytes that cross links in one step."""
         return sum(sum(plan.simulation.bytes_moved.values()) for plan in self.plans)
+
+    def bounds(self, machine: Machine) -> dict[tuple[Tier, Tier] | None, float]:
+        """Seconds that one step takes at least with this traffic: of computation (None), and of all copies from one
+        tier to another."""
+        moved = Counter[tuple[Tier, Tier]]()
+        for plan in self.plans:
+            moved.update(plan.simulation.bytes_moved)
+        copies = {ends: nbytes / machine.links[ends].bytes_per_second for ends, nbytes in moved.items() if nbytes}
+        found: dict[tuple[Tier, Tier] | None, float] = {None: self.seconds - self.waiting_seconds}
+        return found | copies
 
     @property
     def planner(self) -> str:

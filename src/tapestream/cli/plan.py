@@ -120,16 +120,20 @@ def _document(
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "budgets": [] if refusal is None else [one._asdict() for one in refusal.budgets],
         "assumed": _assumed_document(hardware),
-        "answer": None if found is None else _figures(question, subject, found, changes),
+        "answer": None if found is None else _figures(question, subject, found, changes, hardware),
     }  # fmt: skip
 
 
-def _figures(question: Question, subject: Subject, found: Answer, changes: list[Change]) -> dict[str, Any]:
+def _figures(
+    question: Question, subject: Subject, found: Answer, changes: list[Change], hardware: Hardware
+) -> dict[str, Any]:
+    bounds = found.bounds(hardware.machine)
     samples = int(changes[0].get("--batch", question.batch)) if changes else question.batch
     a_day = found.written_nbytes * DAY / found.seconds
     return {
         "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
         "waiting_seconds": found.waiting_seconds,
+        "bounds": {_bound_name(ends, question.device): seconds for ends, seconds in bounds.items()},
         f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
         "tiers": {
             tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
@@ -187,10 +191,22 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
             if tier is Tier.DEVICE or found["peak_nbytes"]
         ),
         ("a step", f"{seconds}, {waiting} of it waiting"),
+        ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
         ("assumed", f"{_speeds(hardware)}\n{_room(hardware)}"),
     ]
+
+
+def _bound_name(ends: tuple[Tier, Tier] | None, device: str) -> str:
+    return "computation" if ends is None else " to ".join(name(tier, device) for tier in ends)
+
+
+def _binding(answer: dict[str, Any]) -> str:
+    """What would take longest if all went on at once, and how far from that the step is."""
+    what, seconds = max(answer["bounds"].items(), key=lambda one: one[1])
+    times = answer["seconds_per_step"] / seconds if seconds else 1.0
+    return f"{what}, {format_seconds(seconds)}; a step takes {times:.2f} times that"
 
 
 def _count(numbers: int) -> str:

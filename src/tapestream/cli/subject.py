@@ -22,6 +22,7 @@ from tapestream.cli.targets import (
 )
 from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
+from tapestream.models.shapes import GPT_SIZES
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: by position, by name."""
@@ -73,7 +74,10 @@ def _gpt(target: str, wish: TargetOptions) -> Subject:
     def arguments(batch: int) -> Arguments:
         return tuple(torch.randint(config.vocabulary, (batch, sequence)) for _ in range(2)), {}
 
-    return Subject(target, lambda: GPT(config).train(), arguments, wish.batch or 1, sequence, config, wish.blocks)
+    published = GPT_SIZES.get(target.lower())
+    longer = published is not None and sequence > published[-1]
+    name = f"{target} with {sequence} positions" if longer else target
+    return Subject(name, lambda: GPT(config).train(), arguments, wish.batch or 1, sequence, config, wish.blocks)
 
 
 def _hugging_face(

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,13 @@ def check_config(folder: Path) -> None:
 
 
 def gpt_of(target: str, wish: TargetOptions) -> GPTShape:
-    """The GPT that ``target`` and the options name. Raises InputError as `gpt_shape` does, and for longer sequences
-    than a published size has positions for."""
+    """The GPT that ``target`` and the options name; a published size has as many positions as were published, and more
+    where sequences are longer. Raises InputError as `gpt_shape` does."""
     if target != "gpt" and target.lower() not in GPT_SIZES:
         raise InputError(f"{_unknown(target)}; or name a folder with a Hugging Face config.json, or module:factory")
     context = (wish.sequence or DEFAULT_SEQUENCE) if target == "gpt" else None
     found = gpt_shape(target, wish.layers, wish.width, wish.heads, context=context, vocabulary=wish.vocabulary)
-    if wish.sequence is not None and wish.sequence > found.context:
-        raise InputError(
-            f"--seq {wish.sequence} was asked for, but {target} has {found.context} positions; give --seq "
-            f"{found.context}, or 'gpt' with --layers and --width"
-        )
-    return found
+    return replace(found, context=max(found.context, wish.sequence or 0))
 
 
 def gpt_shape(

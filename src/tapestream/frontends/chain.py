@@ -52,7 +52,9 @@ class Chain(nn.Module):
     makes, of parameters (as if they had none before) and argument, count too; until they are made, plans use their room
     for the tape. ``planner``: a name in `tapestream.planners` or ``"auto"``; ``knobs`` are its options. ``plan``: a
     Plan to use as it is. ``device``: where inputs must lie (None: where the first one lies). ``verify=True``: the first
-    call runs each stage twice, and raises GradientError if the two differ.
+    call runs each stage twice, and raises GradientError if the two differ. Of each plan the first call is measured; if
+    it holds more than the budget, it warns (`BudgetExceeded`; with ``verify`` it raises BudgetError), and later calls
+    are planned for that.
 
     ``folder``: a folder on disk. Plans may move restart checkpoints and saved tensors there while computation goes on.
     On a GPU they may move to host memory too, with or without a folder. This run's files lie in a subfolder of their

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -53,8 +54,13 @@ class Seen:
 
 def generators_nbytes(seen: Iterable[Seen]) -> int:
     """What the states of torch's generators take, each once."""
-    held = (one.torch_generators for one in seen)
-    return sum({id(one.cpu): one.cpu.nbytes for one in held if one is not None}.values())
+    states: list[Any] = []
+    for one in seen:
+        if (held := one.torch_generators) is not None:
+            states += [held.cpu, *(state for _, state in (*held.others, *held.own))]
+        if one.host_generators is not None:
+            states += [state for _, state in one.host_generators.own]
+    return sum({id(s): s.nbytes for s in states if isinstance(s, torch.Tensor)}.values())
 
 
 def written(stage: Stage, traits: Traits) -> tuple[Slot, ...]:

@@ -111,6 +111,7 @@ def gradients(net: Net, function: Callable[[torch.Tensor], torch.Tensor], rows: 
 
 
 @pytest.mark.filterwarnings("ignore::tapestream.errors.BudgetExceeded")
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("planner", ["auto", "revolve"])
 @pytest.mark.parametrize("times", [1, 3, 1000])
 @pytest.mark.parametrize("name", INSIDE)

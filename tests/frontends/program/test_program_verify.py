@@ -62,6 +62,7 @@ STEADY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("planner", ["auto", "revolve"])
 @pytest.mark.parametrize("name", STEADY)
 def test_what_is_the_same_again_passes(name: str, planner: str) -> None:

@@ -28,7 +28,7 @@ _GENERATORS_NBYTES = 5_100
 _MOST_PLANS = 64
 _UNKNOWN_STEPS = 100
 """Of a run whose length is not known."""
-_SECONDS_OF_A_MEASUREMENT, _SECONDS_OF_A_NODE, _SHARE = 2e-4, 5e-5, 0.005
+_SECONDS_OF_A_MEASUREMENT, _SECONDS_OF_A_NODE, _SHARE = 3e-4, 1e-5, 0.005
 
 
 @dataclass(slots=True)
@@ -64,7 +64,8 @@ class Growth:
         stage, nbytes, seconds = planned
         first = planned not in cost.unmeasured
         unmeasured = cost.unmeasured.get(planned, 0.0) + (seconds or _UNKNOWN_STEPS * stage.recorded_seconds)
-        takes = _SECONDS_OF_A_MEASUREMENT + _SECONDS_OF_A_NODE * task.body.traits.nodes
+        steps = max(1.0, stage.recorded_seconds / max(1e-9, cost.step.recorded_seconds))
+        takes = _SECONDS_OF_A_MEASUREMENT + _SECONDS_OF_A_NODE * task.body.traits.nodes * steps
         if not first and unmeasured * _SHARE < takes:
             cost.unmeasured[planned] = unmeasured
             return None

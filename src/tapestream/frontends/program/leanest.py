@@ -17,6 +17,9 @@ from tapestream.simulate import simulate
 
 FINE, FINEST = 4 * MANY, 16 * MANY
 """Numbers of segments: many, and most."""
+TABLED = 64
+"""Segments, at most, for which `rotor` is asked whether it needs less than `revolve`: hardly ever, and its tables take
+ten seconds for 256."""
 
 
 def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int], Reversal]:
@@ -35,7 +38,7 @@ def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int]
 
 
 def _backwards(profile: Profile, planner: str) -> Iterator[tuple[int, Reversal]]:
-    names: tuple[str, ...] = ("least_peak", "revolve", *(("rotor",) if len(profile) <= MANY else ()))
+    names: tuple[str, ...] = ("least_peak", "revolve", *(("rotor",) if len(profile) <= TABLED else ()))
     for name in (planner,) if planner in NEVER_MOVE else names:
         plan = functools.partial(_leanest_of, name)
         found = of_gaps(profile, [0], len(profile), 0, plan, waiting=False)

@@ -17,7 +17,7 @@ from tapestream.frontends.program.call import Sweep
 from tapestream.frontends.program.candidates import FITTING, SLOW, Found, looked_for, plans_by, refined, slow
 from tapestream.frontends.program.cuts import FEW, MANY, Borders, binomial_slots
 from tapestream.frontends.program.holds import NOTHING, Holding
-from tapestream.frontends.program.leanest import FINE, FINEST, leanest
+from tapestream.frontends.program.leanest import FINE, FINEST, TABLED, leanest
 from tapestream.frontends.program.orders import Reversal, of_gaps, transfers
 from tapestream.frontends.program.unreached import Unreached
 from tapestream.frontends.program.watch import Turn
@@ -165,6 +165,8 @@ def after_sweep(
         needed = borders.sizes.needed(operation)
         one.entries = {number: entry for number, entry in one.entries.items() if number in needed}
         one.saves.clear()
+    if budget < borders.sizes.bound_nbytes:  # no other question than what the least is
+        raise _too_small(borders, planner, leanest(borders, planner, budget)[0], budget)
     while True:
         while not borders.allowed[start]:
             start += 1
@@ -234,7 +236,8 @@ def _planned_by(planner: str) -> Any:
         schedule: Schedule | None = None
         with contextlib.suppress(BudgetError):
             schedule = planners["revolve"](profile, budget, None)
-        if len(profile) <= MANY and (schedule is None or _forwards(schedule) > SLOW * len(profile)):
+        most = TABLED if schedule is None else MANY
+        if len(profile) <= most and (schedule is None or _forwards(schedule) > SLOW * len(profile)):
             with contextlib.suppress(BudgetError):
                 return planners["rotor"](profile, budget, None)
         if schedule is not None:

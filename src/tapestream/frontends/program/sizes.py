@@ -189,6 +189,11 @@ class Sizes:
         found = self._by_stop[first:end]
         return found[self.start[found] <= a]
 
+    @property
+    def bound_nbytes(self) -> int:
+        """No plan takes less: some operation makes so much, or has so much around it when it is reversed."""
+        return int(max(self.reversing.max(), self.made.max())) if len(self.record) else 0
+
     def seconds(self) -> Numbers:
         """Of each operation: the median of those of its kind that make, save and take as much."""
         return self._seconds
