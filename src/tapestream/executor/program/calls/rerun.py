@@ -3,21 +3,26 @@ a call keeps its arguments alone, and its backward makes the call again.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tapestream.accelerator.memory import storage_nbytes
 from tapestream.capture.python_state import walk
+from tapestream.errors import GradientError
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.seams import Apply
 from tapestream.executor.program.calls.values import address_of
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, unchanged_generators
 from tapestream.runner.guards import check_differentiated_once
+
+_GRAD = inspect.signature(torch.autograd.grad)
 
 
 class Rerun(Apply):
@@ -40,9 +45,9 @@ class Rerun(Apply):
         places = [isinstance(t, torch.Tensor) for t in args]
         return _Rerun.apply(self, others, places, *tensors)  # type: ignore[no-untyped-call]
 
-    def plainly(self, *args: Any) -> Any:
+    def plainly(self, args: Sequence[Any], stands_for: "StandsFor") -> Any:
         """The Function itself, in a graph of its own."""
-        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, _same):
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, _same), stands_for:
             return super().__call__(*args)
 
 
@@ -55,7 +60,8 @@ class _Rerun(torch.autograd.Function):
         ctx.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         ctx.autocast = Autocast.capture(ctx.device)
         torchs, hosts = TorchGenerators.capture(ctx.device), HostGenerators.capture()
-        found = function.plainly(*_given(others, places, tensors, ctx.needs))
+        given = _given(others, places, tensors, ctx.needs)
+        found = function.plainly(given, StandsFor(function.__name__, given, tensors))
         same = torchs.equals(TorchGenerators.capture(ctx.device)) and hosts.equals(HostGenerators.capture())
         ctx.generators = () if same else (torchs, hosts)
         ctx.save_for_backward(*tensors)
@@ -72,9 +78,11 @@ class _Rerun(torch.autograd.Function):
             "use save_for_backward in it",
         )
         ctx.function.hidden.check_tensors(ctx.function.__name__)
-        given = _given(ctx.others, ctx.places, ctx.saved_tensors, ctx.needs)
+        saved = ctx.saved_tensors
+        given = _given(ctx.others, ctx.places, saved, ctx.needs)
+        stands_for = StandsFor(ctx.function.__name__, given, saved)
         with _as_then(ctx), ctx.autocast.entered(cache=False):
-            found = ctx.function.plainly(*given)
+            found = ctx.function.plainly(given, stands_for)
         found = [found] if isinstance(found, torch.Tensor) else list(found)
         pairs = [(t, g) for t, g in zip(found, cotangents, strict=True) if g is not None and t.requires_grad]
         wanted = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -82,8 +90,66 @@ class _Rerun(torch.autograd.Function):
         if not pairs:
             return (None,) * (3 + len(ctx.needs))
         roots, seeds = zip(*pairs, strict=True)
-        gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+        with stands_for:  # which is to hear of what is inside alone
+            gradients = iter(_engine_run_backward(
+                roots, seeds, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+            ))  # fmt: skip
         return (None, None, None, *(next(gradients) if need else None for need in ctx.needs))
+
+
+class StandsFor(TorchFunctionMode):
+    """While a Function runs that is given copies of its arguments, each a leaf of its own: a gradient that it takes
+    inside of an argument is that of the argument, which its code may reach by another way (a module's parameter that
+    is an argument, too), and not that of the copy alone."""
+
+    only_watches = True
+
+    def __init__(self, name: str, given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        copies = [t for t in given if isinstance(t, torch.Tensor)]
+        pairs = [(a, b) for a, b in zip(copies, tensors, strict=True) if a.requires_grad]
+        self._name = name
+        self._held = [get_gradient_edge(copy).node for copy, _ in pairs]  # as long as their numbers are in use
+        self._originals = {id(node): one for node, (_, one) in zip(self._held, pairs, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.autograd.grad:
+            return func(*args, **kwargs)
+        asked = _GRAD.bind(*args, **kwargs)
+        asked.apply_defaults()
+        inputs = asked.arguments["inputs"]
+        listed = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else list(inputs)
+        originals = {k: one for k, t in enumerate(listed) if (one := self._original_of(t)) is not None}
+        if not originals:
+            return func(*args, **kwargs)
+        also = {"inputs": [*listed, *originals.values()], "allow_unused": True, "materialize_grads": False}
+        found = func(**(asked.arguments | also))
+        return self._joined(found, listed, list(originals), asked.arguments)
+
+    def _original_of(self, tensor: Any) -> torch.Tensor | None:
+        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            return None
+        return self._originals.get(id(get_gradient_edge(tensor).node))
+
+    def _joined(self, found: Sequence[Any], listed: Sequence[Any], places: Sequence[int], asked: Any) -> Any:
+        """Of each input the gradient that came by the copy, or by the argument."""
+        gradients = list(found[: len(listed)])
+        for place, other in zip(places, found[len(listed) :], strict=True):
+            if gradients[place] is not None and other is not None:
+                raise GradientError(
+                    f"Program: autograd.Function {self._name} takes a gradient inside of an argument that it uses, and "
+                    "reaches by another way, too; use ctx.save_for_backward in it for what it keeps on its context"
+                )
+            gradients[place] = other if gradients[place] is None else gradients[place]
+        missing = [k for k, g in enumerate(gradients) if g is None]
+        if missing and asked["materialize_grads"]:
+            for k in missing:
+                gradients[k] = torch.zeros_like(listed[k])
+        elif missing and not asked["allow_unused"]:
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph. "
+                               "Set allow_unused=True if this is the desired behavior.")  # fmt: skip
+        return tuple(gradients)
 
 
 @contextlib.contextmanager
