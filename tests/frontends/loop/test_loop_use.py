@@ -1,5 +1,6 @@
 """Counts, long loops, budgets, hooks and flags of a Loop, and what it refuses."""
 
+import collections
 import copy
 import gc
 import math
@@ -339,3 +340,9 @@ def test_a_tensor_hidden_from_the_first_steps_is_refused():
 
     with pytest.raises(InputError, match="neither used in its first steps nor holds"):
         ts.Loop(step, planner="revolve", slots=2)(torch.ones(2), inputs=range(9)).sum().backward()
+
+
+def test_named_tuples_of_another_class_with_the_same_name_are_told():
+    one, other = (collections.namedtuple("Pair", ["u", "v"]) for _ in range(2))
+    with pytest.raises(InputError, match="of other classes with the same names"):
+        ts.Loop(lambda h: other(h.u * WEIGHT, h.v), budget="1MiB")(one(torch.ones(2), torch.ones(2)), 4)

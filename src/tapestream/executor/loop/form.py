@@ -78,7 +78,10 @@ class Form:
 
     def differences(self, tree: Any) -> str:
         """How ``tree`` differs, for a message: the first leaf that does, or the structure."""
-        structure = f"the structure {_shown(pytree.tree_structure(tree))} instead of {_shown(self.spec)}"
+        found, own = _shown(pytree.tree_structure(tree)), _shown(self.spec)
+        structure = f"the structure {found} instead of {own}"
+        if found == own:
+            structure += ", of other classes with the same names (make the state's own of them)"
         try:
             leaves = self.spec.flatten_up_to(tree)
         except ValueError:
