@@ -320,8 +320,8 @@ def test_in_a_chain(kind: type[Block]) -> None:
     equal(found, wanted, ours, plain)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_in_a_loop(kind: type[Block]) -> None:
+def looped_as_by_hand(kind: type[Block]) -> tuple[Any, Any]:
+    """A model of which a loop has run the first block, and one that plain PyTorch has trained like that."""
     plain, ours = made(kind), made(kind)
 
     def by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -332,6 +332,12 @@ def test_in_a_loop(kind: type[Block]) -> None:
     run = ts.Loop(ours.blocks[0], budget=60_000)
     found = trained(ours.blocks[0], lambda x: run(x, steps=20).square().mean())
     equal(found, trained(plain.blocks[0], by_hand), ours, plain)
+    return plain, ours
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_in_a_loop(kind: type[Block]) -> None:
+    looped_as_by_hand(kind)
 
 
 THREADED = (Averages, Unused, Previous)
@@ -340,16 +346,7 @@ THREADED = (Averages, Unused, Previous)
 
 @pytest.mark.parametrize("kind", THREADED)
 def test_tensors_that_a_loop_threads(kind: type[Block]) -> None:
-    plain, ours = made(kind), made(kind)
-
-    def by_hand(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(20):
-            x = plain.blocks[0](x)
-        return x.square().mean()
-
-    run = ts.Loop(ours.blocks[0], budget=60_000)
-    found = trained(ours.blocks[0], lambda x: run(x, steps=20).square().mean())
-    equal(found, trained(plain.blocks[0], by_hand), ours, plain)
+    plain, ours = looped_as_by_hand(kind)
     assert torch.equal(ours.blocks[0].kept, plain.blocks[0].kept)
 
 

@@ -1,6 +1,6 @@
 """What one stage and one parameter block cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapestream.costs.checks import duration, whole
 from tapestream.errors import InputError
@@ -76,6 +76,16 @@ class StageCost:
     def recorded_seconds(self) -> float:
         """Seconds of one Record (a run that keeps its saved tensors)."""
         return self.forward_seconds if self.record_seconds is None else self.record_seconds
+
+    def taking(self, times: float) -> "StageCost":
+        """The same of a stage that keeps, and takes besides, so many times as many bytes; its backward never fewer."""
+        return replace(
+            self,
+            saved_nbytes=int(self.saved_nbytes * times) + 1,
+            forward_extra_nbytes=int(self.forward_extra_nbytes * times) + 1,
+            record_extra_nbytes=int(self.recorded_extra_nbytes * times) + 1,
+            backward_extra_nbytes=max(self.backward_extra_nbytes, int(self.backward_extra_nbytes * times)),
+        )
 
     @property
     def recorded_extra_nbytes(self) -> int:

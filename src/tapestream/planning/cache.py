@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from tapestream.costs import Budget, Profile, StageCost
+from tapestream.costs import Budget, Profile
 from tapestream.executor.fused import Shorter, fused
 from tapestream.executor.travel.travel import moved_saved
 from tapestream.ir.schedule import run_once
@@ -156,18 +156,8 @@ class KnownInputs:
     def takes(self, times: float) -> None:
         """A call has held so many times what was planned: others are planned for stages that do."""
         profile = self.profiled.profile
-        stages = tuple(_taking(cost, times) for cost in profile.stages)
+        stages = tuple(cost.taking(times) for cost in profile.stages)
         self.profiled, self.beside = replace(self.profiled, profile=replace(profile, stages=stages)), Beside()
-
-
-def _taking(cost: StageCost, times: float) -> StageCost:
-    return replace(
-        cost,
-        saved_nbytes=int(cost.saved_nbytes * times) + 1,
-        forward_extra_nbytes=int(cost.forward_extra_nbytes * times) + 1,
-        record_extra_nbytes=int(cost.recorded_extra_nbytes * times) + 1,
-        backward_extra_nbytes=int(cost.backward_extra_nbytes * times) + 1,
-    )
 
 
 def shapes_of(state: State) -> tuple[torch.Size, ...]:

@@ -101,15 +101,8 @@ class Growth:
 
     def learn(self) -> None:
         """From now on, steps cost what the largest of these does."""
-        cost, by = self.cost.step, self.kept_nbytes / max(1, self._stage_nbytes)
         self.cost.unmeasured.clear()
-        self.cost.step = replace(
-            cost,
-            saved_nbytes=int(cost.saved_nbytes * by) + 1,
-            forward_extra_nbytes=int(cost.forward_extra_nbytes * by) + 1,
-            record_extra_nbytes=int(cost.recorded_extra_nbytes * by) + 1,
-            backward_extra_nbytes=max(cost.backward_extra_nbytes, int(cost.backward_extra_nbytes * by)),
-        )  # fmt: skip
+        self.cost.step = self.cost.step.taking(self.kept_nbytes / max(1, self._stage_nbytes))
 
     def begin_again(self, task: Task, before: "Before | None") -> Task | None:
         """The task to be run once more, with all as it was ``before``, and what steps cost known. None where that is
