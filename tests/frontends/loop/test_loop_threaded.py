@@ -251,3 +251,48 @@ def test_a_refusal_leaves_generators_as_they_were() -> None:
         ts.Loop(step, budget="1MiB")(torch.zeros(BATCH, WIDTH), 4)
     assert torch.equal(torch.get_rng_state(), before)
     assert not seen
+
+
+class Sometimes(nn.Module):
+    """Keeps state, or not, with running statistics and random numbers besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.neuron, self.keeps = (
+            nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)),
+            InAttribute(),
+            True,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return self.neuron(found) if self.keeps else found * self.neuron.decay
+
+
+def test_a_step_that_keeps_state_in_some_calls_runs_each_step_once() -> None:
+    def left(looped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, x, found = Sometimes(), torch.rand(BATCH, WIDTH), list[torch.Tensor]()
+        loop = ts.Loop(net, budget="1MiB")
+        for keeps in (True, False, True, False):
+            net.keeps = keeps
+            net.neuron.clear()
+            state = x
+            if looped:
+                state = loop(state, 6)
+            else:
+                for _ in range(6):
+                    state = net(state)
+            found += [state.detach(), *torch.autograd.grad(state.square().sum(), net.neuron.decay)]
+        return [*found, *net.buffers(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, left(True), left(False)))
+
+
+def test_a_budget_that_is_too_small_leaves_all_as_it_was() -> None:
+    torch.manual_seed(0)
+    net, x = Sometimes(), torch.rand(BATCH, WIDTH)
+    before = [net.neuron.potential.clone(), *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+    with pytest.raises(BudgetError):
+        ts.Loop(net, budget=200)(x, 30)
+    assert all(map(torch.equal, before, [net.neuron.potential, *net.buffers(), torch.get_rng_state()]))

@@ -42,6 +42,7 @@ class KnownSteps:
         self.stage, self.verify = stage, verify
         self._costs: dict[object, Cost] = {}
         self.threaded: dict[object, Any] = {}  # see `threaded.Threads`
+        self.of_pairs = False  # of a state and what the step keeps: made by `threaded.Threads`
         self.keeps: KeepsState | None = None  # how it was refused, which `threaded.Threads` has taken
         self._compiled: dict[object, Measured] = {}
 

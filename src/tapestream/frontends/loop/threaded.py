@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tapestream.capture.buffers import Slot, buffer_slots, held, put
 from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import Budget
-from tapestream.errors import GradientError
+from tapestream.errors import BudgetError, GradientError
 from tapestream.executor.loop.sweep import paired
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.inputs import Feed
@@ -100,6 +100,7 @@ class Threads:
     def __init__(self, loop: Looped, refused: KeepsState) -> None:
         self.loop, self.refused = loop, refused
         self.tape = FirstTape(())
+        self.put_back: Callable[[], None] = _nothing  # lets all be as before the first step
 
     def run(self, task: Task, inputs: Any, outputs: Any, every: int, count: int | None, until: Any) -> Any:
         """What the loop returns. Raises the refusal where it cannot be told what is kept, or with options that would
@@ -107,7 +108,7 @@ class Threads:
         rest = _after_first(inputs)
         loop = self.loop
         wants_first = outputs not in (None, "stack") or every != 1 or until is not None or rest is _NOT_KNOWN
-        is_set = loop._compiler is not None or loop._given is not None or hasattr(loop._stage.function, "keeps")
+        is_set = loop._compiler is not None or loop._given is not None or loop._known.of_pairs
         if wants_first or is_set or count is None:
             raise self.refused
         with_output = outputs is not None
@@ -132,6 +133,16 @@ class Threads:
             found = stage.function(task.state, *inputs)
         after = Belongings(stage.modules, stage.function, before)
         changes = [*before.changes(after), *before.replaced(after)]
+
+        def put_back() -> None:
+            undo(changes)
+            for slot, value in buffers:
+                put(slot, value)
+            snapshot.put_back()
+            torchs.restore()
+            hosts.restore()
+
+        self.put_back = put_back
         slots = [slot for slot, value in buffers if held(slot) is not value]
         places = [Place(slot[0]._buffers, slot[1], slot) for slot in slots]
         for change in changes:
@@ -141,17 +152,11 @@ class Threads:
                 isinstance(change.holder, nn.Module) and isinstance(change.key, str)
             )
             if not (named and isinstance(change.now(), torch.Tensor)):
-                undo(changes)
-                for slot, value in buffers:
-                    put(slot, value)
-                snapshot.put_back()
-                torchs.restore()
-                hosts.restore()
+                self.put_back()
                 raise self.refused
             places.append(Place(*place_of(change.holder, change.key)))
         if not places:
-            torchs.restore()
-            hosts.restore()
+            self.put_back()
             raise self.refused
         return found, list({place.key: place for place in places}.values())
 
@@ -166,6 +171,9 @@ class Threads:
         try:
             with beside_others("Loop", held, whole):
                 found = loop((state, kept), count, inputs=inputs, outputs=outputs)
+        except BudgetError:
+            self.put_back()
+            raise
         finally:
             self.loop.plan = loop.plan
         (state, kept), rows = found if outputs is not None else (found, None)
@@ -184,6 +192,7 @@ class Threads:
             child._stage.stills.threaded = tuple(place.slot for place in places if place.slot is not None)
             child._stage.reaches(self.loop._stage.modules)
             child._known = KnownSteps(child._stage, verify=child.verify)
+            child._known.of_pairs = True
             known[key] = child
         found: Looped = known[key]
         return found
@@ -227,7 +236,6 @@ def threaded(step: Callable[..., Any], places: Sequence[Place], *, with_output: 
         own, output = paired(found, 0)
         return (own, after), output
 
-    threaded_step.keeps = True  # type: ignore[attr-defined]
     threaded_step.__name__ = getattr(step, "__name__", type(step).__name__)
     return threaded_step
 
@@ -235,6 +243,10 @@ def threaded(step: Callable[..., Any], places: Sequence[Place], *, with_output: 
 def _buffers_of(modules: Sequence[nn.Module]) -> list[tuple[Slot, torch.Tensor]]:
     pairs = [(slot, held(slot)) for slot in buffer_slots(modules)]
     return [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor)]
+
+
+def _nothing() -> None:
+    """Has run."""
 
 
 _NOT_KNOWN = object()
