@@ -246,7 +246,7 @@ def _buffers_of(modules: Sequence[nn.Module]) -> list[tuple[Slot, torch.Tensor]]
 
 
 def _nothing() -> None:
-    """Has run."""
+    """Before the first step there is nothing to put back."""
 
 
 _NOT_KNOWN = object()
