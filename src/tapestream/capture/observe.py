@@ -118,7 +118,7 @@ class _Operations(LeavesCompiled):
             self._found.rebinds = True
             return args[0]
         kwargs, kind = kwargs or {}, _kind_of(func)
-        if kind.places or kind.names or func in _SILENT_WRITERS:
+        if kind.writes:
             for tensor in _written_by(func, kind, args, kwargs):
                 self._note(tensor)
         if kind.draws:
@@ -129,7 +129,7 @@ class _Operations(LeavesCompiled):
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             key = None if kind.aliases else key_of(result)
-            if not any(isinstance(one, torch.Tensor) and key_of(one) == key for one in args):
+            if key not in self._known and key not in [key_of(one) for one in args if isinstance(one, torch.Tensor)]:
                 self._known.add(key)
         elif result is not None:
             self._made(args, kwargs, result)
@@ -160,9 +160,10 @@ class _Operations(LeavesCompiled):
 
 
 class _Kind(NamedTuple):
-    """Of an operator: places and names of arguments that its schema says it writes into; whether it may be given a
-    generator; whether its results may be views."""
+    """Of an operator: whether it writes; places and names of arguments that its schema says it writes into; whether it
+    may be given a generator; whether its results may be views."""
 
+    writes: bool
     places: tuple[int, ...]
     names: tuple[str, ...]
     draws: bool
@@ -174,6 +175,7 @@ def _kind_of(func: Any) -> _Kind:
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [(k, one.name) for k, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
     return _Kind(
+        bool(written) or func in _SILENT_WRITERS,
         tuple(k for k, _ in written),
         tuple(name for _, name in written),
         any("Generator" in str(one.type) for one in arguments),

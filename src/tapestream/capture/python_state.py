@@ -30,6 +30,7 @@ FIXED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 _OF_LIBRARIES = ("tapestream.", "torch.")
 _NONE_OF_ITS = (logging.Logger, io.IOBase)
 """No result depends on what these log, count or hold."""
+_LEFT_ALONE, _HOLD_NOTHING = (*FIXED, nn.Module, *_NONE_OF_ITS), frozenset(FIXED)
 _DEEPEST, _MOST, _LONGEST = 8, 100_000, 10_000
 
 
@@ -50,9 +51,11 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 def held_by(value: Any) -> Mapping[Any, Any]:
     """What ``value`` leads to, by key; nothing for tensors, modules of PyTorch, libraries and what holds nothing."""
+    if type(value) in _HOLD_NOTHING:  # most of what code reaches, and cheaper to see than by all its bases
+        return {}
     if is_front_end(value):
         return dict(enumerate(value.user_functions))
-    if isinstance(value, (*FIXED, nn.Module, *_NONE_OF_ITS)):
+    if isinstance(value, _LEFT_ALONE):
         return {}
     for kind, held in _KINDS.items():
         if isinstance(value, kind):
@@ -108,11 +111,12 @@ def _attributes_of(value: Any) -> list[Any]:
 
 def things_behind(function: Callable[..., Any], kinds: tuple[type, ...]) -> list[Any]:
     """Objects of ``kinds`` that ``function`` reaches, by way of parameters and attributes of modules too, each once."""
-    modules = (below for one in walk([function]) if isinstance(one, nn.Module) for below in one.modules())
+    reached = list(walk([function]))
+    modules = (below for one in reached if isinstance(one, nn.Module) for below in one.modules())
     places = (place for m in dict.fromkeys(modules) for place in (m._parameters, attributes_of(m)))
-    roots = (value for place in places for value in place.values())
-    found = {id(one): one for one in walk([function, *roots]) if isinstance(one, kinds)}
-    return list(found.values())
+    if roots := [value for place in places for value in place.values()]:
+        reached = list(walk([function, *roots]))
+    return list({id(one): one for one in reached if isinstance(one, kinds)}.values())
 
 
 def containers_behind(functions: Sequence[Any]) -> list[Any]:

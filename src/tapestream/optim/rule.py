@@ -19,10 +19,11 @@ MASTER = "master"
 
 @dataclass(slots=True)
 class _Entry:
-    """A parameter, or the ``piece`` of one that is number ``number`` of its part, to be updated: ``bytes`` are its own,
-    ``target`` is what the optimizer sees of ``memory``."""
+    """A parameter, or the ``piece`` of one that is number ``number`` of its part, to be updated: ``key`` is what it is
+    known by, ``bytes`` are its own, ``target`` is what the optimizer sees of ``memory``."""
 
     parameter: torch.Tensor
+    key: tuple[int, int]
     number: int
     piece: Piece
     bytes: torch.Tensor
@@ -30,16 +31,14 @@ class _Entry:
     places: "_Places"
     target: torch.Tensor | None = None
     memory: torch.Tensor | None = None
+    _states: dict[str, torch.Tensor] | None = None
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
         """The places of its state, by name."""
-        return self.places.of(self.number)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What it is known by."""
-        return id(self.parameter), self.piece.start
+        if self._states is None:
+            self._states = self.places.of(self.number)
+        return self._states
 
 
 class _Places:
@@ -135,12 +134,13 @@ class Rule:
         block, part, found, places = update.block, update.part, list[_Entry](), _Places(update)
         for number, piece in enumerate(() if part is None else part.pieces):
             parameter, gradient = block.parameters[piece.number], update.gradients.get(piece.number)
-            if gradient is not None and id(parameter) in self._group_of:
+            key = id(parameter), piece.start
+            if gradient is not None and key[0] in self._group_of:
                 stride = block.strides[piece.number]
                 # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is
                 # left alone.
                 own, given = piece.of(parameter.detach(), stride), piece.of(gradient, stride)
-                found.append(_Entry(parameter, number, piece, own, given, places))
+                found.append(_Entry(parameter, key, number, piece, own, given, places))
         return found
 
     @torch.no_grad()
@@ -185,11 +185,11 @@ class Rule:
         members: dict[int, list[Any]] = {}
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for entry in entries:
-            members.setdefault(self._group_of[id(entry.parameter)], []).append(entry.target)
+            members.setdefault(self._group_of[entry.key[0]], []).append(entry.target)
             if entry.key in self._created:
-                streamed = {k: v for k, v in entry.states.items() if k != MASTER}
                 assert entry.target is not None
-                state[entry.target] = {**self._scalars_for(entry), **streamed}
+                state[entry.target] = {**self._scalars_for(entry), **entry.states}
+                state[entry.target].pop(MASTER, None)
         self._inner.step(self._groups(), members, state)
         for entry in entries:
             assert entry.target is not None

@@ -44,11 +44,9 @@ class Keeper:
         traits = self._traits
         generators = None
         if self._draws_torch:
-            generators = TorchGenerators.capture(self._device)
-            if generators.equals(self._torch):
-                generators = self._torch
-            else:
-                self._torch = generators
+            if not self._torch.still():
+                self._torch = TorchGenerators.capture(self._device)
+            generators = self._torch
         host = HostGenerators.capture(traits.generators) if self._draws_host else None
         buffers = BufferSnapshot.take(traits.buffers) if traits.buffers else None
         contents = Contents.take(traits.cells) if traits.cells else None
@@ -78,7 +76,7 @@ class Keeper:
     def end_forward(self) -> None:
         """What was never drawn from in the whole sweep need not be looked at again. Raises GradientError when
         something was that watching the first steps had not shown."""
-        self._draws_torch = not self._first.equals(TorchGenerators.capture(self._device))
+        self._draws_torch = not self._first.still()
         if not self._draws_host and not self._host.equals(HostGenerators.capture(self._traits.generators)):
             raise GradientError(
                 "Loop: a later step draws from Python's or NumPy's random generator or from one of its own, but the "

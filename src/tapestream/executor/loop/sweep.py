@@ -33,6 +33,10 @@ class Sweeps:
         ``reached`` is then the number of steps made from the loop's beginning, ``over`` whether one was accepted.
         """
         if self.traits.sweep is Sweep.PLAIN and not (self.first_run and self.late):
+            if (
+                not torch.is_grad_enabled()
+            ):  # as in the forward of our node: to enter a mode takes as long as a small step
+                return self.plain(state, start, stop, ended)
             with torch.no_grad():
                 return self.plain(state, start, stop, ended)
         with torch.enable_grad():
@@ -66,7 +70,7 @@ class Sweeps:
     ) -> Any:
         source, matches = self.body.source, self.form.matches
         if self.body.sink is not None or ended is not None:
-            state = self._observed(state, start, stop, function, ended or _never)
+            state = self._observed(state, start, stop, function, ended)
         elif source is None:
             for step in range(start, stop):
                 state = function(state)
@@ -80,21 +84,25 @@ class Sweeps:
         return state
 
     def _observed(
-        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool]
+        self, state: Any, start: int, stop: int, function: Callable[..., Any], ended: Callable[[Any], bool] | None
     ) -> Any:
         """As `_run_bare`, with outputs to collect or a condition to ask."""
         sink, matches, first_run = self.body.sink, self.form.matches, self.first_run
+        late = self.late.outputs
         xs = None if self.body.source is None else iter(self.body.source.read(start, stop))
         for step in range(start, stop):
             state = function(state) if xs is None else function(state, next(xs))
             if sink is not None:
                 state, output = paired(state, step)
                 if first_run and sink.wants(step):
-                    self._take(step, output)
+                    if late:
+                        self._take(step, output)
+                    else:
+                        sink.add(step, output)
                 output = None  # its graph is not to live beside that of the next step
             if not matches(state):
                 raise self.form.changed(state, step)
-            if ended(state):
+            if ended is not None and ended(state):
                 self.over, self.reached = True, step + 1
                 break
         return state
@@ -157,10 +165,6 @@ def paired(found: Any, step: int) -> tuple[Any, Any]:
 
 def _keep_nothing(tensor: torch.Tensor) -> None:
     return None
-
-
-def _never(state: Any) -> bool:
-    return False
 
 
 def _refuse(nothing: None) -> torch.Tensor:

@@ -64,7 +64,8 @@ class _Outputs:
             return
         if not sink.wants(step):
             return
-        form, leaves = sink.taken_apart(step, output)
+        form = sink.form_of(step, output)
+        leaves = form.leaves(output)
         check_tensors(sink, form)
         if sink.how == "sum" and self._rows:
             leaves = [total + leaf for total, leaf in zip(self._rows.pop(), leaves, strict=True)]

@@ -35,7 +35,10 @@ class Collected:
 
     def add(self, step: int, output: Any) -> None:
         """See `Sink`."""
-        form, leaves = self.taken_apart(step, output)
+        form = self.form
+        if form is None or not form.matches(output):
+            form = self.form_of(step, output)
+        leaves = form.leaves(output)
         if torch.is_grad_enabled() or callable(self.how):  # sums and stacks take no graph where none is recorded
             leaves = [_detached(leaf) for leaf in leaves]
         if self.how == "sum":
@@ -54,8 +57,8 @@ class Collected:
         other.form = self.form
         return other
 
-    def taken_apart(self, step: int, output: Any) -> tuple[Form, Sequence[Any]]:
-        """The form of outputs, and the leaves of this one. Raises InputError where it is of another form."""
+    def form_of(self, step: int, output: Any) -> Form:
+        """The form of all outputs. Raises InputError where this one is of another."""
         form = self.form
         if form is None:
             form = self.form = Form.of(output, "output")
@@ -64,7 +67,7 @@ class Collected:
                 f"Loop: the output of step {step} has {form.differences(output)}; outputs= needs the same structure, "
                 "shapes and dtypes from every step"
             )
-        return form, form.leaves(output)
+        return form
 
     def _sum(self, leaves: Sequence[Any]) -> None:
         if not self._rows:

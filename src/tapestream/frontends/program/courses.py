@@ -43,7 +43,9 @@ class Courses:
     ) -> None:
         """A call has been noted as a whole, and its record has this ``shape`` and these ``sizes``."""
         known = self._known.pop(key, None)
-        if prepared.plan is None or prepared.shape != shape or not prepared.keeps_all or recorder.exposed:
+        if prepared.plan is None or prepared.shape != shape or not prepared.keeps_all:
+            return
+        if recorder.exposed or recorder.contexts.nbytes:
             return
         if known is None or known.shape != shape:
             course = course_of(recorder.record)

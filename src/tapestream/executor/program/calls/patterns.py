@@ -140,14 +140,7 @@ class Patterns:
     def _key_of(function: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
         """Equal for equal calls, and for tensors of the same shapes, dtypes and need of gradients, of which the same
         are given twice (attention on the same query, key and value makes other operations)."""
-        parts = list[Any]()
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                tensors.append(value)
-                parts.append(PLACE)
-            else:
-                parts.append(_key(value, tensors))
-        key = function, tuple(parts), _key(kwargs, tensors) if kwargs else None
+        key = function, *constants_of(args, kwargs, tensors)
         try:
             shapes: tuple[Any, ...] = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
         except RuntimeError as error:
@@ -250,6 +243,18 @@ def _into(pattern: Pattern, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def is_lasting(function: Any) -> bool:
     """Whether it is PyTorch's own, and so may be held beyond the call of a program."""
     return is_torchs_own(function) or str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def constants_of(args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
+    """Equal for calls that are given the same beside tensors, which are added to ``tensors`` in order."""
+    parts = list[Any]()
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            parts.append(PLACE)
+        else:
+            parts.append(_key(value, tensors))
+    return tuple(parts), _key(kwargs, tensors) if kwargs else None
 
 
 def attribute_of(function: Any) -> str | None:

@@ -22,6 +22,7 @@ from tapestream.executor.program.calls.values import address_of
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, unchanged_generators
 from tapestream.runner.guards import check_differentiated_once
 
+_NO_TENSORS = frozenset((bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device))
 _GRAD = inspect.signature(torch.autograd.grad)
 
 
@@ -173,12 +174,12 @@ def _given(others: list[Any], places: list[bool], tensors: Sequence[torch.Tensor
 def kept_nbytes(results: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     """Bytes of tensors that a Function has put on its context as attributes, beside its arguments and parameters."""
     node: Any = next((t.grad_fn for t in results if isinstance(t.grad_fn, BackwardCFunction)), None)
-    attributes = getattr(node, "__dict__", None)
+    attributes = [one for one in getattr(node, "__dict__", {}).values() if type(one) not in _NO_TENSORS]
     if not attributes:
         return 0
     known = {address_of(t) for t in (*args, *results) if isinstance(t, torch.Tensor)}
     found: dict[int, int] = {}
-    for one in walk(list(attributes.values())):
+    for one in walk(attributes):
         if isinstance(one, torch.Tensor) and not (one.is_leaf and one.requires_grad) and one.layout is torch.strided:
             address = address_of(one)
             if address not in known:

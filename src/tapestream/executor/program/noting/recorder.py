@@ -21,7 +21,7 @@ from tapestream.executor.program.calls.exposed import EXPOSING
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import is_lasting, tensors_of
 from tapestream.executor.program.calls.rerun import Rerun
-from tapestream.executor.program.calls.seams import heard_by
+from tapestream.executor.program.calls.seams import Apply, heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
 from tapestream.executor.program.calls.values import address_of, shows
 from tapestream.executor.program.calls.writes import QUESTIONS, SETS_DATA, SWITCHES, gives_back
@@ -211,6 +211,9 @@ class Recorder(Noting, TorchFunctionMode):
         if forward_ad._current_level >= 0:
             return self._with_tangents(function, args, kwargs)
         if self.along is not None:
+            result = self._along(function, args) if type(function) is Apply and not kwargs else UNKNOWN
+            if result is not UNKNOWN:
+                return result
             self.depart()
         with self.unheard():
             self.look_again()
@@ -231,6 +234,16 @@ class Recorder(Noting, TorchFunctionMode):
             return out
         finally:
             self._hidden, self._inside, self.tape.running = None, False, None
+
+    def _along(self, function: Apply, args: tuple[Any, ...]) -> Any:
+        """See `Along.call`."""
+        assert self.along is not None
+        self._inside = True
+        try:
+            with self.unheard():
+                return self.along.call(function, args, None)
+        finally:
+            self._inside = False
 
     def _gradient(self, args: Any, kwargs: Any) -> Any:
         """``torch.autograd.grad`` inside the program."""

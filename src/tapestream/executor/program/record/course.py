@@ -1,16 +1,19 @@
 """`Course`: the calls that a program makes, to know them again without noting them where all that is saved has room."""
 
-from collections.abc import Iterable, Mapping
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 
-from tapestream.executor.program.calls.patterns import attribute_of, is_lasting, tensors_of
-from tapestream.executor.program.calls.templates import PLACE
+from tapestream.executor.program.calls.patterns import attribute_of, constants_of, is_lasting, tensors_of
+from tapestream.executor.program.calls.seams import Apply
 from tapestream.executor.program.calls.values import nbytes_of
-from tapestream.executor.program.record.record import ALIVE, Record
+from tapestream.executor.program.record.record import ALIVE, Record, look
 from tapestream.runner.kernels import are_chosen
 
 _MOST = 1 << 14  # operations of one that is held for the next call
@@ -20,33 +23,44 @@ _ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 @dataclass(frozen=True, slots=True)
 class Closely:
-    """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention the constants,
-    and what chooses between ``kernels``, else None."""
+    """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention and of an
+    autograd.Function the ``constants``, and what chooses between ``kernels`` of the one, how many tensors the other
+    ``saves`` and how they look; else None."""
 
     nbytes: int
     constants: Any = None
     kernels: tuple[Any, ...] | None = None
+    saves: tuple[int, int] | None = None
 
     def holds(self, args: Any, kwargs: Any) -> bool:
         """Whether it is given the like."""
-        if self.kernels is not None and not (constants_of(args, kwargs) == self.constants and are_chosen(self.kernels)):
+        if self.constants is not None and constants_of(args, kwargs, []) != self.constants:
+            return False
+        if self.kernels is not None and not are_chosen(self.kernels):
             return False
         return self.nbytes < 0 or self.nbytes == nbytes_within((args, kwargs))
+
+    def is_like(self, saved: Sequence[torch.Tensor]) -> bool:
+        """Whether an autograd.Function, which may do anything, has saved the like."""
+        return (len(saved), functools.reduce(look, saved, 0)) == self.saves
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyAgain:
+    """Equal to the `Apply` of a class, which it does not keep alive."""
+
+    cls: "weakref.ref[Any]"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Apply and other.cls is self.cls()
+
+    def __hash__(self) -> int:
+        return hash(self.cls)
 
 
 def nbytes_within(values: Any) -> int:
     """Bytes of all tensors in what a call is given, or gives."""
     return sum(map(nbytes_of, tensors_of(values, [])))
-
-
-def constants_of(args: Any, kwargs: Any) -> Any:
-    """What a call is given beside tensors."""
-    names = {name: one for name, one in (kwargs or {}).items() if not _stands_for_tensor(one)}
-    return [None if _stands_for_tensor(one) else (one,) for one in args], names
-
-
-def _stands_for_tensor(one: Any) -> bool:
-    return one is PLACE or isinstance(one, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +83,20 @@ class Course:
 
 
 def course_of(record: Record) -> Course | None:
-    """None where a part of the program could not be noted by itself: calls that no function mode sees, memory that
-    others see, or that ``.data`` shows, needs of gradients that are switched, users' modes."""
-    if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.hidden or record.untried:
+    """None where a part of the program could not be noted by itself: calls that no function mode sees but those of
+    autograd.Functions, memory that others see, or that ``.data`` shows, needs of gradients that are switched, users'
+    modes."""
+    if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.handed_over:
         return None
-    if record.handed_over:
+    if Counter(record.untried) - Counter(record.hidden.keys()):  # their backward is users' code, which is never tried
         return None
     if any(ambient.modes or ambient.dispatching for ambient in record.ambients) or record.arrays.met:
         return None
     patterns = [record.patterns.all[call] for call in record.calls]
-    if any(one.foreign or not is_lasting(one.function) or attribute_of(one.function) == "data" for one in patterns):
+    if any(one.foreign or attribute_of(one.function) == "data" for one in patterns):
+        return None
+    functions: list[Any] = [one.function for one in patterns]
+    if not all(type(f) is Apply if k in record.hidden else is_lasting(f) for k, f in enumerate(functions)):
         return None
     known = _known_nbytes(record)
     nbytes = [_sum(record.results_of(k), known) for k in range(len(record))]
@@ -87,10 +105,14 @@ def course_of(record: Record) -> Course | None:
     ambients = [record.ambients[number] for number in record.ambient]
     for k, (one, ambient) in enumerate(zip(patterns, ambients, strict=True)):
         if getattr(one.function, "__name__", "") in _ATTENDING:
-            closely[k] = Closely(-1, constants_of(one.args, one.kwargs), ambient.kernels)
+            closely[k] = Closely(-1, one.key[1:], ambient.kernels)
+        elif k in record.hidden:
+            nbytes_given = _sum(record.arguments_of(k), known)
+            saves = record.packs[k], record.looks[k]
+            closely[k] = Closely(nbytes_given, one.key[1:], saves=saves)
     saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
     marked = frozenset(saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving)
-    functions = [one.function for one in patterns]
+    functions = [ApplyAgain(weakref.ref(f.cls)) if type(f) is Apply else f for f in functions]
     grads, needs, held = [ambient.grad for ambient in ambients], _needs(record), _held_nbytes(record)
     return Course([*functions, None], nbytes, grads, needs, closely, frozenset(record.asking), held, marked)
 

@@ -295,7 +295,8 @@ class ProgramSteps:
         one, settled = self.program.externals[~number], self.program.settled
         if one.storage in self.program.unread.storages or k in settled.aside:
             return one.held.clone()  # to be written into again, whatever it holds
-        if one.storage in self.program.writes.keys() - settled.storages:  # a replay may write into it
+        # Never the tensor itself where a replay may write into it.
+        if one.storage in self.program.writes and one.storage not in settled.storages:
             raise ScheduleError(
                 f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
             )
