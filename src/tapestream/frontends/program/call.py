@@ -126,15 +126,12 @@ class Replays:
             moves.kept, tape.heed = self._kept.get, len(found.record)
         self._running = _obeyed(actions, self.steps, self._kept, moves)
         self.waiting: Waiting | None = None
-        self._task = -1  # the backward that asked last
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
 
     def begins(self) -> None:
         """A backward asks for something: when it has ended, see what is left."""
-        task = torch._C._current_graph_task_id()
-        if self.waiting is not None and task not in (-1, self._task):
-            self._task = task
+        if self.waiting is not None:
             self.waiting.begins()
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 

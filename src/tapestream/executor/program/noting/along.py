@@ -16,7 +16,7 @@ from tapestream.executor.program.calls.rerun import kept_nbytes
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
-from tapestream.executor.program.record.course import Closely, Course, nbytes_within
+from tapestream.executor.program.record.course import Course, nbytes_within
 from tapestream.executor.program.record.tape import unchanged
 from tapestream.runner.modes import saving_entered
 
@@ -39,6 +39,8 @@ class Along:
         self._functions, self._nbytes = course.functions, course.nbytes
         self._grads, self._needs = course.grads, course.needs
         self._closely, self._marked = course.closely, course.marked
+        self._saved, self._odd = list[torch.Tensor](), False
+        self._hooks = saved_tensors_hooks(_marking(self.mark, self._saved), unchanged)
 
     @property
     def held_nbytes(self) -> int:
@@ -53,39 +55,35 @@ class Along:
             return self._asked(function, args, kwargs)
         if torch.is_grad_enabled() is not self._grads[k] or self._needs[k] not in (-1, _needing(args, kwargs)):
             return UNKNOWN
-        closely = self._closely.get(k)
-        if closely is not None and not closely.holds(args, kwargs):
+        if k in self._closely and not self._closely[k].holds(args, kwargs):
             return UNKNOWN
-        if closely is not None and closely.saves is not None:
-            return self._function(closely, function, args)
         if k in self._marked and not saving_entered():
-            with saved_tensors_hooks(_marking(self.mark), unchanged):
-                result = function(*args, **kwargs) if kwargs else function(*args)
+            result = self._heard(k, function, args, kwargs)
         else:
             result = function(*args, **kwargs) if kwargs else function(*args)
-        return self._done(result)
-
-    def _function(self, closely: Closely, function: Any, args: Any) -> Any:
-        """An autograd.Function is called: what it saves is looked at, by the hooks that saw it last time."""
-        if saving_entered():
-            return self._done(function(*args))
-        saved: list[torch.Tensor] = []
-        with saved_tensors_hooks(_marking(self.mark, saved), unchanged):
-            result = self._done(function(*args))
-        kept = kept_nbytes(tensors_of(result, []), args)
-        if kept or not closely.is_like(saved):
-            self._strays((saved, result))
-            self._strayed_nbytes += kept
-        return result
-
-    def _done(self, result: Any) -> Any:
-        """The next call of last time has been made."""
-        k = self._next
         self.operations = self._next = k + 1
         nbytes = self._nbytes[k]
-        if nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else nbytes_within(result)):
+        if self._odd or (
+            nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else nbytes_within(result))
+        ):
             self._strays(result)
         return result
+
+    def _heard(self, k: int, function: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and hear what it saves: of an autograd.Function, by the kind of hooks that heard it last time,
+        it is to be the like, with nothing kept beside it."""
+        saved, closely = self._saved, self._closely.get(k)
+        try:
+            with self._hooks:
+                result = function(*args, **kwargs) if kwargs else function(*args)
+            if closely is not None and closely.saves is not None:
+                kept = kept_nbytes([result] if type(result) is torch.Tensor else tensors_of(result, []), args)
+                if kept or not closely.is_like(saved):
+                    self._strayed_nbytes += kept + nbytes_within(saved)
+                    self._odd = True
+            return result
+        finally:
+            saved.clear()
 
     def _asked(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function in QUESTIONS or gives_back(function, args, kwargs):
@@ -114,12 +112,11 @@ def _needing(args: Any, kwargs: Any) -> int:
     return found
 
 
-def _marking(mark: Mark, saved: list[torch.Tensor] | None = None) -> Callable[[torch.Tensor], Any]:
-    """``saved``: where to put what is saved."""
+def _marking(mark: Mark, saved: list[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    """``saved``: what there is for a moment."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        if saved is not None:
-            saved.append(tensor)
+        saved.append(tensor)
         return tensor.detach(), tensor._version, mark
 
     return pack

@@ -34,11 +34,14 @@ class Closely:
 
     def holds(self, args: Any, kwargs: Any) -> bool:
         """Whether it is given the like."""
-        if self.constants is not None and constants_of(args, kwargs, []) != self.constants:
+        if self.constants is None:
+            return self.nbytes == nbytes_within((args, kwargs))
+        tensors: list[torch.Tensor] = []
+        if constants_of(args, kwargs, tensors) != self.constants:
             return False
         if self.kernels is not None and not are_chosen(self.kernels):
             return False
-        return self.nbytes < 0 or self.nbytes == nbytes_within((args, kwargs))
+        return self.nbytes < 0 or self.nbytes == sum(map(nbytes_of, tensors))
 
     def is_like(self, saved: Sequence[torch.Tensor]) -> bool:
         """Whether an autograd.Function, which may do anything, has saved the like."""
@@ -69,8 +72,8 @@ class Course:
     ``grads``: whether gradients are on; ``needs``: how many tensors with the need of one it is given, -1 where that is
     not known. ``closely``: of those that save more than they give, or by the kernel chosen. ``asking``: functions of
     calls that made nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the
-    program: what it has saved, and what is alive. ``marked``: a few of the operations that save, first and last ones
-    among them."""
+    program: what it has saved, and what is alive. ``marked``: all autograd.Functions, and a few of the operations that
+    save, first and last ones among them."""
 
     functions: list[Any]
     nbytes: list[int]
@@ -110,9 +113,10 @@ def course_of(record: Record) -> Course | None:
             nbytes_given = _sum(record.arguments_of(k), known)
             saves = record.packs[k], record.looks[k]
             closely[k] = Closely(nbytes_given, one.key[1:], saves=saves)
-    saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
-    marked = frozenset(saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving)
     functions = [ApplyAgain(weakref.ref(f.cls)) if type(f) is Apply else f for f in functions]
+    saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
+    some = {saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving}
+    marked = frozenset(some.union(record.hidden))
     grads, needs, held = [ambient.grad for ambient in ambients], _needs(record), _held_nbytes(record)
     return Course([*functions, None], nbytes, grads, needs, closely, frozenset(record.asking), held, marked)
 

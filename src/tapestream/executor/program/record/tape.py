@@ -13,6 +13,7 @@ Saved: TypeAlias = list[tuple[torch.Tensor, int]]
 Handle: TypeAlias = int | tuple[torch.Tensor, int]
 """Where a saved tensor is found; or itself with its version, where nothing could make it again."""
 
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
 PLACES = 1 << 20  # most tensors that one operation may save
 
 
@@ -20,9 +21,9 @@ class Tape:
     """Lives as long as some node of the program's graph that has not been reversed.
 
     ``saved``: by operation, what is there now. ``running``: an operation of users' code that runs, and what it has
-    saved so far: it may differentiate inside. ``begins`` hears that a backward asks. ``bring`` records the stretch of
-    an operation again; None while the program runs; where something moves it is called for all operations before
-    ``heed``, too, whatever is there. Plain autograd reverses operations in their order, last first, so of two
+    saved so far: it may differentiate inside. ``begins`` hears of each backward that asks. ``bring`` records the
+    stretch of an operation again; None while the program runs; where something moves it is called for all operations
+    before ``heed``, too, whatever is there. Plain autograd reverses operations in their order, last first, so of two
     operations that ask, the earlier one is done with what the later one had. ``once``: each asks for each of its
     tensors once, as torch's own nodes do (an autograd.Function may as often as it likes), and is done with all when it
     has asked for the last.
@@ -35,7 +36,7 @@ class Tape:
         self.begins: Callable[[], None] | None = None
         self.heed = 0
         self.once = False
-        self._asked = _NOBODY
+        self._asked, self._task = _NOBODY, -1  # the operation, and the backward, that asked last
         self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -70,8 +71,10 @@ class Tape:
     def _ask(self, operation: int) -> "_Asked":
         """Another operation than the last one asks."""
         with self._lock:
-            if self.begins is not None:
-                self.begins()
+            if (task := _current_task()) != self._task and task >= 0:
+                self._task = task
+                if self.begins is not None:
+                    self.begins()
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
             if operation < self.heed or operation not in self.saved:
