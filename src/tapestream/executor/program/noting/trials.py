@@ -1,8 +1,8 @@
 """What the calls of a kind take while they run, and while backward reverses them, beside what they leave: measured."""
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.noting.numbering import Numbering
 from tapestream.executor.program.record.record import Record
 from tapestream.runner.ambient import TorchGenerators
-from tapestream.storage.meter import profiling, track_memory
+from tapestream.storage.meter import profiling, track_memory, watch_memory
 
 _AT_ONCE = frozenset(
     ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear",
@@ -132,7 +132,7 @@ class Trials:
         simple, whole = name in _SIMPLE, made + transient + sum(map(nbytes_of, tensors))
         if not spare((_ROOM_SIMPLE if simple else _ROOM) * whole, anyway=not simple) and simple:
             return guess
-        self.reverse(measured, pattern, tensors, wanted, into)
+        self.reverse(measured, pattern, tensors, wanted, into, gradually=record.inner_nbytes[-1] > 0)
         if measured.reverse_nbytes is None:
             measured.reverse_nbytes = guess
         return measured.reverse_nbytes
@@ -144,10 +144,13 @@ class Trials:
         tensors: Sequence[torch.Tensor],
         wanted: Sequence[bool],
         written: set[int],
+        *,
+        gradually: bool = False,
     ) -> None:
         """Make the call again by itself, and its backward. ``wanted``: which of its tensors required a gradient;
-        ``written``: the ids of those that it writes into, of which it gets copies. A tensor that it is given twice is
-        one in the trial too: attention projects query, key and value at once where these are the same.
+        ``written``: the ids of those that it writes into, of which it gets copies; ``gradually``: it saves tensors of
+        its own, which may be several nodes' and go one after the other. A tensor that it is given twice is one in the
+        trial too: attention projects query, key and value at once where these are the same.
 
         What a write into a view makes of the whole gradient comes on top: the trial's copy is no view. Nothing is found
         where that fails.
@@ -158,8 +161,17 @@ class Trials:
         torch.set_autocast_cache_enabled(False)
         try:
             hooks = saved_tensors_hooks(torch.Tensor.detach, _same)  # a result that is saved would hold itself
+            watched = watch_memory(
+                self.device
+            )  # of what is freed on the CPU only those bytes are known that it has seen
             # What the user counts by a mode of theirs (FLOPs) is what the program does.
-            with _disable_current_modes(), torch.enable_grad(), hooks, contextlib.suppress(RuntimeError, ValueError):
+            with (
+                _disable_current_modes(),
+                torch.enable_grad(),
+                hooks,
+                suppress(RuntimeError, ValueError),
+                watched as watch,
+            ):
                 leaves = {id(t): t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)}
                 given = {k: leaf.clone() if k in written else leaf for k, leaf in leaves.items()}
                 made = tensors_of(
@@ -171,10 +183,13 @@ class Trials:
                     measured.reverse_nbytes = 0
                     return
                 cotangents, edges = [torch.ones_like(t) for t in results], list(map(get_gradient_edge, results))
-                del made, results, given  # what backward does not need goes first: there may be no room for it
-                with track_memory(self.device) as meter:
+                if not gradually:  # what backward does not need goes first: there may be no room for it
+                    del made, results, given
+                with watch.measured() as meter:
                     inputs = tuple(asked.values())
-                    found = torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
+                    found = torch.autograd.grad(
+                        edges, inputs, cotangents, retain_graph=not gradually, allow_unused=True
+                    )
                 places = {id(t): place for place, t in enumerate(tensors) if id(t) in asked}
                 given_back = sum(nbytes_of(asked[id(t)]) for t in tensors if id(t) in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)

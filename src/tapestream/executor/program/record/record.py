@@ -246,7 +246,12 @@ class Record:
 
     def runs_users_code(self) -> bool:
         """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
-        return any(by_user(one.function) or one.foreign for one in self.patterns.all)
+        return bool(self.of_users())
+
+    def of_users(self) -> frozenset[int]:
+        """The operations that users have written."""
+        own = {call for call, one in enumerate(self.patterns.all) if by_user(one.function) or one.foreign}
+        return frozenset(k for k, call in enumerate(self.calls) if call in own) if own else frozenset()
 
     def used_between(self, first: int, end: int) -> set[int]:
         """What the operations ``first`` .. ``end`` - 1 are given."""

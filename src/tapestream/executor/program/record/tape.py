@@ -1,7 +1,7 @@
 """`Tape`: what backward asks for the saved tensors of a program, recorded in its first sweep or by a replay."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 import torch
@@ -24,9 +24,9 @@ class Tape:
     saved so far: it may differentiate inside. ``begins`` hears of each backward that asks. ``bring`` records the
     stretch of an operation again; None while the program runs; where something moves it is called for all operations
     before ``heed``, too, whatever is there. Plain autograd reverses operations in their order, last first, so of two
-    operations that ask, the earlier one is done with what the later one had. ``once``: each asks for each of its
-    tensors once, as torch's own nodes do (an autograd.Function may as often as it likes), and is done with all when it
-    has asked for the last.
+    operations that ask, the earlier one is done with what the later one had. An operation asks for each of its tensors
+    once, as torch's own nodes do, and is done with it then (recurrent networks are many nodes, and free as they go);
+    those of ``often`` (autograd.Functions) may ask as often as they like; None: all, while the program runs.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Tape:
         self.bring: Callable[[int], None] | None = None
         self.begins: Callable[[], None] | None = None
         self.heed = 0
-        self.once = False
+        self.often: Container[int] | None = None
         self._asked, self._task = _NOBODY, -1  # the operation, and the backward, that asked last
         self._lock = threading.RLock()  # nodes on several devices are reversed by several threads
 
@@ -50,8 +50,12 @@ class Tape:
         if operation != asked.operation:
             del asked  # nothing holds what is done with while other stretches run again
             asked = self._ask(operation)
+        if asked.saved[place] is _DONE:  # by a backward before this one
+            self.saved.pop(operation, None)
+            asked = self._ask(operation)
         tensor = still(*asked.saved[place])
         if asked.left:
+            asked.saved[place] = _DONE
             asked.left &= ~(1 << place)
             if not asked.left:
                 self._asked = _NOBODY
@@ -83,7 +87,8 @@ class Tape:
                 self._asked = _NOBODY
                 self.bring(operation)
             saved = self.saved[operation]
-            self._asked = asked = _Asked(operation, saved, (1 << len(saved)) - 1 if self.once else 0)
+            once = self.often is not None and operation not in self.often
+            self._asked = asked = _Asked(operation, saved, (1 << len(saved)) - 1 if once else 0)
             return asked
 
 
@@ -97,6 +102,7 @@ class _Asked:
         self.operation, self.saved, self.left = operation, saved, left
 
 
+_DONE = torch.empty(0), 0
 _NOBODY = _Asked(-1, [], 0)
 
 
