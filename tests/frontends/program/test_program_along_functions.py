@@ -58,6 +58,25 @@ class Squares(torch.autograd.Function):
         return 2 * gradients[0], 2 * ctx.saved_tensors[0] * gradients[1]
 
 
+@torch.library.custom_op("tapestream_tests_along::spike", mutates_args=())
+def spike(x: torch.Tensor, slope: float) -> torch.Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _setup(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], *([inputs[0].repeat(64, 1)] if Spike.keeps == "more saved" else []))
+    ctx.slope = inputs[1]
+    if Spike.keeps == "on the context":
+        ctx.more = inputs[0].repeat(64, 1)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    return gradient / (1 + (ctx.slope * ctx.saved_tensors[0]).abs()) ** 2, None
+
+
+spike.register_autograd(_backward, setup_context=_setup)
+
+
 class Net:
     """A recurrence with a `Spike` in each step."""
 
@@ -90,8 +109,14 @@ def both(x: torch.Tensor, slope: float) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("function", "constants"),
-    [(Spike.apply, (2.0,)), (Spike.apply, (2.0, (slice(None), 1, "a"))), (squares, (2.0,)), (both, (2.0,))],
-    ids=["a step", "given a tuple", "writes, gives three", "without gradients, too"],
+    [
+        (Spike.apply, (2.0,)),
+        (Spike.apply, (2.0, (slice(None), 1, "a"))),
+        (squares, (2.0,)),
+        (both, (2.0,)),
+        (spike, (2.0,)),
+    ],
+    ids=["a step", "given a tuple", "writes, gives three", "without gradients, too", "a custom operation"],
 )
 def test_from_the_second_call_on_nothing_is_noted(function: Any, constants: Any, noted: list[Any]) -> None:
     net = Net(function, *constants)
@@ -117,11 +142,12 @@ def test_another_constant_is_noted(after: tuple[Any, ...], noted: list[Any]) -> 
     assert along[-1]
 
 
+@pytest.mark.parametrize("function", [Spike.apply, spike], ids=["a Function", "a custom operation"])
 @pytest.mark.parametrize("keeps", ["more saved", "on the context"])
 def test_what_keeps_more_than_last_time_is_noted_and_counted(
-    keeps: str, noted: list[Any], monkeypatch: pytest.MonkeyPatch
+    keeps: str, function: Any, noted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = Net()
+    net = Net(function)
     program = Program(net, budget="16MiB")
     assert all(net.agrees(program) for _ in range(2))
     y = program(net.x)

@@ -70,8 +70,8 @@ class Along:
         return result
 
     def _heard(self, k: int, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and hear what it saves: of an autograd.Function, by the kind of hooks that heard it last time,
-        it is to be the like, with nothing kept beside it."""
+        """Make a call, and hear what it saves: of users' code, by the kind of hooks that heard it last time, it is to
+        be the like, with nothing kept beside it."""
         saved, closely = self._saved, self._closely.get(k)
         try:
             with self._hooks:

@@ -12,6 +12,7 @@ import torch
 
 from tapestream.executor.program.calls.patterns import attribute_of, constants_of, is_lasting, tensors_of
 from tapestream.executor.program.calls.seams import Apply
+from tapestream.executor.program.calls.users import is_custom
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.record.record import ALIVE, Record, look
 from tapestream.runner.kernels import are_chosen
@@ -23,9 +24,9 @@ _ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 @dataclass(frozen=True, slots=True)
 class Closely:
-    """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention and of an
-    autograd.Function the ``constants``, and what chooses between ``kernels`` of the one, how many tensors the other
-    ``saves`` and how they look; else None."""
+    """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention and of
+    users' code the ``constants``, and what chooses between ``kernels`` of the one, how many tensors the other ``saves``
+    and how they look; else None."""
 
     nbytes: int
     constants: Any = None
@@ -44,7 +45,7 @@ class Closely:
         return self.nbytes < 0 or self.nbytes == sum(map(nbytes_of, tensors))
 
     def is_like(self, saved: Sequence[torch.Tensor]) -> bool:
-        """Whether an autograd.Function, which may do anything, has saved the like."""
+        """Whether users' code, which may do anything, has saved the like."""
         return (len(saved), functools.reduce(look, saved, 0)) == self.saves
 
 
@@ -72,8 +73,8 @@ class Course:
     ``grads``: whether gradients are on; ``needs``: how many tensors with the need of one it is given, -1 where that is
     not known. ``closely``: of those that save more than they give, or by the kernel chosen. ``asking``: functions of
     calls that made nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the
-    program: what it has saved, and what is alive. ``marked``: all autograd.Functions, and a few of the operations that
-    save, first and last ones among them."""
+    program: what it has saved, and what is alive. ``marked``: all that users have written, and a few of the
+    operations that save, first and last ones among them."""
 
     functions: list[Any]
     nbytes: list[int]
@@ -87,8 +88,8 @@ class Course:
 
 def course_of(record: Record) -> Course | None:
     """None where a part of the program could not be noted by itself: calls that no function mode sees but those of
-    autograd.Functions, memory that others see, or that ``.data`` shows, needs of gradients that are switched, users'
-    modes."""
+    autograd.Functions and custom operations, memory that others see, or that ``.data`` shows, needs of gradients that
+    are switched, users' modes."""
     if not 0 < len(record) <= _MOST or record.spoilt or record.switched or record.handed_over:
         return None
     if Counter(record.untried) - Counter(record.hidden.keys()):  # their backward is users' code, which is never tried
@@ -99,8 +100,9 @@ def course_of(record: Record) -> Course | None:
     if any(one.foreign or attribute_of(one.function) == "data" for one in patterns):
         return None
     functions: list[Any] = [one.function for one in patterns]
-    if not all(type(f) is Apply if k in record.hidden else is_lasting(f) for k, f in enumerate(functions)):
-        return None
+    for k, function in enumerate(functions):
+        if not (type(function) is Apply or is_custom(function) if k in record.hidden else is_lasting(function)):
+            return None
     known = _known_nbytes(record)
     nbytes = [_sum(record.results_of(k), known) for k in range(len(record))]
     heavy = numpy.flatnonzero(numpy.asarray(record.inner_nbytes) > numpy.maximum(nbytes, 0)).tolist()
