@@ -42,7 +42,7 @@ def check_runs_alike(
     if len(drawn) < len(found):
         undo(drawn)
         same = again()
-        last = Belongings(stage.modules, stage.function, before)
+        last = Belongings(stage.modules, stage.function, before, copying=False)
         changed = [change for change in after.changes(last) if not _written(change, seen)]
         further = [change for change in changed if not before.has_number(change)]
         if further or not same:

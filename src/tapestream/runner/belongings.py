@@ -110,9 +110,12 @@ class Change:
 class Belongings:
     """What ``modules``, and ``function`` where it is no module, hold now, a few objects deep."""
 
-    def __init__(self, modules: Sequence[nn.Module], function: Any = None, since: "Belongings | None" = None) -> None:
-        """``since``: earlier ones to be compared with; tensors that were not there then are copied."""
-        self._seen, self._since = {id(module) for module in modules}, since
+    def __init__(
+        self, modules: Sequence[nn.Module], function: Any = None, since: "Belongings | None" = None,
+        copying: bool = True,
+    ) -> None:  # fmt: skip
+        """``since``: earlier ones to compare with; tensors that were not there then are copied, with ``copying``."""
+        self._seen, self._since, self._copying = {id(module) for module in modules}, since, copying
         self._looked = set[type]()  # classes of modules
         self._buffers: dict[int, frozenset[str]] = {}  # of each module, by its id
         self.versions: dict[int, int] = {}
@@ -186,7 +189,7 @@ class Belongings:
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
             thing.mark = self.versions[id(value)] = -1 if value.is_inference() else value._version
-            if self._since is not None and self._since.versions.get(id(value)) != thing.mark:
+            if self._copying and self._since is not None and self._since.versions.get(id(value)) != thing.mark:
                 thing.copy = value.detach().clone()
             thing.inside = self._attributes(value, deep - 1)
         elif isinstance(value, GENERATORS):
@@ -325,11 +328,9 @@ def unchanged(modules: Sequence[nn.Module], function: Any = None) -> Iterator[No
 
 
 def left_by(changes: Sequence[Change]) -> tuple[tuple[tuple[int, str], int], ...]:
-    """Bytes of tensors that a run has left, by where they are: they stay until the next run replaces them.
-
-    Of one in another object that each run makes anew (a list), or in a variable of a function, there are two: a
-    `tapestream.runner.stills.Look` at the first run has the one that recomputes replace.
-    """
+    """Bytes of tensors that a run has left, by where they are: they stay until the next run replaces them. Of one in
+    another object that each run makes anew (a list), or in a variable of a function, there are two: a
+    `tapestream.runner.stills.Look` at the first run has the one that recomputes replace."""
     found = dict[tuple[int, str], int]()
     for change in changes:
         if not isinstance(change.holder, (torch.Tensor, numpy.ndarray, *GENERATORS)):

@@ -27,9 +27,9 @@ class StepTraits:
     ``requires_first`` / ``requires``: which leaves of state 0 and of later states carry a gradient. ``mutates``: leaves
     that the step writes into. ``guarded``: its inputs need guards (it writes into them, or a graph outlives it).
     ``makes_leaves``: its graph ends at leaves made inside, too. ``generators``: objects from which it may draw, beside
-    the global ones. ``buffers`` and ``cells``: what it writes into; ``leaves_behind``: it sets more than these, which
-    backward finds and leaves as the last step has set it. ``leaves``: tensors that may get a gradient from it beside
-    state and input;
+    the global ones. ``buffers`` and ``cells``: what it writes into; ``leaves_behind``: it sets more than these,
+    which backward finds and leaves as the last step has set it; ``left_nbytes``: bytes of tensors there;
+    ``left_graph``: whether one has a graph. ``leaves``: tensors that may get a gradient from it beside state and input;
     ``stand_ins``: by place in ``leaves``, the dtype in which a leaf stands in for that tensor while a step is recorded:
     tensors computed before the loop (a backward through what made them must happen once, afterwards), and weights that
     autocast casts. ``aliases``: pairs (leaf of the output, leaf of the new state) that are one tensor. ``nodes``: those
@@ -50,6 +50,8 @@ class StepTraits:
     buffers: tuple[Slot, ...] = ()
     cells: tuple[Cell, ...] = ()
     leaves_behind: bool = False
+    left_nbytes: int = 0
+    left_graph: bool = False
     leaves: tuple[torch.Tensor, ...] = ()
     stand_ins: tuple[tuple[int, torch.dtype], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()

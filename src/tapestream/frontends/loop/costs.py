@@ -89,6 +89,11 @@ def cost_of(
     objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
     cells = sum(cell.nbytes for cell in traits.cells)
     beside = buffers + cells + (0 if is_accelerator(device) else objects)
+    # By the last step that ran, and by the one before backward, which backward puts back (see `TensorCall`); once more
+    # while a call looks at its first steps, and compares what they leave: the graph of one, and a few states, beside
+    # that of the next.
+    left = 3 * traits.left_nbytes + (cost.saved_nbytes + 4 * cost.output_nbytes) * traits.left_graph
+    recording = cost.forward_extra_nbytes if cost.record_extra_nbytes is None else cost.record_extra_nbytes
     return replace(
         cost,
         forward_seconds=seconds,
@@ -96,6 +101,9 @@ def cost_of(
         record_seconds=found[0] / runner.body.chunk,
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
+        forward_extra_nbytes=cost.forward_extra_nbytes + left,
+        record_extra_nbytes=recording + left,
+        backward_extra_nbytes=cost.backward_extra_nbytes + left,
     )
 
 

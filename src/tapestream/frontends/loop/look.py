@@ -20,7 +20,7 @@ from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, w
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.planning.repeating import KeepsState, check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
-from tapestream.runner.belongings import Belongings, Change, undo
+from tapestream.runner.belongings import Belongings, Change, left_by, undo
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
@@ -126,7 +126,12 @@ class _Looking:
         still = {id(leaf) for leaf in _leaves_of(stage, feeds)}
         behind = [leaf for leaf in behind if id(leaf) in still]  # others are results that a step has left, and replaces
         traits = self._drawn_and_written(_merged(behind, found, first, mask, self.device), first_written)
-        traits = replace(traits, leaves_behind=len(left) > len(of_generators))
+        traits = replace(
+            traits,
+            leaves_behind=len(left) > len(of_generators),
+            left_nbytes=sum(nbytes for _, nbytes in left_by(left)),
+            left_graph=any(t.grad_fn is not None for t in tensors_in([change.now() for change in left])),
+        )
         self.again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
