@@ -101,7 +101,9 @@ class Call:
         finally:
             interpreter.close()
             self.release()
-        totals: dict[int, torch.Tensor | None] = {key: g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()}
+        totals: dict[int, torch.Tensor | None] = {
+            key: g if g.dtype is leaf.dtype else g.to(leaf.dtype) for key, (leaf, g) in interpreter.sums.items()
+        }
         if together.waiting:
             totals = {key: together.left((key,), total) for key, total in totals.items()}
         return given, totals

@@ -64,8 +64,8 @@ def reached_leaves(
         if output.requires_grad and output.grad_fn is None and id(output) not in inputs:
             leaves[id(output)] = output
     for node in _nodes(outputs):
-        variable = _variable(node)
-        if variable is not None:
+        if isinstance(node, _AccumulateGrad):
+            variable = node.variable
             if id(variable) not in inputs:
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:

@@ -93,7 +93,9 @@ class Sweeps:
         for step in range(start, stop):
             state = function(state) if xs is None else function(state, next(xs))
             if sink is not None:
-                state, output = paired(state, step)
+                if type(state) is not tuple or len(state) != 2:
+                    raise not_paired(state, step)
+                state, output = state
                 if first_run and sink.wants(step):
                     if late:
                         self._take(step, output)
@@ -156,11 +158,16 @@ class Sweeps:
 def paired(found: Any, step: int) -> tuple[Any, Any]:
     """The state and the output that a step returned."""
     if type(found) is not tuple or len(found) != 2:
-        raise InputError(
-            f"Loop: outputs= was given, so step {step} must return (state, output); it returned "
-            f"{type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}"
-        )
+        raise not_paired(found, step)
     return found
+
+
+def not_paired(found: Any, step: int) -> InputError:
+    """A step has not returned a state and an output."""
+    return InputError(
+        f"Loop: outputs= was given, so step {step} must return (state, output); it returned "
+        f"{type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}"
+    )
 
 
 def _keep_nothing(tensor: torch.Tensor) -> None:
