@@ -95,17 +95,18 @@ class Recorder(Noting, TorchFunctionMode):
         along.otherwise(along.held_nbytes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if forward_ad._current_level >= 0 and not self._inside:
-            return self._with_tangents(func, args, kwargs or {})
-        if self.along is not None and not self._inside:
+        along = self.along
+        if along is not None and not self._inside and forward_ad._current_level < 0:
             self._inside = True
             try:
-                result = self.along.call(func, args, kwargs)
+                result = along.call(func, args, kwargs)
             finally:
                 self._inside = False
             if result is not UNKNOWN:
                 return result
             self.depart()
+        if forward_ad._current_level >= 0 and not self._inside:
+            return self._with_tangents(func, args, kwargs or {})
         if self.following is not None and not self._inside:
             self._inside = True
             try:
