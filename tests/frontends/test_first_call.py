@@ -1,5 +1,6 @@
 """The first call of a plan is measured: that stages hold more than when they were profiled is said, and planned for."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ STATE = 4 * WIDTH * ROWS
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps copies on its context, where no hook sees them: few as long as it is new, more afterwards."""
+    """Keeps copies on its context, where no hook sees them: ``more`` of them, if asked for, once a call has begun."""
 
-    calls, few = 0, 10**9
+    more = begun = False
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Keeping.calls += 1
-        ctx.kept = [x.clone() for _ in range(1 if Keeping.calls <= Keeping.few else 4)]
+        Keeping.begun |= not ts.recomputing()  # as it is while stages are profiled
+        ctx.kept = [x.clone() for _ in range(4 if Keeping.more and Keeping.begun else 1)]
         return torch.sin(x)
 
     @staticmethod
@@ -39,9 +40,9 @@ class Block(nn.Module):
         return Keeping.apply(torch.tanh(self.layer(x)))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def stages(*, few: int = 10**9) -> list[nn.Module]:
+def stages(*, more: bool = False) -> list[nn.Module]:
     torch.manual_seed(0)
-    Keeping.calls, Keeping.few = 0, few
+    Keeping.more, Keeping.begun = more, False
     return [Block() for _ in range(STAGES)]
 
 
@@ -52,15 +53,8 @@ def step(run: Any, model: list[nn.Module]) -> list[torch.Tensor]:
 
 
 def several_steps(run: Any, model: list[nn.Module]) -> None:
-    for _ in range(4):
+    for _ in range(8):
         step(run, model)
-
-
-def profiled(*, verify: bool = False) -> int:
-    """How often stages run before the call itself begins."""
-    run = ts.Chain(stages(), budget=64 * STATE, verify=verify)
-    run(torch.ones(ROWS, WIDTH))
-    return Keeping.calls - STAGES
 
 
 def plain(model: list[nn.Module]) -> list[torch.Tensor]:
@@ -74,38 +68,45 @@ def plain(model: list[nn.Module]) -> list[torch.Tensor]:
 
 def test_more_than_was_profiled_is_said_once_and_planned_for() -> None:
     wanted = plain(stages())
-    model = stages(few=profiled())
+    model = stages(more=True)
     run = ts.Chain(model, budget=12 * STATE)
     with pytest.warns(ts.BudgetExceeded, match="its stages hold .* more than when they were profiled"):
         assert all(map(torch.equal, step(run, model), wanted))
     assert ts.report(run).exceeded is not None
-    with pytest.raises(BudgetError) as refused:
-        step(run, model)
-    assert refused.value.least_nbytes is not None
+    for _ in range(8):  # each plan learns from the one before, until one holds, or none fits
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                step(run, model)
+            except BudgetError as error:
+                least = error.least_nbytes or 0
+                break
+        if not said:
+            return
+    assert least > 12 * STATE
 
 
 def test_later_calls_stay_within_the_budget() -> None:
     wanted, budget = plain(stages()), 36 * STATE
-    model = stages(few=profiled())
+    model = stages(more=True)
     run = ts.Chain(model, budget=budget)
     with pytest.warns(ts.BudgetExceeded):
         several_steps(run, model)  # each plan learns from the one before
     for _ in range(2):
         with track_memory() as meter:
             assert all(map(torch.equal, step(run, model), wanted))
-        assert meter.peak_nbytes <= 1.02 * budget + 3 * STATE  # the argument, the result and what the loss makes
+        # Beside the argument, the result, the gradients, and what the loss makes.
+        assert meter.peak_nbytes <= 1.02 * budget + 5 * STATE
 
 
 def test_with_verify_it_is_an_error() -> None:
-    few = profiled(verify=True)
-    model = stages(few=few)
+    model = stages(more=True)
     with pytest.raises(BudgetError, match="its stages hold"):
         step(ts.Chain(model, budget=12 * STATE, verify=True), model)
 
 
 def test_inside_a_measurement_of_the_users_nothing_is_measured() -> None:
-    few = profiled()
-    run = ts.Chain(stages(few=few), budget=12 * STATE)
+    run = ts.Chain(stages(more=True), budget=12 * STATE)
     x = torch.ones(ROWS, WIDTH)
     found = run(x)  # is profiled
     with track_memory():

@@ -4,6 +4,7 @@ What a call holds, at a random budget that works, stays within it, with plain Py
 call says so.
 """
 
+import functools
 import random
 import tempfile
 import warnings
@@ -83,6 +84,9 @@ KEEPS: dict[str, Callable[[Block, torch.Tensor, torch.Tensor], Any]] = {
     "a copy": _attribute(lambda y: y.detach().clone()),
     "another result": _attribute(torch.exp),
     "an object": _attribute(lambda y: Pair(y.detach(), {"copy": y.detach().clone()})),
+    "a partial": _attribute(lambda y: functools.partial(print, y.detach().clone())),
+    "an array": _attribute(lambda y: y.detach().clone().numpy()),
+    "on a parameter": lambda block, _, y: setattr(block.linear.weight, "kept", y.detach().clone()),
     "a list": lambda block, _, y: block.seen.__setitem__(slice(None), [y.detach()]),
     "a list of results": lambda block, _, y: block.seen.__setitem__(slice(None), [y]),
     "a table": lambda block, x, y: block.table.__setitem__(tuple(x.shape), torch.cat((y, y), 1).detach()),

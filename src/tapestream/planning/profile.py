@@ -25,7 +25,7 @@ from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
-from tapestream.runner.belongings import Belongings, Change, left_by, unchanged, undo
+from tapestream.runner.belongings import Belongings, Change, unchanged, undo
 from tapestream.runner.bits import same_bits
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.depth import check_depth
@@ -33,6 +33,7 @@ from tapestream.runner.graph import next_sequence_number, node_names, reached_le
 from tapestream.runner.guards import hooks_off, refusing_backward
 from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried
+from tapestream.runner.left import left_by
 from tapestream.runner.modes import as_a_stage
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner

@@ -18,8 +18,6 @@ from tapestream.capture.buffers import NUMBERS
 from tapestream.capture.python_state import GENERATORS, LISTS, SETS, attributes_of, held_by
 from tapestream.runner.ambient import same_states, set_state, state_of
 from tapestream.runner.bits import same_bits
-from tapestream.runner.private import tensors_in
-from tapestream.runner.state import storages
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(_PLAIN)
@@ -83,6 +81,15 @@ class Change:
             return getattr(self.holder, str(self.key), None)
         place, key = place_of(self.holder, self.key)
         return place.get(key)
+
+    def were_there(self) -> set[int]:
+        """Ids of the objects that were there."""
+        found, waiting = set[int](), [self.before]
+        for one in waiting:
+            if isinstance(one, _Thing):
+                found.add(id(one.value))
+                waiting += one.inside.values()
+        return found
 
     def put_back(self) -> None:
         """Let it be there again. What tensors held before they were written into is not known any more."""
@@ -325,21 +332,6 @@ def unchanged(modules: Sequence[nn.Module], function: Any = None) -> Iterator[No
     finally:
         changes = before.changes(Belongings(modules, function))
         undo([change for change in changes if not change.makes_attribute])
-
-
-def left_by(changes: Sequence[Change]) -> tuple[tuple[tuple[int, str], int], ...]:
-    """Bytes of tensors that a run has left, by where they are: they stay until the next run replaces them. Of one in
-    another object that each run makes anew (a list), or in a variable of a function, there are two: a
-    `tapestream.runner.stills.Look` at the first run has the one that recomputes replace."""
-    found = dict[tuple[int, str], int]()
-    for change in changes:
-        if not isinstance(change.holder, (torch.Tensor, numpy.ndarray, *GENERATORS)):
-            now = change.now()
-            tensors = [t for t in tensors_in([now]) if not isinstance(t, nn.Parameter)]
-            one = isinstance(now, torch.Tensor) and not isinstance(change.holder, (types.FunctionType, types.CellType))
-            once = change.key is None or isinstance(change.holder, dict) or one
-            found[id(change.holder), str(change.key)] = sum(storages(tensors).values()) * (1 if once else 2)
-    return tuple((place, nbytes) for place, nbytes in found.items() if nbytes)
 
 
 def undo(changes: Sequence[Change]) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from side_by_side import hear_noted, outcome, same
 
+import tapestream as ts
+from tapestream.errors import BudgetError
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Tier
 
@@ -252,3 +254,49 @@ def test_what_fails_inside() -> None:
     assert program._live.nbytes[Tier.DEVICE] == 0
     Fails.fails = False
     assert all(net.agrees(program) for _ in range(2))
+
+
+@pytest.mark.parametrize("what", ["saves", "gives"])
+def test_what_grows_last_is_said(what: str, noted: list[Any]) -> None:
+    """Nothing follows for which room could be made."""
+    rows = 1
+
+    class Grows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, *([x.repeat(rows, 1)] if what == "saves" else []))
+            return x.repeat(rows, 1) if what == "gives" else x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            x = ctx.saved_tensors[0]
+            return gradients[0].view(-1, *x.shape).sum(0) if what == "gives" else gradients[0] * x.cos()
+
+    weight = torch.randn(64, 64, requires_grad=True)
+    program = Program(lambda x: Grows.apply(x @ weight).sum(), budget="600KiB")  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        noted.clear()
+        program(torch.ones(64, 64)).backward()
+    assert not noted
+    rows = 60
+    with pytest.warns(ts.BudgetExceeded, match="began like the call before, .* its last operation made or saved more"):
+        program(torch.ones(64, 64)).backward()
+    assert ts.report(program).exceeded is not None
+    with pytest.raises(BudgetError):
+        program(torch.ones(64, 64))
+    rows = 1
+    program(torch.ones(64, 64)).backward()
+
+
+def test_a_custom_operation_that_keeps_tensors_on_its_context_is_counted(
+    noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spike, "keeps", "on the context")
+    net = Net(spike)
+    program = Program(net, budget="120KiB")
+    for _ in range(3):
+        noted.clear()
+        with pytest.warns(ts.BudgetExceeded, match="spike.* keeps 192 KiB on its context"):
+            assert net.agrees(program)
+        assert noted
+        program.exceeded._said.clear()  # it would be said once

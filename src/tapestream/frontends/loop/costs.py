@@ -15,7 +15,7 @@ from tapestream.capture.buffers import held
 from tapestream.costs import StageCost
 from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
-from tapestream.executor.loop.traits import Body, Source, Sweep
+from tapestream.executor.loop.traits import Body, Source, StepTraits, Sweep
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
@@ -89,18 +89,25 @@ def cost_of(
     objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
     cells = sum(cell.nbytes for cell in traits.cells)
     beside = buffers + cells + (0 if is_accelerator(device) else objects)
-    # By the last step that ran, and by the one before backward, which backward puts back (see `TensorCall`); once more
-    # while a call looks at its first steps, and compares what they leave: the graph of one, and a few states, beside
-    # that of the next.
-    left = 3 * traits.left_nbytes + (cost.saved_nbytes + 4 * cost.output_nbytes) * traits.left_graph
-    recording = cost.forward_extra_nbytes if cost.record_extra_nbytes is None else cost.record_extra_nbytes
-    return replace(
+    cost = replace(
         cost,
         forward_seconds=seconds,
         backward_seconds=found[1] / runner.body.chunk,
         record_seconds=found[0] / runner.body.chunk,
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
+    )
+    return _with_left(cost, traits) if traits.left_nbytes else cost
+
+
+def _with_left(cost: StageCost, traits: StepTraits) -> StageCost:
+    """With what steps leave: by the last one that ran, and by the one before backward, which backward puts back (see
+    `TensorCall`); once more while a call looks at its first steps, and compares what they leave: the graph of one, and
+    a few states, beside that of the next."""
+    left = 3 * traits.left_nbytes + (cost.saved_nbytes + 4 * cost.output_nbytes) * traits.left_graph
+    recording = cost.forward_extra_nbytes if cost.record_extra_nbytes is None else cost.record_extra_nbytes
+    return replace(
+        cost,
         forward_extra_nbytes=cost.forward_extra_nbytes + left,
         record_extra_nbytes=recording + left,
         backward_extra_nbytes=cost.backward_extra_nbytes + left,

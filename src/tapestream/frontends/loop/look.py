@@ -20,11 +20,12 @@ from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, w
 from tapestream.planning.profile import collector_off, undisturbed
 from tapestream.planning.repeating import KeepsState, check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
-from tapestream.runner.belongings import Belongings, Change, left_by, undo
+from tapestream.runner.belongings import Belongings, Change, undo
 from tapestream.runner.captured import leaves_captured
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import refusing_backward
+from tapestream.runner.left import left_by
 from tapestream.runner.modes import unhooked
 from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
@@ -129,8 +130,8 @@ class _Looking:
         traits = replace(
             traits,
             leaves_behind=len(left) > len(of_generators),
-            left_nbytes=sum(nbytes for _, nbytes in left_by(left)),
-            left_graph=any(t.grad_fn is not None for t in tensors_in([change.now() for change in left])),
+            left_nbytes=sum(nbytes for _, nbytes in left_by(replaced)),
+            left_graph=any(t.grad_fn is not None for t in tensors_in([change.now() for change in replaced])),
         )
         self.again()
         # With a third run the generators were elsewhere when the second began.

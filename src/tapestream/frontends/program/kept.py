@@ -18,10 +18,22 @@ def tell_kept(
     if contexts.nbytes:
         names = ", ".join(sorted({*contexts.names, *contexts.stuck}))
         advice = "use ctx.save_for_backward in it" if contexts.stuck else "from the next call on, it runs again instead"
-        holders.append(f"autograd.Function {names} keeps {format_nbytes(contexts.nbytes)} on its context; {advice}")
+        kept_there = format_nbytes(contexts.nbytes)
+        holders.append(f"autograd.Function or custom operation {names} keeps {kept_there} on its context; {advice}")
     if contexts.unnoted_nbytes:
         holders.append(
             f"what is saved where forward-mode differentiation computes tangents, or by no torch call, is kept: "
             f"{format_nbytes(contexts.unnoted_nbytes)}; let the steps of a ts.Loop or the stages of a ts.Chain do that"
         )
     exceeded.say(held_nbytes + kept, limit_nbytes, "; ".join(holders), strict=strict)
+
+
+def tell_strayed(held_nbytes: int, limit_nbytes: int | None, exceeded: Exceeded) -> None:
+    """Warn where a call on the fast path exceeds its budget by what it did last, when nothing could be dropped any
+    more."""
+    if limit_nbytes is not None and held_nbytes > limit_of(limit_nbytes):
+        holder = (
+            "it began like the call before, which kept everything, and its last operation made or saved more; the next "
+            "call of the kind drops what it must"
+        )
+        exceeded.say(held_nbytes, limit_nbytes, holder)

@@ -33,7 +33,7 @@ from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explain import explained
 from tapestream.frontends.program.explanation import Explanation
 from tapestream.frontends.program.given import check_function, device_of, kind_of, remember
-from tapestream.frontends.program.kept import tell_kept
+from tapestream.frontends.program.kept import tell_kept, tell_strayed
 from tapestream.frontends.program.live import Live
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.orders import Reversal
@@ -169,7 +169,7 @@ class Program:
                 if any(record.packs):
                     self._finish(found, tape, watch, room, key, recorder, prepared)
                 if known is not None and along is not None:
-                    self._went(along, known.report, key, recorder)
+                    self._went(along, known.report, key, recorder, room)
         except BaseException:
             if isinstance(watch, Planned):
                 watch.give_up()
@@ -221,9 +221,13 @@ class Program:
         self._courses.forget(key)
         online.depart(held_nbytes)
 
-    def _went(self, along: Along, report: Report, key: Any, recorder: Recorder) -> None:
+    def _went(self, along: Along, report: Report, key: Any, recorder: Recorder, room: Budget) -> None:
         """A call has gone along: all of it, or up to where it was noted."""
         nbytes = report.held_nbytes
+        if along.strayed and not any(recorder.record.packs):  # nothing follows that could make room
+            self._courses.forget(key)
+            nbytes = along.held_nbytes
+            tell_strayed(nbytes, room.device_nbytes, self.exceeded)
         if recorder.departed is None:
             self.report, self._last = report, self._prepared.get(key, self._last)
         else:

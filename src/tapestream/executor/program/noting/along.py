@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.rerun import kept_nbytes
-from tapestream.executor.program.calls.values import nbytes_of
+from tapestream.executor.program.calls.values import address_of, nbytes_of
 from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.record.course import Course, nbytes_within
@@ -29,7 +30,7 @@ class Mark:
 
 class Along:
     """One call on the fast path, which has made so many ``operations``. At the first call that differs, ``otherwise``
-    is told the bytes held.
+    is told the bytes held. ``strayed``: the last operation has made or saved something else than last time.
     """
 
     def __init__(self, course: Course, otherwise: Callable[[int], None]) -> None:
@@ -39,7 +40,8 @@ class Along:
         self._functions, self._nbytes = course.functions, course.nbytes
         self._grads, self._needs = course.grads, course.needs
         self._closely, self._marked = course.closely, course.marked
-        self._saved, self._odd = list[torch.Tensor](), False
+        self._saved, self._odd = list[torch.Tensor](), list[torch.Tensor]()  # now, and where that was odd
+        self.strayed = False
         self._hooks = saved_tensors_hooks(_marking(self.mark, self._saved), unchanged)
 
     @property
@@ -66,7 +68,7 @@ class Along:
         if self._odd or (
             nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else nbytes_within(result))
         ):
-            self._strays(result)
+            self._strays((result, self._odd), args)
         return result
 
     def _heard(self, k: int, function: Any, args: Any, kwargs: Any) -> Any:
@@ -79,8 +81,8 @@ class Along:
             if closely is not None and closely.saves is not None:
                 kept = kept_nbytes([result] if type(result) is torch.Tensor else tensors_of(result, []), args)
                 if kept or not closely.is_like(saved):
-                    self._strayed_nbytes += kept + nbytes_within(saved)
-                    self._odd = True
+                    self._strayed_nbytes += kept
+                    self._odd = list(saved)
             return result
         finally:
             saved.clear()
@@ -92,13 +94,18 @@ class Along:
             return UNKNOWN
         result = function(*args, **(kwargs or {}))
         if any(all(tensor is not one for one in args) for tensor in tensors_of(result, [])):
-            self._strays(result)
+            self._strays(result, args)
         return result
 
-    def _strays(self, result: Any) -> None:
-        """No call is the next one any more."""
-        self._strayed_nbytes += nbytes_within(result)
-        self._next = len(self._functions) - 1
+    def _strays(self, made: Any, args: Any) -> None:
+        """A call has made or saved something else than last time, beside what it was given: no call is the next one
+        any more."""
+        given = {address_of(tensor) for tensor in tensors_of(args, [])}
+        storages = {address_of(tensor): tensor for tensor in tensors_of(made, [])}
+        nbytes = sum(map(_held_by, (one for address, one in storages.items() if address not in given)))
+        held, k = self.course.held_nbytes, self.operations
+        self._strayed_nbytes += max(0, nbytes - max(0, held[k] - held[k - 1] if k else 0))
+        self._odd, self._next, self.strayed = [], len(self._functions) - 1, True
 
 
 def _needing(args: Any, kwargs: Any) -> int:
@@ -110,6 +117,10 @@ def _needing(args: Any, kwargs: Any) -> int:
         elif type(one) is list or type(one) is tuple:
             found += _needing(one, None)
     return found
+
+
+def _held_by(tensor: torch.Tensor) -> int:
+    return storage_nbytes(tensor.untyped_storage()) if tensor.layout is torch.strided else nbytes_of(tensor)
 
 
 def _marking(mark: Mark, saved: list[torch.Tensor]) -> Callable[[torch.Tensor], Any]:

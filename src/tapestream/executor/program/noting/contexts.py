@@ -12,6 +12,7 @@ from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.rerun import Rerun, can_rerun, kept_nbytes
 from tapestream.executor.program.calls.seams import Apply
+from tapestream.executor.program.calls.users import is_custom
 
 _SHARE = 0.01
 """Of the budget: so much may be kept before Functions run again."""
@@ -46,13 +47,14 @@ class Contexts:
 
     def look(self, function: Any, args: Sequence[Any], versions: Sequence[int], result: Any) -> int:
         """The bytes that a call has kept; its class runs again from now on, if it may and that is much."""
-        if type(function) is not Apply:
+        own = type(function) is Apply
+        if not (own or is_custom(function)):
             return 0
         nbytes = kept_nbytes(tensors_of(result, []), args)
         if nbytes:
             self.nbytes += nbytes
             self.names.add(function.__name__)
-            if not can_rerun(result, args, versions):
+            if not (own and can_rerun(result, args, versions)):
                 self.stuck[function.__name__] = self.stuck.get(function.__name__, 0) + nbytes
             elif self.nbytes > _SHARE * self.room_nbytes:
                 self.again.add(_name(function.cls))

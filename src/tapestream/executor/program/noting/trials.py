@@ -161,17 +161,14 @@ class Trials:
         torch.set_autocast_cache_enabled(False)
         try:
             hooks = saved_tensors_hooks(torch.Tensor.detach, _same)  # a result that is saved would hold itself
-            watched = watch_memory(
-                self.device
-            )  # of what is freed on the CPU only those bytes are known that it has seen
+            watched = watch_memory(self.device)  # on the CPU, what is freed is known if it was made inside
             # What the user counts by a mode of theirs (FLOPs) is what the program does.
-            with (
+            quiet, differentiable, failing = (
                 _disable_current_modes(),
                 torch.enable_grad(),
-                hooks,
                 suppress(RuntimeError, ValueError),
-                watched as watch,
-            ):
+            )
+            with quiet, differentiable, hooks, failing, watched as watch:
                 leaves = {id(t): t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)}
                 given = {k: leaf.clone() if k in written else leaf for k, leaf in leaves.items()}
                 made = tensors_of(
@@ -185,11 +182,9 @@ class Trials:
                 cotangents, edges = [torch.ones_like(t) for t in results], list(map(get_gradient_edge, results))
                 if not gradually:  # what backward does not need goes first: there may be no room for it
                     del made, results, given
+                inputs, retain = tuple(asked.values()), not gradually
                 with watch.measured() as meter:
-                    inputs = tuple(asked.values())
-                    found = torch.autograd.grad(
-                        edges, inputs, cotangents, retain_graph=not gradually, allow_unused=True
-                    )
+                    found = torch.autograd.grad(edges, inputs, cotangents, retain_graph=retain, allow_unused=True)
                 places = {id(t): place for place, t in enumerate(tensors) if id(t) in asked}
                 given_back = sum(nbytes_of(asked[id(t)]) for t in tensors if id(t) in asked)
                 measured.reverse_nbytes = views + max(0, meter.peak_nbytes - given_back)

@@ -102,7 +102,7 @@ class _Asked:
         self.operation, self.saved, self.left = operation, saved, left
 
 
-_DONE = torch.empty(0), 0
+_DONE = torch.empty(0, device="cpu"), 0
 _NOBODY = _Asked(-1, [], 0)
 
 
