@@ -97,14 +97,15 @@ def cost_of(
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
     )
-    return _with_left(cost, traits) if traits.left_nbytes else cost
+    return _with_more(cost, traits)
 
 
-def _with_left(cost: StageCost, traits: StepTraits) -> StageCost:
+def _with_more(cost: StageCost, traits: StepTraits) -> StageCost:
     """With what steps leave: by the last one that ran, and by the one before backward, which backward puts back (see
     `TensorCall`); once more while a call looks at its first steps, and compares what they leave: the graph of one, and
-    a few states, beside that of the next."""
+    a few states, beside that of the next. With a copy of a state that steps write into."""
     left = 3 * traits.left_nbytes + (cost.saved_nbytes + 4 * cost.output_nbytes) * traits.left_graph
+    left += cost.output_nbytes * bool(traits.mutates)
     recording = cost.forward_extra_nbytes if cost.record_extra_nbytes is None else cost.record_extra_nbytes
     return replace(
         cost,

@@ -131,8 +131,8 @@ Inputs = Counted | Rows
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What step ``number`` is given beside the state when it is watched: a copy of its ``row``, or what a function
-    gives inside of the step, as it may use parameters, too."""
+    """What step ``number`` is given beside the state when it is watched: its ``row``, or what a function gives inside
+    of the step, as it may use parameters, too."""
 
     source: Inputs | None
     number: int
@@ -144,14 +144,17 @@ class Feed:
         if not isinstance(source, Rows):
             return cls(source, number)
         (row,) = source.read(number, number + 1)
-        return cls(source, number, pytree.tree_map_only(torch.Tensor, replica, row))
+        return cls(source, number, row)
 
     def given(self, enter: Callable[[torch.Tensor], torch.Tensor] | None = None) -> tuple[Any, ...]:
-        """The further arguments of the step. ``enter`` is given rows' tensors that get a gradient."""
+        """The further arguments of the step. With ``enter``, which is given rows' tensors that get a gradient, copies:
+        nobody knows yet whether the step writes into them."""
         if self.source is None:
             return ()
         if isinstance(self.source, Rows):
-            return (self.row if enter is None else self.source.entering(self.row, enter)[0],)
+            if enter is None:
+                return (self.row,)
+            return (self.source.entering(pytree.tree_map_only(torch.Tensor, replica, self.row), enter)[0],)
         (x,) = self.source.read(self.number, self.number + 1)
         return (pytree.tree_map_only(torch.Tensor, _copied, x),)
 

@@ -136,7 +136,7 @@ class _Looking:
         self.again()
         # With a third run the generators were elsewhere when the second began.
         runs = [found[0], found[1]] if len(found) == 2 else [found[0]]
-        if traits.sweep is not Sweep.GRAPH and _same(_bare_runs(step, state, form, feeds, split, len(runs)), runs):
+        if traits.sweep is not Sweep.GRAPH and _bare_runs_alike(step, state, form, feeds, split, runs):
             traits = replace(traits, sweep=Sweep.PLAIN)
         if verify or traits.sweep is not Sweep.PLAIN:  # else the bare runs have shown it
             self.again()
@@ -220,24 +220,27 @@ def _merged(
     )
 
 
-def _bare_runs(
-    step: Callable[..., Any], state: Any, form: Form, feeds: Sequence[Feed], split: Split, count: int
-) -> list[tuple[Any, Any]]:
-    """The same steps under ``no_grad``: states and outputs; none where one raises."""
-    leaves = [replica(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(state)]
-    pairs: dict[int, Any] = {}
-    for old, new in zip(form.leaves(state), leaves, strict=True):
-        pairs.setdefault(id(old), new)
-    tree, out = form.build([pairs[id(old)] for old in form.leaves(state)]), []
+def _bare_runs_alike(
+    step: Callable[..., Any], state: Any, form: Form, feeds: Sequence[Feed], split: Split, found: Sequence[Watched]
+) -> bool:
+    """Whether the same steps under ``no_grad`` give what was ``found``; not where one raises."""
+    written = frozenset[int]().union(*(one.mutates for one in found))
+    leaves, pairs = list(form.leaves(state)), dict[int, Any]()
+    for i in sorted(written):  # tensors; the rest, and inputs, steps have left as they were
+        pairs.setdefault(id(leaves[i]), replica(leaves[i]))
+    tree = form.build([pairs.get(id(leaf), leaf) for leaf in leaves])
+    del leaves, pairs
     with torch.no_grad():
-        for number in range(count):
+        for number, one in enumerate(found):
             try:
                 tree, output = split(step(tree, *feeds[number].given()), number)
             except Exception:  # the step differentiates something of its own, or needs its graph otherwise
-                return []
-            copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in form.leaves(tree)]
-            out.append((copied, list(Form.of(output).leaves(output))))
-    return out
+                return False
+            # At once: the next step may write into its state, and holds less without this one's output.
+            if not _same([(list(form.leaves(tree)), list(Form.of(output).leaves(output)))], [one]):
+                return False
+            del output
+    return True
 
 
 def _same(runs: list[tuple[Any, Any]], found: list[Watched]) -> bool:
