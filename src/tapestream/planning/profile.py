@@ -275,7 +275,7 @@ def _discover(
         saves=len(looked[1]),
         nodes=len(looked[0]),
     )
-    drew, lives = not generators.equals(TorchGenerators.capture(device)), graph.something_lives()
+    drew, lives = not generators.still(), graph.something_lives()
 
     def repeats() -> bool:
         generators.restore()

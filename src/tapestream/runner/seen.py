@@ -91,7 +91,7 @@ def first_run(
         with observed((), stage.modules, calls=False) as seen:
             yield found
         contents = contents.also(seen.contents)
-    drew = not generators.equals(TorchGenerators.capture(device))
+    drew = not generators.still()
     if host is not None and host.equals(HostGenerators.capture(traits.generators)):
         host = None
     if marked is not None and marked != host_mark():

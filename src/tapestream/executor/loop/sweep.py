@@ -33,9 +33,8 @@ class Sweeps:
         ``reached`` is then the number of steps made from the loop's beginning, ``over`` whether one was accepted.
         """
         if self.traits.sweep is Sweep.PLAIN and not (self.first_run and self.late):
-            if (
-                not torch.is_grad_enabled()
-            ):  # as in the forward of our node: to enter a mode takes as long as a small step
+            # In the forward of our node they are off: to enter a mode takes as long as a small step.
+            if not torch.is_grad_enabled():
                 return self.plain(state, start, stop, ended)
             with torch.no_grad():
                 return self.plain(state, start, stop, ended)
@@ -93,7 +92,7 @@ class Sweeps:
         for step in range(start, stop):
             state = function(state) if xs is None else function(state, next(xs))
             if sink is not None:
-                if type(state) is not tuple or len(state) != 2:
+                if type(state) is not tuple or len(state) != 2:  # as `paired`, without a call in each step
                     raise not_paired(state, step)
                 state, output = state
                 if first_run and sink.wants(step):

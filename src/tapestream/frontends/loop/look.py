@@ -166,7 +166,7 @@ class _Looking:
             traits,
             buffers=tuple(written),
             cells=tuple({cell.key: cell for each in seen for cell in each.cells}.values()),
-            draws_torch=not self.torch_before.equals(TorchGenerators.capture(self.device)),
+            draws_torch=not self.torch_before.still(),
             draws_host=drew,
             generators=tuple(generators.values()),
         )

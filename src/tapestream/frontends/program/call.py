@@ -118,7 +118,7 @@ class Replays:
         kept = found.keeper.kept
         self.record, self._again = found.record, again
         self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved, lessons)
-        tape.often = found.record.of_users()
+        tape.often = self.steps.of_users
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
         self._kept = {stage_of[operation]: one for operation, one in kept.items()}
         self._first, self._moves, self._tape = kept[0], moves, weakref.ref(tape)

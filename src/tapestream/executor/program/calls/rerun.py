@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tapestream.accelerator.memory import storage_nbytes
-from tapestream.capture.python_state import walk
+from tapestream.capture.python_state import FIXED, walk
 from tapestream.errors import GradientError
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.seams import Apply
@@ -22,7 +22,7 @@ from tapestream.executor.program.calls.values import address_of
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, unchanged_generators
 from tapestream.runner.guards import check_differentiated_once
 
-_NO_TENSORS = frozenset((bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device))
+_NO_TENSORS = frozenset(FIXED) - {torch.Tensor}
 _GRAD = inspect.signature(torch.autograd.grad)
 
 
@@ -63,7 +63,7 @@ class _Rerun(torch.autograd.Function):
         torchs, hosts = TorchGenerators.capture(ctx.device), HostGenerators.capture()
         given = _given(others, places, tensors, ctx.needs)
         found = function.plainly(given, StandsFor(function.__name__, given, tensors))
-        same = torchs.equals(TorchGenerators.capture(ctx.device)) and hosts.equals(HostGenerators.capture())
+        same = torchs.still() and hosts.equals(HostGenerators.capture())
         ctx.generators = () if same else (torchs, hosts)
         ctx.save_for_backward(*tensors)
         leaves = [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.patterns import tensors_of
 from tapestream.executor.program.calls.rerun import kept_nbytes
-from tapestream.executor.program.calls.values import address_of, nbytes_of
+from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.record.course import Course, nbytes_within
 from tapestream.executor.program.record.tape import unchanged
 from tapestream.runner.modes import saving_entered
+from tapestream.runner.state import storages
 
 
 class Mark:
@@ -100,9 +100,8 @@ class Along:
     def _strays(self, made: Any, args: Any) -> None:
         """A call has made or saved something else than last time, beside what it was given: no call is the next one
         any more."""
-        given = {address_of(tensor) for tensor in tensors_of(args, [])}
-        storages = {address_of(tensor): tensor for tensor in tensors_of(made, [])}
-        nbytes = sum(map(_held_by, (one for address, one in storages.items() if address not in given)))
+        given, own = storages(tensors_of(args, [])), storages(tensors_of(made, []))
+        nbytes = sum(nbytes for address, nbytes in own.items() if address not in given)
         held, k = self.course.held_nbytes, self.operations
         self._strayed_nbytes += max(0, nbytes - max(0, held[k] - held[k - 1] if k else 0))
         self._odd, self._next, self.strayed = [], len(self._functions) - 1, True
@@ -117,10 +116,6 @@ def _needing(args: Any, kwargs: Any) -> int:
         elif type(one) is list or type(one) is tuple:
             found += _needing(one, None)
     return found
-
-
-def _held_by(tensor: torch.Tensor) -> int:
-    return storage_nbytes(tensor.untyped_storage()) if tensor.layout is torch.strided else nbytes_of(tensor)
 
 
 def _marking(mark: Mark, saved: list[torch.Tensor]) -> Callable[[torch.Tensor], Any]:

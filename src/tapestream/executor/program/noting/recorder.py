@@ -239,12 +239,11 @@ class Recorder(Noting, TorchFunctionMode):
     def _along(self, function: Apply, args: tuple[Any, ...]) -> Any:
         """See `Along.call`."""
         assert self.along is not None
-        self._inside, entered = True, modes_entered()
-        exchange([mode for mode in entered if mode is not self])  # as in `unheard`
+        self._inside = True
         try:
-            return self.along.call(function, args, None)
+            with self.unheard():
+                return self.along.call(function, args, None)
         finally:
-            exchange(entered)
             self._inside = False
 
     def _gradient(self, args: Any, kwargs: Any) -> Any:

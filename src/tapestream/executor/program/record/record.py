@@ -244,12 +244,8 @@ class Record:
             one.set_state(state)
         generators.restore()
 
-    def runs_users_code(self) -> bool:
-        """Whether a replay runs what users have written, which may do anything; else it makes torch's calls alone."""
-        return bool(self.of_users())
-
     def of_users(self) -> frozenset[int]:
-        """The operations that users have written."""
+        """The operations that users have written, which may do anything; the others are torch's calls alone."""
         own = {call for call, one in enumerate(self.patterns.all) if by_user(one.function) or one.foreign}
         return frozenset(k for k, call in enumerate(self.calls) if call in own) if own else frozenset()
 

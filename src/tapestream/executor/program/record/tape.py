@@ -47,12 +47,9 @@ class Tape:
         if self.running is not None and operation == self.running[0]:
             return still(*self.running[1][place])
         asked = self._asked
-        if operation != asked.operation:
+        if operation != asked.operation or asked.saved[place] is _DONE:
             del asked  # nothing holds what is done with while other stretches run again
-            asked = self._ask(operation)
-        if asked.saved[place] is _DONE:  # by a backward before this one
-            self.saved.pop(operation, None)
-            asked = self._ask(operation)
+            asked = self._ask(operation, place)
         tensor = still(*asked.saved[place])
         if asked.left:
             asked.saved[place] = _DONE
@@ -72,8 +69,8 @@ class Tape:
             self.saved.clear()
             self._asked, self.heed, self.begins, self.bring = _NOBODY, 0, None, refuse
 
-    def _ask(self, operation: int) -> "_Asked":
-        """Another operation than the last one asks."""
+    def _ask(self, operation: int, place: int) -> "_Asked":
+        """Another operation than the last one asks, or one that was done with what it asks for."""
         with self._lock:
             if (task := _current_task()) != self._task and task >= 0:
                 self._task = task
@@ -81,6 +78,8 @@ class Tape:
                     self.begins()
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
+            if operation in self.saved and self.saved[operation][place] is _DONE:
+                del self.saved[operation]
             if operation < self.heed or operation not in self.saved:
                 if self.bring is None:
                     raise inside()

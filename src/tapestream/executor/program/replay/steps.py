@@ -52,7 +52,8 @@ class ProgramSteps:
         self._lessons = lessons
         self._opaque = sorted(record.hidden)
         self._most = -1  # after so many saved tensors an operation need not go on
-        self.users_code = record.runs_users_code()
+        self.of_users = record.of_users()
+        self.users_code = bool(self.of_users)
         self.draws = record.draws_nbytes > 0 or self.users_code
         casts = any(to is not None for ambient in record.ambients for _, to in ambient.casts)
         switches = any(one.function in SWITCHES for one in record.patterns.all)
