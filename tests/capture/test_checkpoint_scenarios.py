@@ -53,7 +53,6 @@ REFUSED = {
     ("Loop", "reads_and_counts"): "counts 'calls', 'runs'|counts 'runs', 'calls'|'runs' of a Layer",
     ("Loop", "a_dataclass"): "the state holds no tensor",
     ("stream", "hooks_of_forward"): "a forward hook on a Layer inside stage 0",
-    ("Program", "saved_on_cpu_around"): "called inside saved_tensors_hooks",
     **{(front, "late_generator"): "makes a random generator at its first run" for front in ("Chain", "Join", "stream")},
     **{(front, "asks_whether_leaf"): "asks whether its argument is a leaf" for front in RECOMPUTING.split()},
     **{(front, "list_grows"): "changes 'Layer.log', which goes further" for front in RECOMPUTING.split()},

@@ -153,7 +153,7 @@ class Feed:
             return ()
         if isinstance(self.source, Rows):
             if enter is None:
-                return (self.row,)
+                return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.row),)
             return (self.source.entering(pytree.tree_map_only(torch.Tensor, replica, self.row), enter)[0],)
         (x,) = self.source.read(self.number, self.number + 1)
         return (pytree.tree_map_only(torch.Tensor, _copied, x),)

@@ -226,9 +226,11 @@ def _bare_runs_alike(
     """Whether the same steps under ``no_grad`` give what was ``found``; not where one raises."""
     written = frozenset[int]().union(*(one.mutates for one in found))
     leaves, pairs = list(form.leaves(state)), dict[int, Any]()
-    for i in sorted(written):  # tensors; the rest, and inputs, steps have left as they were
+    for i in sorted(written):  # these are tensors
         pairs.setdefault(id(leaves[i]), replica(leaves[i]))
-    tree = form.build([pairs.get(id(leaf), leaf) for leaf in leaves])
+    for leaf in leaves:  # steps leave the rest as it was; but hooks, names, and requires_grad_() are not for the user's
+        pairs.setdefault(id(leaf), leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    tree = form.build([pairs[id(leaf)] for leaf in leaves])
     del leaves, pairs
     with torch.no_grad():
         for number, one in enumerate(found):
