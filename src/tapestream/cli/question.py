@@ -1,7 +1,6 @@
 """Whether a training step fits a machine, and if not, the least change with which it does."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,7 +10,9 @@ from tapestream.errors import BudgetError
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.ir.actions import Tier
+from tapestream.ir.homes import KINDS, HomeTiers, home_tiers
 from tapestream.models.outline import Outline
+from tapestream.optim.parts import passed_nbytes
 from tapestream.units import format_nbytes
 
 Change: TypeAlias = dict[str, str]
@@ -50,6 +51,15 @@ class Question:
 
     def profiles(self, *, finer: bool = False) -> tuple[Profile, ...]:
         """What the step costs, segment by segment; ``finer``: with optimizer state in the smallest parts."""
+        found = self._profiles(None, finer)
+        if self.device == "cpu" or not self.homes.use(Tier.DISK):
+            return found
+        passed = self.ram
+        if self.homes.overflowing:
+            passed = passed_nbytes(self.home_nbytes(found), self.budget, self.ram)
+        return found if passed is None else self._profiles(passed, finer)
+
+    def _profiles(self, passed_nbytes: int | None, finer: bool) -> tuple[Profile, ...]:
         return self.outlined().profiles(
             flops_per_second=self.flops,
             optimizer=self.optimizer,
@@ -57,6 +67,7 @@ class Question:
             # An update reads and writes memory: about 1 TB/s on a GPU, 5 GB/s on a CPU.
             update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
             budget_nbytes=self.budget,
+            passed_nbytes=passed_nbytes,
             finer=finer,
             home=Tier.HOST if self.home is None else self.home,
         )
@@ -71,17 +82,13 @@ class Question:
         """Tiers and links: the disk is reached through RAM."""
         return self.speeds
 
-    def homes(self, profiles: tuple[Profile, ...]) -> tuple[Tier, ...]:
-        """Where blocks may live that do not stay on the device, the tier to try first first.
-
-        RAM where everything fits there. Where it only may fit beside what stays on the device, RAM and then the disk.
-        """
+    @property
+    def homes(self) -> HomeTiers:
+        """Where blocks may live that do not stay on the device: where it was asked for, else in RAM, and on the disk
+        what finds no room there."""
         if self.home is not None:
-            return (self.home,)
-        lives = self.home_nbytes(profiles)
-        if self.device == "cpu" or (self.ram is not None and lives > self.ram + self.budget):
-            return (Tier.DISK,)
-        return (Tier.HOST,) if self.ram is None or lives <= self.ram else (Tier.HOST, Tier.DISK)
+            return home_tiers(self.home)
+        return home_tiers(Tier.DISK) if self.device == "cpu" else home_tiers(Tier.HOST, overflowing=KINDS)
 
     def home_nbytes(self, profiles: tuple[Profile, ...]) -> int:
         """Bytes of everything that could live at home: parameters, optimizer state, and gradients kept for the step."""
@@ -100,31 +107,21 @@ class Question:
                 f"allow {format_nbytes(self.gpu)} at most"
             )
         profiles = self.profiles()
-        *before, last = self.homes(profiles)
-        for home in before:
-            with suppress(BudgetError):
-                return self._planned(profiles, home, planner)
         try:
-            return self._planned(profiles, last, planner)
+            return self._planned(profiles, planner)
         except BudgetError:
             finer = self.profiles(finer=True)
             if finer == profiles:
                 raise
-        return self._planned(finer, last, planner)
+        return self._planned(finer, planner)
 
-    def _planned(self, profiles: tuple[Profile, ...], home: Tier, planner: str) -> Answer:
-        lives = self.home_nbytes(profiles)
-        room = {Tier.HOST: self.ram, Tier.DISK: self.disk}.get(home)
-        if room is not None and lives > room + self.budget:  # the planners would find out too, but slowly
-            raise BudgetError(
-                f"parameters and optimizer state take {format_nbytes(lives)}, the device and {_PLACES[home][0]} have "
-                f"{format_nbytes(room + self.budget)}; give more there ({_PLACES[home][1]})"
-            )
+    def _planned(self, profiles: tuple[Profile, ...], planner: str) -> Answer:
+        self._check_room(self.home_nbytes(profiles))
 
         outline = self.outlined()
         terms = replace(
             outline.terms(self.update),  # type: ignore[arg-type]
-            budget=Budget(host=self.ram, disk=self.disk), machine=self.machine, home=home,
+            budget=Budget(host=self.ram, disk=self.disk), machine=self.machine, home=self.homes,
             planner=planner,
         )  # fmt: skip
         outside, shared = profiles[0].outside_nbytes, find_shared(outline.segments, outline.uses)
@@ -137,6 +134,20 @@ class Question:
                     f"{_PLACES[tier][0]}, which has {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
                 )
         return answer
+
+    def _check_room(self, lives: int) -> None:
+        """Raise BudgetError where so many bytes find no room: the planners would find out too, but slowly."""
+        tiers = [tier for tier in _PLACES if self.homes.use(tier)]
+        rooms = [{Tier.HOST: self.ram, Tier.DISK: self.disk}[tier] for tier in tiers]
+        room = sum(room for room in rooms if room is not None) + self.budget
+        if not tiers or None in rooms or lives <= room:
+            return
+        places = ", ".join(_PLACES[tier][0] for tier in tiers)
+        options = " or ".join(_PLACES[tier][1] for tier in tiers)
+        raise BudgetError(
+            f"parameters and optimizer state take {format_nbytes(lives)}, the device and {places} have "
+            f"{format_nbytes(room)}; give more there ({options})"
+        )
 
 
 def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Answer]]:
@@ -193,7 +204,7 @@ def _device_option(question: Question) -> str:
 def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
     """Where RAM or the disk is what is missing: as much as the step takes there."""
     # RAM without end would move everything there, so the home stays as it is.
-    fixed = replace(question, home=question.homes(question.profiles())[-1])
+    fixed = replace(question, home=Tier.DISK if question.homes.use(Tier.DISK) else question.home)
     if question.ram is not None:
         text = _needed(replace(fixed, ram=None), Tier.HOST)
         if text is not None and _mebibytes(text) > question.ram:

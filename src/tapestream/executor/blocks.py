@@ -15,7 +15,7 @@ from tapestream.executor.loans import Loans
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.updates import Updater, Updates
 from tapestream.ir.actions import Kind, Tier, Value
-from tapestream.ir.homes import HomeTiers, home_tiers
+from tapestream.ir.homes import HomeLike, home_tiers
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 from tapestream.storage.transfer import aligned_empty, round_up
@@ -37,7 +37,7 @@ class BlockStore:
 
     def __init__(
         self, pool: Pool, engine: CopyEngine, modules: Sequence[nn.Module], uses: Sequence[int | None],
-        home: Tier | HomeTiers, device: torch.device,
+        home: HomeLike, device: torch.device,
     ) -> None:  # fmt: skip
         self.pool, self.engine, self.modules, self.uses = pool, engine, modules, uses
         homes = home_tiers(home)

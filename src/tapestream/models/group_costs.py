@@ -29,14 +29,15 @@ def block_costs(
     update_bytes_per_second: float,
     *,
     budget_nbytes: int | None = None,
+    passed_nbytes: int | None = None,
     finer: bool = False,
     moves: bool = True,
 ) -> list[BlockCost]:
     """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out; ``moves``:
-    whether they leave the device."""
+    whether they leave the device. ``budget_nbytes``, ``passed_nbytes``: see `part_limits`."""
     members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
     largest = max((sum(member.nbytes for member in group) for group in members), default=0)
-    limits = part_limits(budget_nbytes, largest)
+    limits = part_limits(budget_nbytes, largest, passed_nbytes)
     limit = limits[-1 if finer else 0] if limits else None
     return [
         _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves))

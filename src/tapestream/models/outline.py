@@ -11,6 +11,7 @@ from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.frontends.module.plans.step import Step
 from tapestream.frontends.module.plans.terms import Terms, Update
 from tapestream.ir.actions import Tier
+from tapestream.ir.homes import HomeLike
 from tapestream.models.group_costs import block_costs, kept_nbytes
 
 
@@ -88,21 +89,23 @@ class Outline:
         update: Update = "step",
         update_bytes_per_second: float = 5e9,
         budget_nbytes: int | None = None,
+        passed_nbytes: int | None = None,
         finer: bool = False,
-        home: Tier = Tier.HOST,
+        home: HomeLike = Tier.HOST,
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
         of what runs before the blocks count throughout.
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
-        it); None leaves that of a block in one. ``home``: where gradients go.
+        it); None leaves that of a block in one. ``passed_nbytes``: of the host, where state passes it on its way to a
+        disk. ``home``: where gradients go.
         Raises InputError for an unknown optimizer and for rates that are not positive.
         """
         if not flops_per_second > 0 or not update_bytes_per_second > 0:
             raise InputError("profiles: flops_per_second and update_bytes_per_second must be positive")
         costs = block_costs(
-            self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes, finer=finer,
-            moves=home is not Tier.DEVICE,
+            self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes,
+            passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE,
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)

@@ -12,7 +12,8 @@ from tapestream.storage.layout import Layout
 
 LEAST_PART_NBYTES = 2**20  # smaller copies cost more in latency than they spare in memory
 _SHARE = 16  # of the device budget, at most one in so many bytes is a part
-_MOST = 64  # parts of a block: more would make plans long
+_OF_HOST = 128  # one in so many bytes of a host through which parts go to a disk: several are on their way at once
+_MOST, _MOST_BY_HOST = 64, 16  # parts of a block: more would make plans long
 GRAIN = 1024  # elements: cuts at multiples lie at multiples of 512 bytes for every width of element
 
 
@@ -55,13 +56,24 @@ class Member:
         return max(self.state.nbytes, self.extra_nbytes)
 
 
-def part_limits(device_nbytes: int | None, largest_nbytes: int) -> tuple[int, ...]:
+def part_limits(device_nbytes: int | None, largest_nbytes: int, passed_nbytes: int | None = None) -> tuple[int, ...]:
     """The most bytes that a part may have, as is preferred under a device budget, then the least that is tried where a
-    plan needs less; none without a budget. ``largest_nbytes``: of a block's whole state."""
+    plan needs less; none without a budget. ``largest_nbytes``: of a block's whole state; ``passed_nbytes``: of the host
+    budget, where state passes the host on its way to and from a disk."""
     if device_nbytes is None:
         return ()
-    least = max(LEAST_PART_NBYTES, largest_nbytes // _MOST)
-    return tuple(dict.fromkeys((max(least, device_nbytes // _SHARE), least)))
+    least, preferred = max(LEAST_PART_NBYTES, largest_nbytes // _MOST), device_nbytes // _SHARE
+    if passed_nbytes is not None:
+        preferred = min(preferred, max(passed_nbytes // _OF_HOST, largest_nbytes // _MOST_BY_HOST))
+    return tuple(dict.fromkeys((max(least, preferred), least)))
+
+
+def passed_nbytes(lives_nbytes: int, device_nbytes: int | None, host_nbytes: int | None) -> int | None:
+    """The host budget where so many bytes of blocks, which live there or below, surely find no room in it and on the
+    device, which has other things to hold: what does not passes the host. None where they may."""
+    if host_nbytes is None or device_nbytes is None or lives_nbytes <= host_nbytes + 2 * device_nbytes // 3:
+        return None
+    return host_nbytes
 
 
 def state_parts(

@@ -4,8 +4,8 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Schedule
 from tapestream.passes.issue import issue
 from tapestream.passes.keep import kept_between
-from tapestream.passes.memory import footprint
-from tapestream.passes.stays import read_stays
+from tapestream.passes.memory import block_values, footprint
+from tapestream.passes.stays import living_on_host, read_stays
 from tapestream.simulate import simulate
 
 
@@ -36,5 +36,7 @@ def hide_copies(schedule: Schedule, profile: Profile, budget: Budget | None, mac
     budget = budget or Budget()
     base = footprint(computation, profile)
     stays = kept_between(computation, stays, base, budget.device_nbytes)
-    actions = issue(computation, stays, profile, base, machine, budget=budget)
+    sizes, lives = dict(block_values(profile)), living_on_host(schedule.resident, stays)
+    living = sum(sizes.get(value, 0) for value in lives)
+    actions = issue(computation, stays, profile, base, machine, budget=budget, living_nbytes=living)
     return Schedule.of(actions, schedule.stages, resident=schedule.resident, planner=schedule.planner)

@@ -30,15 +30,17 @@ def issue(
     *,
     budget: Budget | None,
     across: bool = False,
+    living_nbytes: int = 0,
 ) -> list[Action]:
     """The computation with the copies that ``stays`` ask for.
 
-    ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. ``across``: parameters may
+    ``base``: bytes beside blocks (`footprint`). ``living_nbytes``: of the host, for values at home there.
+    ``budget`` None: no overlap, least memory. ``across``: parameters may
     arrive for the step phase before it begins; users see them. (Gradients and optimizer state may not: users may
     change what they see of them at home.) Device memory stays within the budget wherever it would with no overlap.
     Linear in actions times the look-ahead that memory allows.
     """
-    walk = _Walk(computation, stays, base, machine, budget, across)
+    walk = _Walk(computation, stays, base, machine, budget, across, living_nbytes)
     for position, action in enumerate(computation):
         if action in BARRIERS:
             walk.settle()
@@ -83,7 +85,9 @@ class _Walk:
         machine: Machine | None,
         budget: Budget | None,
         across: bool,
+        living_nbytes: int,
     ) -> None:
+        self.living = living_nbytes
         self.stays, self.base, self.eager, self.across = stays, base, budget is not None, across
         self.limits = {tier: _limit(budget, tier) for tier in (Tier.DEVICE, Tier.HOST)}
         self.clock = Clock(machine, tracing=False)
@@ -99,6 +103,7 @@ class _Walk:
         self.previous = {later: earlier for earlier, later in successors(stays)}
         self.phase = np.cumsum([0] + [action in BARRIERS for action in computation]).tolist()
         self.queue = sorted((i for i, stay in enumerate(stays) if stay.arrive), key=lambda i: stays[i].start)
+        self.lanes = {stays[i].arrive[:2] for i in self.queue}
         self.next = 0
         self.starting: dict[int, list[int]] = {}
         self.ending: dict[int, list[int]] = {}
@@ -219,27 +224,38 @@ class _Walk:
     def _go_on(self, transit: _Transit, position: int) -> None:
         """The copy under way has ended, and perhaps later ones too."""
         while not transit.ended and (transit.job is None or transit.job.end <= self.clock.now):
-            if not transit.outward and not transit.last and not self._fits(transit.stay, position):
+            if not transit.outward and not transit.last and not self._may_go_on(transit.stay, position):
                 break
             self._advance(transit, position)
 
     def _look_ahead(self, position: int) -> None:
-        """Start copies of later stays, in order of need, as far as memory goes."""
+        """Start copies of later stays as far as memory goes: in order of need on each lane, as one that waits for room
+        on the device holds up no disk."""
+        held_up = set[tuple[Tier, ...]]()
         for number in range(self.next, len(self.queue)):
             i = self.queue[number]
-            stay, before = self.stays[i], self.previous.get(i)
-            crosses = self.phase[stay.start] != self.phase[position]
-            if i in self.transit or (crosses and self.across and stay.value.kind is not Kind.PARAMETERS):
+            stay = self.stays[i]
+            lane, crosses = stay.arrive[:2], self.phase[stay.start] != self.phase[position]
+            if (crosses and not self.across) or held_up == self.lanes:
+                return
+            if i in self.transit or lane in held_up or (crosses and stay.value.kind is not Kind.PARAMETERS):
                 continue
-            if crosses and (not self.across or len(stay.arrive) > 2):
-                return
-            if before is not None and not self.done[before]:
-                return
-            if len(stay.arrive) == 2 and not self._fits(i, position):
-                return
-            if len(stay.arrive) > 2 and not self._stages(stay, position):
-                return
-            self._start(i, position)
+            if (crosses and len(stay.arrive) > 2) or not self._may_start(i, position):
+                held_up.add(lane)
+            else:
+                self._start(i, position)
+
+    def _may_start(self, i: int, position: int) -> bool:
+        """Whether an older copy of the value has left, and there is room."""
+        before, stay = self.previous.get(i), self.stays[i]
+        if before is not None and not self.done[before]:
+            return False
+        return self._stages(stay, position) if len(stay.arrive) > 2 else self._fits(i, position)
+
+    def _may_go_on(self, i: int, position: int) -> bool:
+        """Whether a stay half-way in may: the device has room, and nothing that is needed earlier waits for it."""
+        waiting = self.next < len(self.queue) and self.stays[self.queue[self.next]].start < self.stays[i].start
+        return not waiting and self._fits(i, position)
 
     def _fits(self, i: int, position: int) -> bool:
         """Whether the device has room for a stay from now until its start."""
@@ -251,7 +267,7 @@ class _Walk:
 
     def _stages(self, stay: Stay, position: int) -> bool:
         """Whether the host has room to pass a stay through, with a value on its way out beside it."""
-        host = int(self.base.host[position : stay.start + 1].max())
+        host = self.living + int(self.base.host[position : stay.start + 1].max())
         return host + self.staged + stay.nbytes + self.reserve <= self.limits[Tier.HOST]
 
     def _make_room(self, position: int) -> None:
@@ -260,7 +276,7 @@ class _Walk:
             self._advance(next(t for t in self.moving if t.outward and t.hop == 1), position)
 
     def _make_host_room(self, newcomer: _Transit, position: int) -> None:
-        host = int(self.base.host[position]) + newcomer.nbytes
+        host = self.living + int(self.base.host[position]) + newcomer.nbytes
         while host + self.staged > self.limits[Tier.HOST]:
             movable = next(self._movable(newcomer, position), None)
             if movable is None:

@@ -21,7 +21,7 @@ from tapestream.ir import (
     distinct_nodes,
     series,
 )
-from tapestream.ir.homes import HomeTiers, home_tiers
+from tapestream.ir.homes import HomeLike, home_tiers
 from tapestream.passes.memory import block_values, updates_of
 from tapestream.passes.residency import UpdateMode, traffic, uses_of_blocks
 from tapestream.passes.stays import Occupancy
@@ -35,7 +35,7 @@ def stream_parameters(
     budget: Budget | None,
     machine: Machine | None,
     *,
-    home: Tier | HomeTiers,
+    home: HomeLike,
     update: UpdateMode,
     resident: frozenset[Value] = frozenset(),
     accumulate: bool = False,

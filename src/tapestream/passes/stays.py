@@ -219,6 +219,12 @@ class _Reader:
         return sorted(found, key=lambda stay: stay.start)
 
 
+def living_on_host(resident: Iterable[tuple[Value, Tier]], stays: Iterable[Stay]) -> frozenset[Value]:
+    """Values that have a place there, where they lie when a step begins (``resident``) or are sent home to."""
+    there = {value for value, tier in resident if tier is Tier.HOST}
+    return frozenset(there | {stay.value for stay in stays if stay.leave and stay.leave[-1] is Tier.HOST})
+
+
 def successors(stays: Sequence[Stay]) -> list[tuple[int, int]]:
     """Pairs of indices of successive stays of one value."""
     by_value: defaultdict[Value, list[int]] = defaultdict(list)

@@ -1,15 +1,18 @@
 """A computation whose parameter blocks come and go: the stays that follow from what is resident."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
-from tapestream.ir.homes import HomeTiers, home_tiers
+from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
 from tapestream.passes.issue import issue
-from tapestream.passes.memory import Footprint, block_values, footprint, updates_of
+from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, updates_of
 from tapestream.passes.residency import UpdateMode
-from tapestream.passes.stays import Stay, blocks_of, cut_forwards, needs
+from tapestream.passes.stays import Stay, blocks_of, cut_forwards, living_on_host, needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +26,24 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A computation, cut where blocks change and with its updates, before it is said which values are resident."""
+    """A computation, cut where blocks change and with its updates, before it is said which values are resident.
+
+    ``routes``: of the values of each kind from their home; ``from_disk``: of those that overflow. ``seconds``: of all
+    computation before each action, and at the end.
+    """
 
     schedule: Schedule
     profile: Profile
     machine: Machine | None
     routes: Mapping[Kind, tuple[Tier, ...]]
+    from_disk: tuple[Tier, ...]
     update: UpdateMode
     accumulate: bool
     computation: list[Action]
     base: Footprint
     runs: dict[Value, list[_Run]]
     sizes: dict[Value, int]
+    seconds: NDArray[np.float64]
     moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict, compare=False)  # as asked for so far
 
     @classmethod
@@ -44,7 +53,7 @@ class Streaming:
         profile: Profile,
         machine: Machine | None,
         *,
-        home: Tier | HomeTiers,
+        home: HomeLike,
         update: UpdateMode,
         accumulate: bool = False,
     ) -> "Streaming":
@@ -55,26 +64,57 @@ class Streaming:
         computation = _with_updates([*cut], profile, update)
         base, runs = footprint(computation, profile), _runs(computation, profile)
         sizes = dict(block_values(profile))
-        routes = {kind: _route(machine, tier) for kind, tier in home_tiers(home).items()}
-        return cls(schedule, profile, machine, routes, update, accumulate, computation, base, runs, sizes)
+        seconds = np.cumsum([0.0, *(compute_seconds(action, profile) for action in computation)])
+        homes = home_tiers(home)
+        routes = {kind: _route(machine, homes[kind]) for kind in KINDS}
+        below = _route(machine, Tier.DISK) if homes.overflowing else ()
+        return cls(
+            schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds
+        )
 
     def stays(self, resident: frozenset[Value]) -> list[Stay]:
         """When each value is on the device."""
         return [stay for value in self.sizes for stay in self.stays_of(value, resident=value in resident)]
 
-    def issued(self, stays: Sequence[Stay], budget: Budget | None, *, across: bool = False) -> Schedule:
+    def issued(
+        self,
+        stays: Sequence[Stay],
+        budget: Budget | None,
+        *,
+        across: bool = False,
+        on_disk: frozenset[Value] = frozenset(),
+    ) -> Schedule:
         """The schedule that does this, with copies as early as ``budget`` allows (None: just in time).
 
-        ``across``: parameters may arrive for the step phase before it begins.
+        ``across``: parameters may arrive for the step phase before it begins. ``on_disk``: values that live there,
+        whatever their kind's home.
         """
-        homes = {kind: route[0] for kind, route in self.routes.items()}
+        stays, where = self.overflowed(stays, on_disk), self._lying(stays, on_disk)
+        lives = living_on_host(where, stays)
+        actions = issue(
+            self.computation, stays, self.profile, self.base, self.machine,
+            budget=budget, across=across, living_nbytes=sum(self.sizes[value] for value in lives),
+        )  # fmt: skip
+        return Schedule.of(actions, self.schedule.stages, resident=where, planner=self.schedule.planner)
+
+    def on_host(self, stays: Sequence[Stay]) -> frozenset[Value]:
+        """The values that the host has a place for, with none on the disk."""
+        return living_on_host(self._lying(stays, frozenset()), stays)
+
+    def _lying(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> tuple[tuple[Value, Tier], ...]:
         there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
-        return Schedule.of(
-            issue(self.computation, stays, self.profile, self.base, self.machine, budget=budget, across=across),
-            self.schedule.stages,
-            resident=tuple(lying(self.sizes, homes, there, self.accumulate)),
-            planner=self.schedule.planner,
-        )
+        homes = {kind: route[0] for kind, route in self.routes.items()}
+        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk))
+
+    def overflowed(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> list[Stay]:
+        """The same stays, with those values at home on the disk."""
+        back, found = self.from_disk[::-1], []
+        for stay in stays:
+            if stay.value in on_disk:
+                free = tuple(Tier.DISK if tier is Tier.HOST else tier for tier in stay.free)
+                stay = replace(stay, arrive=stay.arrive and self.from_disk, leave=stay.leave and back, free=free)
+            found.append(stay)
+        return found
 
     def stays_of(self, value: Value, *, resident: bool) -> tuple[Stay, ...]:
         """The stays of one value."""
@@ -169,12 +209,17 @@ def _with_updates(computation: list[Action], profile: Profile, update: UpdateMod
 
 
 def lying(
-    sizes: dict[Value, int], homes: HomeTiers, resident: frozenset[Value], accumulate: bool
+    sizes: dict[Value, int],
+    homes: Mapping[Kind, Tier] | HomeTiers,
+    resident: frozenset[Value],
+    accumulate: bool,
+    on_disk: frozenset[Value] = frozenset(),
 ) -> Iterator[tuple[Value, Tier]]:
     """Where each value lies when the step starts and when it ends."""
     for value in sizes:
         if accumulate or value.kind is not Kind.GRADIENT:
-            yield value, Tier.DEVICE if value in resident else homes[value.kind]
+            home = Tier.DISK if value in on_disk else homes[value.kind]
+            yield value, Tier.DEVICE if value in resident else home
 
 
 def _route(machine: Machine | None, home: Tier) -> tuple[Tier, ...]:

@@ -7,15 +7,16 @@ from functools import partial
 from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
-from tapestream.ir.homes import HomeTiers, home_tiers
+from tapestream.ir.homes import KINDS, HomeLike, home_tiers
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.allowances import allowances
 from tapestream.planning.choices import Terms
+from tapestream.planning.fastest import Found, leanest, refined, spared
 from tapestream.planning.plan import Alternative, Plan
-from tapestream.planning.split import Found, Tapes, best_resident, best_split, gradients_may_stay, spared
+from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
 from tapestream.units import format_nbytes
 
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
@@ -79,7 +80,7 @@ def make_plan(
     *,
     planner: str = "auto",
     update: UpdateMode = None,
-    home: Tier | HomeTiers | None = None,
+    home: HomeLike | None = None,
     resident: frozenset[Value] | None = None,
     accumulate: bool = False,
     idle_nbytes: int | None = None,
@@ -89,7 +90,8 @@ def make_plan(
 
     ``planner``: a name from `tapestream.planners.planners`, with its ``knobs``, or "auto" for the best of all.
     For profiles with parameter blocks: ``home`` is the tier where blocks live that do not stay on the device
-    (None: the fastest that ``machine`` links, the device itself if none), ``resident`` the values that stay
+    (None: the fastest that ``machine`` links, the device itself if none; of the host what does not fit goes on to the
+    disk, see `HomeTiers`), ``resident`` the values that stay
     (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`, ``idle_nbytes``
     the most bytes of them that may lie on the device while this chain does not run (None: no limit). Among equally fast
     plans the one of least peak wins, then the simpler.
@@ -101,7 +103,8 @@ def make_plan(
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
-    homes = home_tiers(_fastest_home(machine) if home is None else home)
+    overflowing = KINDS if home is None and _disk_below(machine) else ()
+    homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, keeping)
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
@@ -133,6 +136,12 @@ def _tape(name: str, machine: Machine | None, knobs: dict[str, object], profile:
     return planners[name](profile, budget, machine, **knobs)
 
 
+def _disk_below(machine: Machine | None) -> bool:
+    """Whether the host is above a disk."""
+    links = machine.links if machine else {}
+    return all(ends in links for ends in ((Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)))
+
+
 def _fastest_home(machine: Machine | None) -> Tier:
     links = machine.links if machine else {}
     near = [tier for tier in (Tier.HOST, Tier.DISK) if (tier, Tier.DEVICE) in links]
@@ -144,7 +153,7 @@ class _Search:
 
     def __init__(self, terms: Terms, tried: Mapping[str, dict[str, object]]) -> None:
         self.terms, self.tried = terms, tried
-        self.best: tuple[float, int, Found] | None = None
+        self.found: list[Found] = []
         self.alternatives: list[Alternative] = []
         self.refusals: list[tuple[str, BudgetError]] = []
         self.inputs: list[InputError] = []
@@ -156,7 +165,7 @@ class _Search:
 
     def consider(self, name: str, tapes: Tapes) -> None:
         """Let one planner try."""
-        if self.best is not None and (why := self._unbeatable(self.best[2])):
+        if self.found and (why := self._unbeatable(self._fastest)):
             self.alternatives.append((name, None, f"not tried: {why}"))
             return
         try:
@@ -176,9 +185,17 @@ class _Search:
             self.alternatives.append((name, None, "cannot be faster: its computation or copies alone take longer"))
             return
         self.alternatives.append((name, found.seconds, _summary(found, self.terms) + self._above(found)))
-        key = (found.seconds, found.simulation.peak_nbytes[Tier.DEVICE])
-        if self.best is None or key < self.best[:2]:
-            self.best = (*key, found)
+        self.found.append(found)
+
+    @property
+    def _moving(self) -> bool:
+        """Whether blocks may be elsewhere than on the device."""
+        profile, home = self.terms.profile, self.terms.home
+        return home[Kind.PARAMETERS] is not Tier.DEVICE and any(True for _ in block_values(profile))
+
+    @property
+    def _fastest(self) -> Found:
+        return min(self.found, key=lambda one: (one.seconds, one.simulation.peak_nbytes[Tier.DEVICE]))
 
     def _unbeatable(self, found: Found) -> str:
         """Why nothing can be faster; empty where something may be."""
@@ -202,19 +219,19 @@ class _Search:
         if not any(True for _ in block_values(terms.profile)):
             schedule = tapes.within(terms.budget)
             return spared(schedule, terms, frozenset())
-        if terms.home[Kind.PARAMETERS] is Tier.DEVICE:
+        if not self._moving:
             return best_resident(tapes, terms)
-        return best_split(tapes, terms, self.best[0] if self.best else float("inf"))
+        return best_split(tapes, terms, min((one.fastest for one in self.found), default=float("inf")))
 
     def plan(self, planner: str) -> Plan:
         """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
         terms = self.terms
-        if self.best is not None:
-            found = self.best[2]
+        if self.found:
+            found = refined(leanest(self.found, terms.profile.runs), terms) if self._moving else self._fastest
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
-                offers=partial(_offers_beside, terms, planner, self.tried),
+                fastest_seconds=found.fastest, offers=partial(_offers_beside, terms, planner, self.tried),
             )  # fmt: skip
         if not self.refusals:
             raise InputError(str(self.inputs[0]))

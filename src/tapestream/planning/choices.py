@@ -1,19 +1,21 @@
 """What may stay on the device beside a tape: a few choices of block values, with a bound on what a step then takes."""
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Tier, Value
+from tapestream.ir import Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.passes.keep import kept_between
-from tapestream.passes.memory import block_values, compute_seconds
+from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradients, worthiest_first
 from tapestream.passes.stays import Occupancy, Stay
 from tapestream.passes.streaming import Streaming
+from tapestream.planning.bound import bound_seconds
+from tapestream.planning.overflow import Overflow, overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +48,34 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A tape and what stays on the device; no schedule made of them takes less than ``bound_seconds``. ``across``:
-    values may be there where a phase ends and the next begins without living there."""
+    values may be there where a phase ends and the next begins without living there. ``stays``: with all values where
+    their kinds are at home; ``on_disk``: those that live there because the host has no room."""
 
     streaming: Streaming
     resident: frozenset[Value]
     stays: list[Stay]
     across: bool
     bound_seconds: float
+    on_disk: frozenset[Value] = frozenset()
+
+    def overflowed(self, terms: Terms, how: Overflow) -> "Candidate":
+        """With what does not fit the host on the disk, chosen like that."""
+        host, kinds = terms.budget.host_nbytes, terms.home.overflowing
+        if host is None or not kinds:
+            return self
+        on_disk = how.on_disk(self.streaming, self.stays, kinds, host, None if terms.accumulate else terms.update)
+        stays = self.streaming.overflowed(self.stays, on_disk)
+        return replace(self, bound_seconds=bound_seconds(self.streaming, stays), on_disk=on_disk)
+
+    def issued(self, budget: Budget | None) -> Schedule:
+        """The schedule, with copies as early as ``budget`` allows (None: just in time)."""
+        return self.streaming.issued(self.stays, budget, across=self.across, on_disk=self.on_disk)
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes that cross links in a step."""
-        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in self.stays for path in (stay.arrive, stay.leave))
+        stays = self.streaming.overflowed(self.stays, self.on_disk)
+        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in stays for path in (stay.arrive, stay.leave))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,18 @@ def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
         if terms.idle_nbytes is not None and sum(stay.nbytes for stay in lying) > terms.idle_nbytes:
             continue
         there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
-        yield Candidate(streaming, room.resident | there, kept, room.across, _bound(streaming, kept))
+        bound = bound_seconds(streaming, kept)
+        yield Candidate(streaming, room.resident | there, kept, room.across, bound).overflowed(terms, Overflow())
+
+
+def other_overflows(candidate: Candidate, terms: Terms) -> Iterator[Candidate]:
+    """The same with other choices of what lives on the disk."""
+    tried = {candidate.on_disk, frozenset[Value]()}
+    for how in overflows() if candidate.on_disk else ():
+        other = candidate.overflowed(terms, how)
+        if other.on_disk not in tried:
+            tried.add(other.on_disk)
+            yield other
 
 
 def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
@@ -140,29 +169,17 @@ def _peaks(streaming: Streaming, order: list[Value], limit: int) -> list[int]:
     return peaks
 
 
-def computation_seconds(streaming: Streaming) -> float:
-    """Of a tape, without copies."""
-    return sum(compute_seconds(action, streaming.profile) for action in streaming.computation)
-
-
-def _bound(streaming: Streaming, stays: list[Stay]) -> float:
-    """Seconds that no schedule with these stays can beat: the busiest of compute and the pairs of copy lanes."""
-    compute, machine = computation_seconds(streaming), streaming.machine
-    if machine is None:
-        return compute
-    lanes: defaultdict[tuple[Tier, Tier], list[int]] = defaultdict(list)
-    for stay in stays:
-        for lane in (*pairwise(stay.arrive), *pairwise(stay.leave)):
-            lanes[lane].append(stay.nbytes)
-    return max(
-        [compute, *(_pair_seconds(machine, lane, copies, lanes.get(lane[::-1], [])) for lane, copies in lanes.items())]
-    )
-
-
-def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], copies: list[int], back: list[int]) -> float:
-    """Both directions between two tiers, one after the other or, as far as that is faster, together."""
-    ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
-    together = min(sum(copies) / ahead.mixed, sum(back) / behind.mixed)
-    # In each second together, so many seconds of copies alone are done.
-    done = ahead.mixed / ahead.bytes_per_second + behind.mixed / behind.bytes_per_second
-    return sum(map(ahead.seconds, copies)) + sum(map(behind.seconds, back)) - together * max(0.0, done - 1)
+def in_order(tapes: list[tuple[float, Streaming]], terms: Terms) -> Iterator[tuple[float, Candidate | None]]:
+    """Candidates with their bounds, the least first. None, with the seconds of its computation, announces a tape: all
+    that follows takes as long at least, and its choices are made for those who go on."""
+    queue: list[tuple[float, int, int, int, Candidate | Streaming]]
+    queue = [(seconds, -1, number, 0, streaming) for number, (seconds, streaming) in enumerate(tapes)]
+    heapify(queue)
+    while queue:
+        bound, _, number, _, item = heappop(queue)
+        if isinstance(item, Candidate):
+            yield bound, item
+            continue
+        yield bound, None
+        for place, one in enumerate(choices(item, terms)):
+            heappush(queue, (one.bound_seconds, one.moved_nbytes, number, place, one))

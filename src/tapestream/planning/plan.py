@@ -22,6 +22,7 @@ class Plan:
     """What will be done in one training step, judged. ``print(plan)`` shows it.
 
     ``planner``: who made the schedule. ``alternatives``: what every candidate would cost, the chosen one included.
+    ``fastest_seconds``: of the fastest plan found, at most 3% faster, with more runs or more traffic (None: not known).
     ``paces``: how fast calls of this size are, and the longest, if `stream` or `plan` was told it; no file has them.
     """
 
@@ -33,6 +34,7 @@ class Plan:
     planner: str
     alternatives: tuple[Alternative, ...] = ()
     paces: tuple[Pace, ...] = ()
+    fastest_seconds: float | None = field(default=None, compare=False)
     offers: Callable[[], tuple[Allowance, ...]] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -154,6 +156,8 @@ class Plan:
             return f"{self.planner or 'given'}, {words}"
         seconds, name = others[0]
         share = seconds / self.seconds - 1 if self.seconds else 0.0
+        if share < -5e-4:
+            return f"{self.planner}, of {len(others) + 1} that fit; {name}, {-share:.1%} faster, runs or moves more"
         slower = f"takes {share:.1%} longer" if share > 5e-4 else "is no faster"
         return f"{self.planner}, the fastest of {len(others) + 1} that fit; the next best, {name}, {slower}"
 

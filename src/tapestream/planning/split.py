@@ -3,42 +3,22 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import ceil
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
-from tapestream.ir import Forward, Schedule, Tier, Value
-from tapestream.passes.inside import keep_inside
+from tapestream.ir import Forward, Schedule, Tier
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
-from tapestream.passes.residence import idle_nbytes
 from tapestream.passes.stays import Occupancy
 from tapestream.passes.streaming import Streaming
-from tapestream.planning.choices import Candidate, Terms, choices, computation_seconds, largest_block
-from tapestream.simulate import Simulation, simulate
+from tapestream.planning.choices import Terms, in_order, largest_block
+from tapestream.planning.fastest import AS_FAST, SHORT, Found, best_candidate, spared
 
-_SHORT = 200  # stages; longer chains get less of the search below
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
-_AS_FAST = 1.02  # plans within 2% of the fastest count as equally fast
 _LEANER = 1.01  # less than that is not worth more recomputing
-_MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
 _GATHERING = 2000  # stages; longer chains are planned as if all gradients were there throughout
-_SIMULATIONS = (24, 4)  # at most, for each planner
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A schedule that fits, judged."""
-
-    schedule: Schedule
-    simulation: Simulation
-    resident: frozenset[Value]
-
-    @property
-    def seconds(self) -> float:
-        return self.simulation.makespan_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +60,8 @@ def gradients_may_stay(terms: Terms) -> bool:
 
 
 def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) -> Found | None:
-    """The fastest schedule found for the tapes that one planner makes, None when no bound is below ``faster_than``.
+    """The fastest schedule found for the tapes that one planner makes, or one that counts as equally fast and runs or
+    moves less; None when no bound is about as fast as ``faster_than``.
 
     Tries a few tape budgets between the least it
     can and all that is there; for each, resident values that leave room for none, one or two more blocks in
@@ -88,7 +69,8 @@ def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) ->
     bytes of each lane, phase by phase), a bounded number of times. Raises BudgetError with the least device
     budget when nothing fits.
     """
-    if _surely_slower(tapes, terms, faster_than):
+    slowest = faster_than * AS_FAST
+    if _surely_slower(tapes, terms, slowest):
         return None
     streamings: dict[tuple[int, int, float], Streaming] = {}
     leanest: Streaming | None = None
@@ -96,13 +78,13 @@ def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) ->
     for schedule in _schedules(tapes, terms):
         if schedule != before:
             before, leanest = schedule, _streaming(schedule, terms)
-            looks = len(leanest.computation), int(leanest.base.during.max()), computation_seconds(leanest)
+            looks = len(leanest.computation), int(leanest.base.during.max()), float(leanest.seconds[-1])
             leanest = streamings.setdefault(looks, leanest)
-    worth_it = [(looks[2], streaming) for looks, streaming in streamings.items() if looks[2] < faster_than]
-    ordered = _in_order(worth_it, terms)
+    worth_it = [(looks[2], streaming) for looks, streaming in streamings.items() if looks[2] < slowest]
+    ordered = in_order(worth_it, terms)
     first = next(((bound, candidate) for bound, candidate in ordered if candidate is not None), None)
     if first is not None:
-        return _fastest(chain([first], ordered), terms, faster_than)
+        return best_candidate(chain([first], ordered), terms, faster_than)
     if leanest is not None and len(worth_it) == len(streamings):
         raise _too_small(leanest, terms)
     return None
@@ -117,56 +99,6 @@ def _surely_slower(tapes: Tapes, terms: Terms, seconds: float) -> bool:
         return sum(compute_seconds(action, terms.profile) for action in tapes.within(Budget(limit))) >= seconds
     except BudgetError:
         return False
-
-
-def _in_order(tapes: list[tuple[float, Streaming]], terms: Terms) -> Iterator[tuple[float, Candidate | None]]:
-    """Candidates with their bounds, the least first. None, with the seconds of its computation, announces a tape: all
-    that follows takes as long at least, and its choices are made for those who go on."""
-    queue: list[tuple[float, int, int, int, Candidate | Streaming]]
-    queue = [(seconds, -1, number, 0, streaming) for number, (seconds, streaming) in enumerate(tapes)]
-    heapify(queue)
-    while queue:
-        bound, _, number, _, item = heappop(queue)
-        if isinstance(item, Candidate):
-            yield bound, item
-            continue
-        yield bound, None
-        for place, one in enumerate(choices(item, terms)):
-            heappush(queue, (one.bound_seconds, one.moved_nbytes, number, place, one))
-
-
-def _fastest(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, faster_than: float) -> Found | None:
-    tried: list[tuple[Found, Candidate]] = []
-    best: Found | None = None
-    refused: BudgetError | None = None
-    number, most = -1, _SIMULATIONS[len(terms.profile) > _SHORT]
-    for bound, candidate in ordered:
-        to_beat = faster_than if best is None else min(faster_than, best.seconds)
-        if bound >= to_beat * _AS_FAST:
-            break
-        if candidate is None:
-            continue
-        number += 1
-        if best is not None and number >= most:
-            break
-        try:
-            found = _early_or_just_in_time(candidate, terms)
-        except BudgetError as error:  # of the host or the disk: the device's was looked at before
-            refused = error.to_keep()
-            continue
-        tried.append((found, candidate))
-        if best is None or found.seconds < best.seconds:
-            best = found
-    if best is not None:
-        # Where time is the same, less traffic is better: disks wear, and copies take memory bandwidth from computation.
-        as_fast = [pair for pair in tried if pair[0].seconds <= _AS_FAST * best.seconds]
-        best, chosen = min(as_fast, key=lambda pair: (sum(pair[0].simulation.bytes_moved.values()), pair[0].seconds))
-        plain = _judged(chosen, terms, None)  # no overlap: faster where a link hates traffic in both directions
-        best = plain if plain.seconds < best.seconds else best
-        return spared(best.schedule, terms, best.resident)
-    if refused is not None:
-        raise BudgetError(refused.message, stage=refused.stage)  # its least bytes are not the device's
-    return None
 
 
 def best_resident(tapes: Tapes, terms: Terms) -> Found:
@@ -211,22 +143,6 @@ def _on_device(schedule: Schedule, terms: Terms) -> Found:
     return spared(schedule, terms, frozenset())
 
 
-def spared(schedule: Schedule, terms: Terms, resident: frozenset[Value]) -> Found:
-    """The schedule, judged; where bytes are left and stages run again, with what runs may keep of their inside."""
-    profile, machine, limit = terms.profile, terms.machine, terms.budget.device_nbytes
-    found = Found(schedule, simulate(schedule, profile, machine, terms.budget), resident)
-    again = terms.keeps_inside and found.simulation.forwards > profile.runs
-    if limit is None or not again or schedule.size > _MOST_ACTIONS:
-        return found
-    other = keep_inside(schedule, profile, machine, limit)
-    if other is schedule:
-        return found
-    with suppress(BudgetError):  # of the host: copies meet at other times
-        judged = Found(other, simulate(other, profile, machine, terms.budget), resident)
-        return judged if judged.seconds < found.seconds else found
-    return found
-
-
 def _least(tape: Callable[[Budget], Schedule]) -> int:
     """The least tape budget that the planner says it can do with."""
     try:
@@ -263,7 +179,7 @@ def _levels(least: int, limit: int, terms: Terms) -> list[int]:
     if terms.resident is not None:
         kept = sum(n for value, n in block_values(terms.profile) if value in terms.resident)
     highest = max(least, limit - kept - largest_block(terms.profile))
-    count = _LEVELS[len(terms.profile) > _SHORT]
+    count = _LEVELS[len(terms.profile) > SHORT]
     ratio = (least / highest) ** (1 / (count - 1))
     levels = {ceil(highest * ratio**i) for i in range(count)} | {limit - others, limit - others - gradients, least}
     return sorted((nbytes for nbytes in levels if nbytes >= least), reverse=True)
@@ -279,23 +195,6 @@ def _streaming(schedule: Schedule, terms: Terms) -> Streaming:
     return Streaming.of(
         schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate
     )
-
-
-def _early_or_just_in_time(candidate: Candidate, terms: Terms) -> Found:
-    """With copies early; where these meet on their way through the host and do not fit, just in time."""
-    try:
-        return _judged(candidate, terms, terms.budget)
-    except BudgetError:
-        return _judged(candidate, terms, None)
-
-
-def _judged(candidate: Candidate, terms: Terms, budget: Budget | None) -> Found:
-    schedule = candidate.streaming.issued(candidate.stays, budget, across=candidate.across)
-    if terms.idle_nbytes is not None:
-        lying = idle_nbytes(schedule, terms.profile, None if terms.accumulate else terms.update)
-        if lying > terms.idle_nbytes:
-            raise BudgetError(f"{lying} bytes of blocks lie on the device while the chain does not run")
-    return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), candidate.resident)
 
 
 def _too_small(leanest: Streaming, terms: Terms) -> BudgetError:

@@ -79,7 +79,7 @@ class Homes:
                 device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
             )
             undo.callback(self.states.close)
-            unit = unit_nbytes(moves=set(home.values()) != {Tier.DEVICE})
+            unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
             self._check_room(home, groups, blocks, unit)
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
@@ -159,7 +159,7 @@ class Homes:
     def _measure(self) -> Machine:
         if self.store.home is Tier.DEVICE:
             return Machine()
-        folder = self._path if Tier.DISK in self.store.homes.values() else None
+        folder = self._path if self.store.homes.use(Tier.DISK) else None
         device, within = self.store.device, self._budget.device_nbytes
         room = None if within is None or not is_accelerator(device) else within // 4
         return measure_machine(device, folder, quick=True, within_nbytes=room)
@@ -197,5 +197,5 @@ class Homes:
 
 def _lean(device: torch.device, home: HomeTiers, budget: Budget) -> bool:
     """Whether what is freed in RAM goes back to the system at once in training, too."""
-    below = not is_accelerator(device) and Tier.DISK in home.values()
+    below = not is_accelerator(device) and home.use(Tier.DISK)
     return below and scarce(budget.device_nbytes, host_nbytes())

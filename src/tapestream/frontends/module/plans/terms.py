@@ -7,8 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from tapestream.costs import Budget, Machine
-from tapestream.ir.actions import Tier
-from tapestream.ir.homes import HomeTiers
+from tapestream.ir.homes import HomeLike
 from tapestream.planning.plan import Plan
 
 Update: TypeAlias = Literal["step", "backward"] | None
@@ -33,7 +32,7 @@ class Terms:
     wide: int
     budget: Budget
     machine: Callable[[], Machine]
-    home: Tier | HomeTiers
+    home: HomeLike
     update: Update
     planner: str = "auto"
     knobs: Mapping[str, Any] = field(default_factory=dict)

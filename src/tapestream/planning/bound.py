@@ -1,0 +1,57 @@
+"""Seconds that no schedule can beat with given stays of block values on the device."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tapestream.costs import Machine
+from tapestream.ir import Tier
+from tapestream.passes.stays import Stay
+from tapestream.passes.streaming import Streaming
+
+
+def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
+    """The most of: computation; copies between two tiers, both ways; copies of a lane, of which those out cannot start
+    before the computation that makes them, and those in must end before the one that needs them."""
+    machine, compute = streaming.machine, streaming.seconds
+    bounds = [float(compute[-1])]
+    if machine is None:
+        return bounds[0]
+    ways_in, ways_out = (
+        defaultdict[tuple[Tier, Tier], list[Stay]](list),
+        defaultdict[tuple[Tier, Tier], list[Stay]](list),
+    )
+    for stay in stays:
+        for lane in pairwise(stay.arrive):
+            ways_in[lane].append(stay)
+        for lane in pairwise(stay.leave):
+            ways_out[lane].append(stay)
+    for lane, found in ways_in.items():
+        left = compute[-1] - compute[[stay.start for stay in found]]
+        bounds.append(_in_turn(machine, lane, left, found))
+    for lane, found in ways_out.items():
+        bounds.append(_in_turn(machine, lane, compute[[stay.stop + 1 for stay in found]], found))
+        bounds.append(_pair_seconds(machine, lane, found, ways_in.get(lane[::-1], [])))
+    bounds += [_pair_seconds(machine, lane, ways_in[lane], []) for lane in ways_in if lane[::-1] not in ways_out]
+    return max(bounds)
+
+
+def _in_turn(machine: Machine, lane: tuple[Tier, Tier], apart: NDArray[np.float64], stays: Sequence[Stay]) -> float:
+    """Copies of one lane, each with so many seconds before it, or after it, in which it cannot be made: those with the
+    most of them, and the least of their seconds."""
+    order = np.argsort(-apart, kind="stable")
+    nbytes = np.array([stay.nbytes for stay in stays], dtype=np.float64)[order]
+    return float((apart[order] + np.cumsum(nbytes) / machine.link(*lane).bytes_per_second).max())
+
+
+def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], there: Sequence[Stay], again: Sequence[Stay]) -> float:
+    """Both directions between two tiers, one after the other or, as far as that is faster, together."""
+    copies, back = [stay.nbytes for stay in there], [stay.nbytes for stay in again]
+    ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
+    together = min(sum(copies) / ahead.mixed, sum(back) / behind.mixed)
+    # In each second together, so many seconds of copies alone are done.
+    done = ahead.mixed / ahead.bytes_per_second + behind.mixed / behind.bytes_per_second
+    return sum(map(ahead.seconds, copies)) + sum(map(behind.seconds, back)) - together * max(0.0, done - 1)

@@ -1,0 +1,143 @@
+"""Of candidates the one to take: about as fast as the fastest, with the fewest runs and the least traffic."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from tapestream.costs import Budget
+from tapestream.errors import BudgetError
+from tapestream.ir import Schedule, Value
+from tapestream.passes.inside import keep_inside
+from tapestream.passes.residence import idle_nbytes
+from tapestream.planning.choices import Candidate, Terms, other_overflows
+from tapestream.simulate import Simulation, simulate
+
+AS_FAST = 1.03  # plans within 3% of the fastest count as equally fast
+SHORT = 200  # stages; longer chains get less of a search
+_MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
+_SIMULATIONS = (24, 4)  # at most, for each planner
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule that fits, judged. ``fastest_seconds``: of the fastest that was found on the way, which may be up to
+    3% faster, with more runs or more traffic. ``candidate``: what it was made of."""
+
+    schedule: Schedule
+    simulation: Simulation
+    resident: frozenset[Value]
+    fastest_seconds: float = float("inf")
+    candidate: Candidate | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.makespan_seconds
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest found."""
+        return min(self.seconds, self.fastest_seconds)
+
+
+def leanest(found: Sequence[Found], stages: int) -> Found:
+    """Of those that count as equally fast the one with the fewest runs, in quarters of ``stages``, then with the fewest
+    bytes moved: disks wear, and copies take memory bandwidth from computation. It knows the seconds of the fastest."""
+    fastest = min(one.fastest for one in found)
+
+    def preference(one: Found) -> tuple[int, int, float]:
+        quarters = -(-4 * one.simulation.forwards // stages)
+        return quarters, sum(one.simulation.bytes_moved.values()), one.seconds
+
+    near = [one for one in found if one.seconds <= AS_FAST * fastest]
+    chosen = min(near, key=preference) if near else min(found, key=lambda one: one.seconds)
+    return replace(chosen, fastest_seconds=fastest)
+
+
+def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, faster_than: float) -> Found | None:
+    """The best of candidates that come with bounds of their seconds, the least first (None announces that all others
+    take as long at least). None where none can be as fast as ``faster_than``; raises BudgetError where none fits."""
+    tried: list[Found] = []
+    fastest, refused = faster_than, None
+    number, most = -1, _SIMULATIONS[len(terms.profile) > SHORT]
+    for bound, candidate in ordered:
+        if bound >= fastest * AS_FAST:
+            break
+        if candidate is None:
+            continue
+        number += 1
+        if tried and number >= most:
+            break
+        try:
+            found = _early_or_just_in_time(candidate, terms)
+        except BudgetError as error:  # of the host or the disk: the device's was looked at before
+            refused = error.to_keep()
+            continue
+        tried.append(found)
+        fastest = min(fastest, found.seconds)
+    if tried:
+        return _finished(leanest(tried, terms.profile.runs), terms)
+    if refused is not None:
+        raise BudgetError(refused.message, stage=refused.stage)  # its least bytes are not the device's
+    return None
+
+
+def refined(found: Found, terms: Terms) -> Found:
+    """The best of it and of the same with other choices of what lives on the disk."""
+    others = [found]
+    for other in () if found.candidate is None else other_overflows(found.candidate, terms):
+        if other.bound_seconds < found.seconds:
+            with suppress(BudgetError):
+                others.append(judged(other, terms, terms.budget))
+    best = leanest(others, terms.profile.runs)
+    return best if best.schedule is found.schedule else _finished(best, terms)
+
+
+def _finished(found: Found, terms: Terms) -> Found:
+    """Without overlap where that is faster (links that hate traffic in both directions); with what runs may keep."""
+    assert found.candidate is not None
+    best, fastest = found, found.fastest
+    with suppress(BudgetError):
+        plain = judged(found.candidate, terms, None)
+        best = plain if plain.seconds < found.seconds else found
+    best = spared(best.schedule, terms, best.resident)
+    return replace(best, fastest_seconds=fastest, candidate=found.candidate)
+
+
+def spared(schedule: Schedule, terms: Terms, resident: frozenset[Value]) -> Found:
+    """The schedule, judged; where bytes are left and stages run again, with what runs may keep of their inside."""
+    profile, machine, limit = terms.profile, terms.machine, terms.budget.device_nbytes
+    found = Found(schedule, simulate(schedule, profile, machine, terms.budget), resident)
+    again = terms.keeps_inside and found.simulation.forwards > profile.runs
+    if limit is None or not again or schedule.size > _MOST_ACTIONS:
+        return found
+    other = keep_inside(schedule, profile, machine, limit)
+    if other is schedule:
+        return found
+    with suppress(BudgetError):  # of the host: copies meet at other times
+        judged = Found(other, simulate(other, profile, machine, terms.budget), resident)
+        return judged if judged.seconds < found.seconds else found
+    return found
+
+
+def _early_or_just_in_time(candidate: Candidate, terms: Terms) -> Found:
+    """With copies early; where these meet on their way through the host and do not fit, just in time."""
+    try:
+        return judged(candidate, terms, terms.budget)
+    except BudgetError:
+        return judged(candidate, terms, None)
+
+
+def judged(candidate: Candidate, terms: Terms, budget: Budget | None) -> Found:
+    """The candidate with copies as early as ``budget`` allows (None: just in time). Raises BudgetError where it is not
+    within the budget of ``terms``."""
+    schedule = candidate.issued(budget)
+    if terms.idle_nbytes is not None:
+        lying = idle_nbytes(schedule, terms.profile, None if terms.accumulate else terms.update)
+        if lying > terms.idle_nbytes:
+            raise BudgetError(f"{lying} bytes of blocks lie on the device while the chain does not run")
+    return Found(
+        schedule,
+        simulate(schedule, terms.profile, terms.machine, terms.budget),
+        candidate.resident,
+        candidate=candidate,
+    )
