@@ -14,6 +14,7 @@ from tapestream.errors import InputError
 from tapestream.frontends.module.homes.home import tiers_for
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.homes import KINDS
 
 HOMES = [
     ts.Home(parameters="host", gradients="host", optimizer_state="disk"),
@@ -74,19 +75,15 @@ def test_some_kinds_on_the_device_are_refused(tmp_path: Path) -> None:
         ts.stream(CASE.model(), device="cpu", home=ts.Home(parameters="device"), folder=tmp_path)
 
 
-def test_auto_takes_the_fastest_tier_with_room(tmp_path: Path) -> None:
-    model, gpu = CASE.model(), torch.device("cuda")
-    nbytes = sum(p.nbytes for p in model.parameters())
+def test_auto_is_ram_and_overflows_where_there_is_a_folder(tmp_path: Path) -> None:
+    def auto(folder: Path | None, device: str, home: str | ts.Home = "auto") -> tuple[set[Tier], frozenset[Kind]]:
+        found = tiers_for(home, folder=folder, device=torch.device(device), engine="auto")
+        return {found[kind] for kind in KINDS}, found.overflowing
 
-    def auto(room: int, folder: Path | None, device: torch.device = gpu) -> tuple[Tier, ...]:
-        found = tiers_for("auto", model, ts.Budget(host=room), folder=folder, device=device, engine="auto")
-        return found[Kind.PARAMETERS], found[Kind.GRADIENT], found[Kind.OPTIMIZER_STATE]
-
-    assert auto(4 * nbytes, tmp_path) == (Tier.HOST, Tier.HOST, Tier.HOST)
-    assert auto(3 * nbytes, tmp_path) == (Tier.HOST, Tier.HOST, Tier.DISK)
-    assert auto(nbytes, tmp_path) == (Tier.HOST, Tier.DISK, Tier.DISK)
-    assert auto(nbytes - 1, tmp_path) == (Tier.DISK,) * 3
-    assert auto(0, tmp_path) == (Tier.DISK,) * 3
-    assert auto(0, None) == (Tier.HOST,) * 3
-    assert auto(0, tmp_path, torch.device("cpu")) == (Tier.DISK,) * 3
-    assert auto(0, None, torch.device("cpu")) == (Tier.DEVICE,) * 3
+    assert auto(tmp_path, "cuda") == ({Tier.HOST}, frozenset(KINDS))
+    assert auto(None, "cuda") == ({Tier.HOST}, frozenset())
+    assert auto(tmp_path, "cpu") == ({Tier.DISK}, frozenset())
+    assert auto(None, "cpu") == ({Tier.DEVICE}, frozenset())
+    parameters_fixed = ts.Home(parameters="host", optimizer_state="disk")
+    assert auto(tmp_path, "cuda", parameters_fixed) == ({Tier.HOST, Tier.DISK}, frozenset({Kind.GRADIENT}))
+    assert auto(tmp_path, "cuda", "host") == ({Tier.HOST}, frozenset())

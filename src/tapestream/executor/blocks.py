@@ -77,7 +77,7 @@ class BlockStore:
         if tier is self.copies.home_of(value) or (tier is Tier.DEVICE and value in self.copies.resident):
             return
         if tier is Tier.DEVICE and value.kind in SHOWN:
-            self.copies.show(value, self.home)
+            self.copies.show(value, self.copies.home_of(value))
         self.copies.release(value, tier)
 
     def update(self, block: int, part: int) -> None:
@@ -126,13 +126,18 @@ class BlockStore:
                 self.gradients.publish()
             self.pool.trim()
 
-    def place(self, resident: frozenset[Value]) -> None:
+    def place(self, resident: frozenset[Value], on_disk: frozenset[Value] | None = None) -> None:
         """Move parameters and optimizer state so that exactly ``resident`` lives on the device; `settle` leaves it
-        there."""
+        there. The disk is the home of ``on_disk`` then, whatever that of their kinds is (None: of what it is now)."""
         self.copies.staying = resident
         if self.home is Tier.DEVICE:
             return
         copies, before = self.copies, self.copies.resident
+        found = copies.on_disk if on_disk is None else on_disk
+        for value in sorted(found - copies.on_disk, key=_order):  # first: that makes room on the host
+            self._rehome(value, copies.on_disk | {value})
+        rising = {value for value in copies.on_disk - found if copies.has(value, Tier.DISK)}
+        copies.on_disk = found | rising
         for value in sorted(before - resident, key=_order):
             if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
                 copies.move(value, Tier.DEVICE, copies.home_of(value))
@@ -141,9 +146,24 @@ class BlockStore:
             if copies.has(value, copies.home_of(value)) and value.kind is not Kind.GRADIENT:
                 copies.move(value, copies.home_of(value), Tier.DEVICE)
             copies.resident |= {value}
+        for value in sorted(rising, key=_order):
+            self._rehome(value, copies.on_disk - {value})
         copies.dirty -= resident
         copies.hand_over()
         self.pool.trim()
+
+    def _rehome(self, value: Value, on_disk: frozenset[Value]) -> None:
+        """Move what lies at the value's home to that which it has with these ``on_disk``."""
+        copies, source = self.copies, self.copies.home_of(value)
+        target = copies.home_of(value, on_disk)
+        if source is not target and copies.holds(value, source):
+            if value.kind is Kind.GRADIENT:
+                self.gradients.rehome(value, target)
+            else:
+                copies.move(value, source, target)
+        elif source is not target:
+            copies.release(value, source)  # a place that nothing was written to
+        copies.on_disk = on_disk
 
     def replaced(self) -> frozenset[Replaced]:
         """What users have put into parameters with ``p.data = tensor`` and no copy has yet."""
@@ -229,12 +249,14 @@ class BlockStore:
 
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""
+        if self.copies.tier_of(value) is not Tier.DEVICE:
+            self.copies.reserve(value)
         return self.copies.bytes_at(value, self.copies.tier_of(value))
 
     def beside(self, kind: Kind, nbytes: int) -> torch.Tensor:
-        """At least ``nbytes`` bytes for a copy of values of one kind, which are the caller's: where these live on disk
+        """At least ``nbytes`` bytes for a copy of values of one kind, which are the caller's: where some live on disk
         a mapping of a file that goes with it, in RAM elsewhere."""
-        if self.homes[kind] is not Tier.DISK:
+        if self.homes[kind] is not Tier.DISK and not any(value.kind is kind for value in self.copies.on_disk):
             return aligned_empty(nbytes)
         region = self.pool.allocate(Tier.DISK, round_up(nbytes))
         memory = region.file.map()

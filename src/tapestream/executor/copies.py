@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
@@ -22,7 +22,8 @@ class BlockCopies:
     """Regions of block values by tier, the copies in flight between them, and which of them are newer than home.
 
     ``direct``: disk and device are one hop apart. ``resident``: values that live on the device instead of at ``home``;
-    ``staying``: those that will once `settle` finds them there.
+    ``staying``: those that will once `settle` finds them there; ``on_disk``: values whose home is the disk, whatever
+    that of their kind is.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class BlockCopies:
         self.direct = engine.name not in ("cuda", "fake_streams")
         self.resident: frozenset[Value] = frozenset()
         self.staying: frozenset[Value] = frozenset()
+        self.on_disk: frozenset[Value] = frozenset()
         self._lived: set[Value] = set()  # on the device when users last looked
         self.regions: dict[tuple[Value, Tier], Region] = {}
         self.tickets: dict[tuple[Value, Tier], Ticket] = {}
@@ -58,9 +60,9 @@ class BlockCopies:
                 self.pool.trim()
             self.show(value, home)
 
-    def home_of(self, value: Value) -> Tier:
-        """Where a value lives that is not resident."""
-        return self._homes[value.kind]
+    def home_of(self, value: Value, on_disk: frozenset[Value] | None = None) -> Tier:
+        """Where a value lives that is not resident; where it would with other values ``on_disk``."""
+        return Tier.DISK if value in (self.on_disk if on_disk is None else on_disk) else self._homes[value.kind]
 
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
@@ -88,12 +90,19 @@ class BlockCopies:
         return region
 
     def reserve(self, value: Value) -> None:
-        """Take the place at home of a value that is to be written for the first time: if there is no room below the
-        device, that is told before anything is changed."""
+        """Take the place at home of a value that is to be written for the first time, on the disk where the host has
+        none and it may live there: if there is no room below the device, that is told before anything is changed."""
         home = self.home_of(value)
-        if not self.has(value, home):
+        if self.has(value, home):
+            return
+        try:
             self.region(value, home)
-            self._blank.add(value)
+        except BudgetError:
+            if home is not Tier.HOST or value.kind not in self._homes.overflowing:
+                raise
+            self.on_disk |= {value}
+            self.region(value, Tier.DISK)
+        self._blank.add(value)
 
     def holds(self, value: Value, tier: Tier) -> bool:
         """Whether there is a copy in ``tier`` that something was written to."""
@@ -261,8 +270,8 @@ class BlockCopies:
             if tier is self.home_of(value) or (tier is Tier.DEVICE and value in self.resident):
                 continue
             try:
-                if tier is Tier.DEVICE and value in self.dirty:
-                    self.copy_now(value, Tier.DEVICE, self.home_of(value))
+                if value in self.dirty and (tier is Tier.DEVICE or not self.has(value, Tier.DEVICE)):
+                    self.copy_now(value, tier, self.home_of(value))
                 if tier is Tier.DEVICE and value.kind in SHOWN:
                     self.show(value, self.home_of(value))
             except StorageError as error:

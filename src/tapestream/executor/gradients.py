@@ -120,6 +120,19 @@ class GradientBook:
             if not all(at_home):
                 self._bring_home(value, shown)
 
+    def rehome(self, value: Value, target: Tier) -> None:
+        """Move what lies at home to another tier, with what ``.grad`` shows of it."""
+        copies, this, source = self.copies, self.copies.blocks[value.index], self.copies.home_of(value)
+        own = self._own(value.index)
+        shown = [i for i, gradient in self._gradients(value.index).items() if gradient.data_ptr() in own]
+        if shown:
+            copies.copy_now(value, source, target)
+            views = this.views(copies.bytes_at(value, target))
+            for i in shown:
+                this.parameters[i].grad = views[i]
+        copies.renew(value, source)
+        copies.release(value, source)
+
     def _bring_home(self, value: Value, shown: Mapping[int, torch.Tensor]) -> None:
         copies, this = self.copies, self.copies.blocks[value.index]
         views = this.views(copies.region(value, Tier.DEVICE).memory)

@@ -7,7 +7,7 @@ import torch
 
 from tapestream.errors import BudgetError
 from tapestream.executor.copies import BlockCopies
-from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.ir.actions import Tier, Value
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
 
@@ -32,8 +32,6 @@ class Loans:
 
     def __init__(self, pool: Pool, blocks: Sequence[ParameterBlock], copies: BlockCopies) -> None:
         self._pool, self._blocks, self._copies = pool, blocks, copies
-        self._home = copies.home_of(Value(Kind.PARAMETERS, 0))
-        self._one_hop = self._home is Tier.HOST or copies.direct
         self._ahead: list[Value] = []  # what `look_ahead` has started to bring, in that order
         self._brought: dict[int, list[Value]] = {}  # by block, what the last `lend` has brought
 
@@ -52,7 +50,7 @@ class Loans:
         if ahead:
             self._ahead.remove(value)
         if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
-            if ahead and self._home is Tier.DISK:
+            if ahead and copies.home_of(value) is Tier.DISK:
                 copies.release(value, Tier.HOST)
             return ahead
         if ahead:  # half way
@@ -60,7 +58,7 @@ class Loans:
             copies.wait(value, Tier.DEVICE)
             copies.release(value, Tier.HOST)
         else:
-            copies.copy_now(value, self._home, Tier.DEVICE)
+            copies.copy_now(value, copies.home_of(value), Tier.DEVICE)
             copies.show(value, Tier.DEVICE)
         return True
 
@@ -68,21 +66,16 @@ class Loans:
         """Start bringing a block that will be lent, unless more than ``limit_nbytes`` of the device would be held; by
         way of the host, two blocks at a time. Returns whether it is there or on its way."""
         copies = self._copies
-        away = [tier for tier in (Tier.DEVICE, Tier.HOST) if tier is not self._home]
-        missing = [
-            value
-            for value in copies.shown_values(block)
-            if copies.tier_of(value) is not Tier.DEVICE and not any(copies.has(value, tier) for tier in away)
-        ]
+        missing = [value for value in copies.shown_values(block) if not self._on_its_way(value)]
         if not missing:
             return True
-        if self._one_hop:
-            fits = self._pool.held_nbytes(Tier.DEVICE) + sum(map(self._nbytes, missing)) <= limit_nbytes
-        else:
-            fits = len({value.index for value in self._ahead}) < 2
+        coming = [value for value in missing if self._one_hop(value)]
+        fits = self._pool.held_nbytes(Tier.DEVICE) + sum(map(self._nbytes, coming)) <= limit_nbytes or not coming
+        if len(coming) < len(missing):
+            fits = fits and len({value.index for value in self._ahead if not self._one_hop(value)}) < 2
         for value in missing if fits else ():
             try:
-                copies.start(value, self._home, Tier.DEVICE if self._one_hop else Tier.HOST)
+                copies.start(value, copies.home_of(value), Tier.DEVICE if self._one_hop(value) else Tier.HOST)
             except BudgetError:  # the host is full
                 return False
             self._ahead.append(value)
@@ -90,10 +83,9 @@ class Loans:
 
     def advance_ahead(self, limit_nbytes: int) -> None:
         """Let the next of the blocks that are half way go on to the device, within ``limit_nbytes`` there."""
-        if self._one_hop or not self._ahead:
-            return
-        copies, block = self._copies, self._ahead[0].index
-        for value in [value for value in self._ahead if value.index == block]:
+        half_way = [value for value in self._ahead if not self._one_hop(value)]
+        copies = self._copies
+        for value in [value for value in half_way if value.index == half_way[0].index]:
             held = self._pool.held_nbytes(Tier.DEVICE)
             if not copies.has(value, Tier.DEVICE) and held + self._nbytes(value) <= limit_nbytes:
                 copies.wait(value, Tier.HOST)
@@ -113,8 +105,8 @@ class Loans:
         """End a `lend` that has brought something. ``written``: and that has been written into."""
         for value in self._brought.pop(block, []):
             if written:
-                self._copies.copy_now(value, Tier.DEVICE, self._home)
-            self._copies.show(value, self._home)
+                self._copies.copy_now(value, Tier.DEVICE, self._copies.home_of(value))
+            self._copies.show(value, self._copies.home_of(value))
             self._copies.release(value, Tier.DEVICE)
 
     def look(self, block: int) -> Look:
@@ -132,8 +124,17 @@ class Loans:
         for value in self._brought.pop(block, []):
             self._copies.resident |= {value}
             self._copies.staying |= {value}
-            self._copies.release(value, self._home)
+            self._copies.release(value, self._copies.home_of(value))
         return True
+
+    def _one_hop(self, value: Value) -> bool:
+        """Whether a copy brings it from its home to the device."""
+        return self._copies.direct or self._copies.home_of(value) is Tier.HOST
+
+    def _on_its_way(self, value: Value) -> bool:
+        copies = self._copies
+        there = copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE)
+        return there or (copies.home_of(value) is Tier.DISK and copies.has(value, Tier.HOST))
 
     def _nbytes(self, value: Value) -> int:
         return self._blocks[value.index].nbytes_of(value.kind)

@@ -8,7 +8,7 @@ import torch
 
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.handle import Handle
-from tapestream.optim.parts import Member, part_limits, state_parts
+from tapestream.optim.parts import Member, part_limits, passed_nbytes, state_parts
 from tapestream.optim.rule import Rule
 from tapestream.optim.showing import Showing
 from tapestream.optim.state import StateShape
@@ -101,7 +101,22 @@ class Arrangement:
         store, given = self._handle.store, self._handle.given
         largest = max((sum(one.nbytes for one in block) for block in self._members), default=0)
         budget = (self._handle.budget if given is None else given.budget).device_nbytes
-        return part_limits(None if store.home is Tier.DEVICE else budget, largest)
+        if store.home is Tier.DEVICE:
+            return part_limits(None, largest)
+        return part_limits(budget, largest, self._passed_nbytes(budget))
+
+    def _passed_nbytes(self, budget: int | None) -> int | None:
+        """The host's bytes where state passes it on its way to and from the disk."""
+        store, homes = self._handle.store, self._handle.homes
+        host = homes.limited(self._handle.budget).host_nbytes
+        if store.homes[Kind.OPTIMIZER_STATE] is Tier.DISK:
+            return None if store.copies.direct else host
+        if Kind.OPTIMIZER_STATE not in store.homes.overflowing:
+            return None
+        gradients = self._handle.update == "step"
+        lives = sum(one.nbytes for block in self._members for one in block)
+        lives += sum(block.parameters_nbytes * (1 + (gradients and block.trainable)) for block in store.blocks)
+        return passed_nbytes(lives, budget, host)
 
     def _note_members(self) -> None:
         blocks, mine = self._handle.store.blocks, self._mine()

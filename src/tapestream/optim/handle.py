@@ -17,6 +17,12 @@ class Given(Protocol):
     def profile(self) -> Profile: ...
 
 
+class Limits(Protocol):
+    """Where the blocks live."""
+
+    def limited(self, budget: Budget) -> Budget: ...
+
+
 class Handle(Protocol):
     """A streamed model. ``optimizer``: the one that it has."""
 
@@ -24,6 +30,9 @@ class Handle(Protocol):
     store: BlockStore
     budget: Budget
     optimizer: Any
+
+    @property
+    def homes(self) -> Limits: ...
 
     @property
     def given(self) -> Given | None: ...

@@ -84,6 +84,7 @@ def make_plan(
     resident: frozenset[Value] | None = None,
     accumulate: bool = False,
     idle_nbytes: int | None = None,
+    on_disk: frozenset[Value] | None = None,
     **knobs: object,
 ) -> Plan:
     """The fastest plan found for one training step within ``budget``.
@@ -93,7 +94,8 @@ def make_plan(
     (None: the fastest that ``machine`` links, the device itself if none; of the host what does not fit goes on to the
     disk, see `HomeTiers`), ``resident`` the values that stay
     (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`, ``idle_nbytes``
-    the most bytes of them that may lie on the device while this chain does not run (None: no limit). Among equally fast
+    the most bytes of them that may lie on the device while this chain does not run (None: no limit), ``on_disk`` the
+    values that live there because the host has no room (None: as few as will do). Among equally fast
     plans the one of least peak wins, then the simpler.
 
     Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
@@ -106,7 +108,9 @@ def make_plan(
     overflowing = KINDS if home is None and _disk_below(machine) else ()
     homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
-    terms = Terms(profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, keeping)
+    terms = Terms(
+        profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping
+    )
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends and not knobs:
         names = _competitors(profile)

@@ -21,7 +21,8 @@ from tapestream.planning.overflow import Overflow, overflows
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
-    not run, None for no limit. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time."""
+    not run, None for no limit. ``on_disk``: values that live there because the host has no room, None where plans
+    decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time."""
 
     profile: Profile
     budget: Budget
@@ -31,6 +32,7 @@ class Terms:
     resident: frozenset[Value] | None
     accumulate: bool
     idle_nbytes: int | None = None
+    on_disk: frozenset[Value] | None = None
     keeps_inside: bool = False
 
     @property
@@ -63,7 +65,11 @@ class Candidate:
         host, kinds = terms.budget.host_nbytes, terms.home.overflowing
         if host is None or not kinds:
             return self
-        on_disk = how.on_disk(self.streaming, self.stays, kinds, host, None if terms.accumulate else terms.update)
+        if terms.on_disk is None:
+            update = None if terms.accumulate else terms.update
+            on_disk = how.on_disk(self.streaming, self.stays, kinds, host, update)
+        else:
+            on_disk = terms.on_disk.intersection(self.streaming.sizes)
         stays = self.streaming.overflowed(self.stays, on_disk)
         return replace(self, bound_seconds=bound_seconds(self.streaming, stays), on_disk=on_disk)
 
@@ -98,15 +104,25 @@ def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
         lying = [stay for stay in kept if stay.start == 0 and not stay.arrive]
         if terms.idle_nbytes is not None and sum(stay.nbytes for stay in lying) > terms.idle_nbytes:
             continue
+        if not _fits_host(streaming, kept, terms):
+            continue
         there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
         bound = bound_seconds(streaming, kept)
         yield Candidate(streaming, room.resident | there, kept, room.across, bound).overflowed(terms, Overflow())
 
 
+def _fits_host(streaming: Streaming, stays: list[Stay], terms: Terms) -> bool:
+    """Whether what lives on the host fits it, where it is said what does not."""
+    host = terms.budget.host_nbytes
+    if host is None or terms.on_disk is None:
+        return True
+    return sum(streaming.sizes[value] for value in streaming.on_host(stays) - terms.on_disk) <= host
+
+
 def other_overflows(candidate: Candidate, terms: Terms) -> Iterator[Candidate]:
     """The same with other choices of what lives on the disk."""
     tried = {candidate.on_disk, frozenset[Value]()}
-    for how in overflows() if candidate.on_disk else ():
+    for how in overflows() if candidate.on_disk and terms.on_disk is None else ():
         other = candidate.overflowed(terms, how)
         if other.on_disk not in tried:
             tried.add(other.on_disk)

@@ -81,7 +81,7 @@ def stream(
     where = _checked_device(device)
     found = _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
-    tiers = tiers_for(home, model, Budget.of(budget), folder=folder, device=where, engine=engine)
+    tiers = tiers_for(home, folder=folder, device=where, engine=engine)
     moves = blocks is None and tiers[Kind.PARAMETERS] is not Tier.DEVICE
     handle = Streamed(
         model, found, wide_modules(model, found) if moves else [], device=where, budget=Budget.of(budget), home=tiers,

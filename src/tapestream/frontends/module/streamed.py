@@ -164,9 +164,9 @@ class Streamed:
             return original(*args, **kwargs)
         found, prepared = planned
         self.store.settle()
-        self.store.place(prepared.resident)
         if prepared is not self.last:
             self.homes.reserve(prepared.on_disk)
+        self.store.place(prepared.resident, prepared.below_host(self.store.copies.on_disk))
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step

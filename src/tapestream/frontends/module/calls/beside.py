@@ -11,7 +11,7 @@ from tapestream.frontends.module.calls.gathering import gathering
 from tapestream.frontends.module.calls.refusals import Refusals
 from tapestream.frontends.module.plans.at_once import Within
 from tapestream.frontends.module.plans.prepare import Prepared, planned_again, staying_nbytes, whole_of
-from tapestream.ir.actions import Phase, PhaseKind, Tier, Value
+from tapestream.ir.actions import Phase, PhaseKind, Tier
 from tapestream.planning.exceeded import limit_of
 from tapestream.planning.plan import Plan
 from tapestream.simulate import device_nbytes
@@ -59,9 +59,9 @@ def _beside_those(
     once where nothing fits, not at every step that is skipped."""
     if not there and not gone:
         return prepared
-    resident = there[0].prepared.resident if there else None
+    living = (there[0].prepared.resident, there[0].prepared.overflowed) if there else None
     sizes = tuple(sorted(call.prepared.held_nbytes for call in there)), sum(call.prepared.left_nbytes for call in gone)
-    key = id(prepared), resident, sizes
+    key = id(prepared), living, sizes
     if key not in known:
         known[key] = refused.once(key, lambda: prepare_beside(handle, asked, prepared, there, gone))
     return known[key]
@@ -85,7 +85,7 @@ def prepare_beside(
     live, left = [call.prepared for call in there], sum(call.prepared.left_nbytes for call in gone)
     within = _left_by(handle, live, left)
     try:
-        return _beside(handle, prepared, within, live[-1].resident if live else None)
+        return _beside(handle, prepared, within, live[-1] if live else None)
     except BudgetError as error:
         if not live and _forward_nbytes(handle, prepared) + left <= limit_of(whole_of(handle, strict=False).nbytes):
             return prepared
@@ -131,15 +131,16 @@ def _refusal(handle: "Streamed", error: BudgetError, left: int, asked: Sequence[
     )
 
 
-def _beside(handle: "Streamed", prepared: Prepared, within: Within, resident: frozenset[Value] | None) -> Prepared:
+def _beside(handle: "Streamed", prepared: Prepared, within: Within, other: Prepared | None) -> Prepared:
+    """``other``: plans of a call that waits, from which values live where they will."""
     together = prepared.shared_nbytes + within.calls * prepared.held_nbytes
-    if resident in (None, prepared.resident) and together <= within.nbytes:
-        return prepared
-    return _again(handle, prepared, within, resident)
+    alike = other is None or (other.resident, other.overflowed) == (prepared.resident, prepared.overflowed)
+    return prepared if alike and together <= within.nbytes else _again(handle, prepared, within, other)
 
 
-def _again(handle: "Streamed", prepared: Prepared, within: Within, resident: frozenset[Value] | None) -> Prepared:
-    return planned_again(handle, prepared, prepared.profiles, prepared.late, resident, within=within)
+def _again(handle: "Streamed", prepared: Prepared, within: Within, other: Prepared | None) -> Prepared:
+    resident, on_disk = (None, None) if other is None else (other.resident, other.overflowed)
+    return planned_again(handle, prepared, prepared.profiles, prepared.late, resident, within=within, on_disk=on_disk)
 
 
 def _fit(handle: "Streamed", asked: Sequence[Prepared], allowed: int) -> bool:
@@ -164,7 +165,7 @@ def _enough_nbytes(handle: "Streamed", asked: Sequence[Prepared]) -> int | None:
     with suppress(BudgetError):
         *first, last = _one_after_the_other(handle, asked, _ENDLESS, calls)
         held = sum(one.held_nbytes for one in first)
-        least = _least_nbytes(handle, last, 1, first[-1].resident)
+        least = _least_nbytes(handle, last, 1, first[-1])
         if least is not None and handle.store.home is not Tier.DEVICE:
             found.append(held + least)
         found.append(max(one.shared_nbytes for one in (*first, last)) + held + last.held_nbytes)
@@ -175,12 +176,10 @@ def _enough_nbytes(handle: "Streamed", asked: Sequence[Prepared]) -> int | None:
     return None
 
 
-def _least_nbytes(
-    handle: "Streamed", one: Prepared, calls: int, resident: frozenset[Value] | None = None
-) -> int | None:
+def _least_nbytes(handle: "Streamed", one: Prepared, calls: int, other: Prepared | None = None) -> int | None:
     """Bytes within which ``calls`` calls like this one fit at once."""
     try:
-        _again(handle, one, Within(1, calls), resident)
+        _again(handle, one, Within(1, calls), other)
     except BudgetError as error:
         return error.least_nbytes
     return None
@@ -194,7 +193,7 @@ def _one_after_the_other(handle: "Streamed", asked: Sequence[Prepared], allowed:
         for one in asked:
             prepared = gathering(handle, _again(handle, one, whole_of(handle, strict=False), None), {})
             if live:
-                prepared = _beside(handle, prepared, _left_by(handle, live), live[-1].resident)
+                prepared = _beside(handle, prepared, _left_by(handle, live), live[-1])
             live.append(prepared)
     finally:
         handle.budget = before

@@ -3,27 +3,23 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from tapestream.accelerator.device import is_accelerator
-from tapestream.costs import Budget
 from tapestream.errors import InputError
-from tapestream.frontends.available import host_limit
 from tapestream.frontends.below import check_folder
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import HomeTiers, home_tiers
 
 _TIERS = {"device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
-_STATE = 8  # bytes of optimizer state per element that "auto" expects: two fp32 moments
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
     """The tier of each kind of block value: ``"device"`` (all kinds or none), ``"host"`` (GPU only), ``"disk"`` (needs
-    a folder) or ``"auto"``: the fastest that has room; disk only if a folder is given.
+    a folder) or ``"auto"``: RAM, and for what finds no room there the disk, value by value, if a folder is given.
 
-    Whatever a plan has room for stays on the device all the same. On a GPU "auto" expects two fp32 moments for each
-    trainable element, and an fp32 master of each 16-bit one. On the CPU "auto" is the folder if there is one, else RAM.
+    Whatever a plan has room for stays on the device all the same. On the CPU "auto" is the folder if there is one, else
+    RAM.
     """
 
     parameters: str = "auto"
@@ -31,34 +27,29 @@ class Home:
     optimizer_state: str = "auto"
 
 
-def tiers_for(
-    home: str | Home, model: nn.Module, budget: Budget, *, folder: object, device: torch.device, engine: str
-) -> HomeTiers:
+def tiers_for(home: str | Home, *, folder: object, device: torch.device, engine: str) -> HomeTiers:
     """The tiers that ``home`` means here. Raises InputError for one that cannot be."""
     check_folder(folder)
     asked = home if isinstance(home, Home) else Home(home, home, home)
-    room = host_limit(budget)
-    parameters, tiers = list(model.parameters()), dict[Kind, Tier]()
-    for kind, name, nbytes in (
-        (Kind.PARAMETERS, asked.parameters, sum(p.numel() * p.itemsize for p in parameters)),
-        (Kind.GRADIENT, asked.gradients, sum(p.numel() * p.itemsize for p in parameters if p.requires_grad)),
-        (Kind.OPTIMIZER_STATE, asked.optimizer_state, _state_nbytes(model)),
+    tiers, overflowing = dict[Kind, Tier](), list[Kind]()
+    for kind, name in (
+        (Kind.PARAMETERS, asked.parameters),
+        (Kind.GRADIENT, asked.gradients),
+        (Kind.OPTIMIZER_STATE, asked.optimizer_state),
     ):
         _check(name, folder, device, engine)
         if name != "auto":
             tier = _TIERS[name]
-        elif not is_accelerator(device):
-            tier = Tier.DEVICE if folder is None else Tier.DISK
+        elif is_accelerator(device) or engine == "fake_streams":
+            tier = Tier.HOST
         else:
-            tier = Tier.HOST if folder is None or nbytes <= room else Tier.DISK
+            tier = Tier.DEVICE if folder is None else Tier.DISK
         tiers[kind] = tier
-        room -= nbytes if tier is Tier.HOST else 0
-    return home_tiers(tiers | {Kind.BUFFERS: tiers[Kind.PARAMETERS]})
-
-
-def _state_nbytes(model: nn.Module) -> int:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return sum(p.numel() * (_STATE + (4 if p.itemsize < 4 else 0)) for p in trained)
+        if name == "auto" and folder is not None:
+            overflowing.append(kind)
+    if Kind.PARAMETERS in overflowing:
+        overflowing.append(Kind.BUFFERS)
+    return home_tiers(tiers | {Kind.BUFFERS: tiers[Kind.PARAMETERS]}, overflowing)
 
 
 def _check(name: str, folder: object, device: torch.device, engine: str) -> None:

@@ -31,6 +31,7 @@ from tapestream.storage.regions import Region
 from tapestream.units import format_nbytes
 
 _PARAMETERS = "the parameters of the blocks"
+_IN_FLIGHT = 2  # blocks for which the host keeps room, where some pass it on their way from the disk
 
 
 class Homes:
@@ -55,7 +56,7 @@ class Homes:
         weights: Source | None,
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self._path, self._budget = folder, budget
+        self._path, self._budget, self._host_nbytes = folder, budget, host_limit(budget)
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
@@ -71,7 +72,7 @@ class Homes:
             self._folder = None if folder is None else DiskFolder(folder)
             if self._folder is not None:
                 undo.callback(self._folder.close)
-            limits = {Tier.DEVICE: None, Tier.HOST: host_limit(budget), Tier.DISK: budget.disk_nbytes}
+            limits = {Tier.DEVICE: None, Tier.HOST: self._host_nbytes, Tier.DISK: budget.disk_nbytes}
             self.pool = Pool(device, folder=self._folder, limits=limits, pin=is_accelerator(device))
             undo.callback(self.pool.close)
             # States have memory and lanes of their own: what one engine still reads must not be given to another.
@@ -80,9 +81,10 @@ class Homes:
             )
             undo.callback(self.states.close)
             unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
-            self._check_room(home, groups, blocks, unit)
+            below = self._check_room(home, groups, blocks, unit)
             maker.outside(device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
+            self.store.copies.on_disk = below
             undo.callback(self._disown)
             for number, members in enumerate(groups):
                 modules = [blocks[position] for position in members]
@@ -101,6 +103,12 @@ class Homes:
                 keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
 
+    def limited(self, budget: Budget) -> Budget:
+        """``budget`` with what the host may hold, where what finds no room there goes to the disk."""
+        if budget.host_nbytes is not None or not self.store.homes.overflowing:
+            return budget
+        return Budget(budget.device_nbytes, host=self._host_nbytes, disk=budget.disk_nbytes, calls=budget.calls)
+
     @property
     def folder(self) -> DiskFolder | None:
         """This run's own folder."""
@@ -110,16 +118,19 @@ class Homes:
         """Raise StorageError where the disk cannot hold the optimizer's state, nor the ``gradients`` that are sent
         home, even if as much as the ``budget`` allows stays on the device."""
         kinds = (Kind.OPTIMIZER_STATE, Kind.GRADIENT) if gradients else (Kind.OPTIMIZER_STATE,)
+        homes, room = self.store.homes, budget.device_nbytes or 0
         total = sum(
             block.nbytes_of(kind, part)
             for kind in kinds
-            if self.store.homes[kind] is Tier.DISK
+            if homes[kind] is Tier.DISK or kind in homes.overflowing
             for block in self.store.blocks
             if block.trainable
             for part in range(block.updates if kind is Kind.OPTIMIZER_STATE else 1)
         )
+        if homes.overflowing:
+            room += max(0, self._host_nbytes - self.pool.held_nbytes(Tier.HOST))
         if self._folder is not None:
-            self._folder.check_room(total - (budget.device_nbytes or 0), "gradients and the optimizer's state")
+            self._folder.check_room(total - room, "gradients and the optimizer's state")
 
     def reserve(self, values: Iterable[Value]) -> None:
         """See that the disk has room for these, so that no step finds it full: bytes that are not there yet are
@@ -179,16 +190,33 @@ class Homes:
 
     def _check_room(
         self, home: HomeTiers, groups: Sequence[Sequence[int]], blocks: Sequence[nn.Module], unit: int
-    ) -> None:
-        """Raise BudgetError or StorageError where the blocks' parameters find no room at home, before any moves."""
+    ) -> frozenset[Value]:
+        """Raise BudgetError or StorageError where the blocks' parameters find no room at home, before any moves.
+        Returns those that go to the disk because the host has none."""
         tier = home[Kind.PARAMETERS]
         inside = [parameters_of([blocks[position] for position in members]) for members in groups]
         if tier is Tier.DEVICE or not inside:
-            return
-        if self._folder is not None and tier is Tier.DISK:
-            self._folder.check_room(sum(p.nbytes for found in inside for p in found), _PARAMETERS)
-        laid_out = (ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside))
-        self.pool.check_room(tier, (b.nbytes_of(kind) for b in laid_out for kind in b.kinds), _PARAMETERS)
+            return frozenset()
+        laid_out = [ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside)]
+        sizes = {Value(kind, b.index): b.nbytes_of(kind) for b in laid_out for kind in b.kinds}
+        below = dict[Value, int]()
+        if Kind.PARAMETERS in home.overflowing:
+            largest = max(sizes.values())
+            if self._host_nbytes < largest:
+                raise BudgetError(
+                    f"blocks pass RAM on their way to the disk, and the largest takes {format_nbytes(largest)} "
+                    f"({largest} bytes), where {self._host_nbytes} bytes are allowed; allow more (Budget(host=...))"
+                )
+            room = self._host_nbytes - _IN_FLIGHT * largest
+            for value, nbytes in sizes.items():
+                room -= nbytes
+                if room < 0:
+                    below[value] = nbytes
+        if self._folder is not None:
+            on_disk = sizes if tier is Tier.DISK else below
+            self._folder.check_room(sum(on_disk.values()), _PARAMETERS)
+        self.pool.check_room(tier, (n for value, n in sizes.items() if value not in below), _PARAMETERS)
+        return frozenset(below)
 
     def _disown(self) -> None:
         for block in self.store.blocks:

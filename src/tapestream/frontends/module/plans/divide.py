@@ -166,7 +166,7 @@ class Division:
         if terms.given is not None:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
-            return [fit_given_plan(terms.given, chosen[0], self._budget(allowed))]
+            return [fit_given_plan(terms.given, chosen[0], self._budget(chosen[0], allowed))]
         shares = self._divided(chosen, allowed, outside, resident)
         lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
         return [
@@ -204,10 +204,10 @@ class Division:
         def plan_by(planner: str) -> Plan:
             beside = 0 if planner in ("auto", *NEVER_MOVE) else self._passing_nbytes
             try:
+                budget = self._budget(profile, None if nbytes is None else max(1, nbytes - beside))
                 return make_plan(
-                    profile, self._budget(None if nbytes is None else max(1, nbytes - beside)), terms.machine(),
-                    planner=planner, update=terms.update, home=terms.home, resident=resident,
-                    idle_nbytes=idle, **terms.knobs,
+                    profile, budget, terms.machine(), planner=planner, update=terms.update, home=terms.home,
+                    resident=resident, idle_nbytes=idle, on_disk=terms.on_disk, **terms.knobs,
                 )  # fmt: skip
             except BudgetError as error:
                 if not beside or error.least_nbytes is None:
@@ -241,19 +241,23 @@ class Division:
         """A plan for a guest: the user's planner and its knobs are for chains."""
         terms = self.terms
         return make_plan(
-            profile, self._budget(nbytes, guest=True), terms.machine(),
-            update=terms.update, home=terms.home, resident=resident,
+            profile, self._budget(profile, nbytes, guest=True), terms.machine(),
+            update=terms.update, home=terms.home, resident=resident, on_disk=terms.on_disk,
         )  # fmt: skip
 
     def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
         return _least(lambda nbytes: self._guest(profile, nbytes, resident), self.outside)
 
-    def _budget(self, nbytes: int | None, *, guest: bool = False) -> Budget:
-        """On the host, guests take no more than their values do, and hosts leave them that."""
+    def _budget(self, profile: Profile, nbytes: int | None, *, guest: bool = False) -> Budget:
+        """On the host, guests take no more than their values do, and hosts leave them that. Where what finds no room
+        there goes to the disk, each of several hosts has as much of it as its values have of all."""
         host = self.terms.budget.host_nbytes
         if host is not None:
-            theirs = sum(n for number in self._guests for _, n in block_values(self.profiles[number]))
+            theirs = sum(map(_blocks_nbytes, (self.profiles[number] for number in self._guests)))
             host = min(host, theirs) if guest else max(host - theirs, host // 2)
+        if host is not None and not guest and home_tiers(self.terms.home).overflowing:
+            own, every = _blocks_nbytes(profile), sum(_blocks_nbytes(self.profiles[number]) for number in self._hosts)
+            host = own + host - every if host >= every else host * own // every
         return Budget(nbytes, host=host, disk=self.terms.budget.disk_nbytes)
 
     def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:
@@ -275,6 +279,10 @@ def _least(plan: Callable[[int], Plan], outside: int) -> int:
 def _kept_nbytes(profile: Profile) -> int:
     """Bytes that a segment holds from its forward to its backward, when nothing of it is recomputed."""
     return profile.initial_nbytes + sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
+
+
+def _blocks_nbytes(profile: Profile) -> int:
+    return sum(nbytes for _, nbytes in block_values(profile))
 
 
 def _loses(plan: Plan) -> bool:

@@ -15,6 +15,7 @@ from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
 from tapestream.frontends.module.observing.returned import Returned, Turn
+from tapestream.frontends.module.plans.advice import advised, after_nbytes, without_cache
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.batch import Sized
 from tapestream.frontends.module.plans.divide import Division
@@ -28,7 +29,6 @@ from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resi
 from tapestream.planning.plan import Plan
 from tapestream.runner.stage import left_nbytes
 from tapestream.storage.blocks import ParameterBlock
-from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
@@ -64,8 +64,8 @@ class Prepared:
     ``moving``: per segment, the stages whose saved tensors its plan moves, None where it moves no states either.
     ``pinned``: parameter blocks that are plain tensors on the device; ``watched``: by name, trained parameters that
     nothing but calls of their modules may use. ``late``: gradients that the profiles leave out. ``on_disk``: block
-    values that have bytes there at some moment. ``used``: parameter blocks. ``returned``: what such calls give beside
-    their loss; ``batch``: how large it is.
+    values that have bytes there at some moment; ``overflowed``: those of them for which the host has no room.
+    ``used``: parameter blocks. ``returned``: what such calls give beside their loss; ``batch``: how large it is.
     """
 
     segments: tuple[Segment, ...]
@@ -86,6 +86,7 @@ class Prepared:
     watched: Mapping[str, nn.Parameter]
     late: "Late"
     on_disk: frozenset[Value]
+    overflowed: frozenset[Value]
     moving: tuple[Container[int] | None, ...]
     used: frozenset[int]
     turn: Turn = field(default_factory=Turn)
@@ -96,6 +97,11 @@ class Prepared:
     def plan(self) -> Plan:
         """That of the main segment."""
         return self.plans[self.main]
+
+    def below_host(self, before: frozenset[Value]) -> frozenset[Value]:
+        """Values that live on the disk although their kinds do not; those ``before`` that no plan here knows stay."""
+        known = {value for profile in self.profiles for value, _ in block_values(profile)}
+        return self.overflowed | (before - known)
 
     @property
     def left_nbytes(self) -> int:
@@ -115,13 +121,14 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     outside = profiles[0].outside_nbytes - late.nbytes
     profiles = [replace(profile, outside_nbytes=outside) for profile in profiles]
     try:
-        found = _planned(handle, segments, profiles, shared, observed.writes_outside, late)
+        homes = (None,) if handle.last is None else (handle.last.overflowed, None)
+        found = _planned(handle, segments, profiles, shared, observed.writes_outside, late, homes)
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
         left = left_nbytes(one for segment in segments for one in segment.traits)
-        error = _without_cache(error, observed.left_nbytes, left)
-        raise _advised(handle, error, outside, _after_nbytes(handle, observed)) from None
+        error = without_cache(error, observed.left_nbytes, left)
+        raise advised(handle, error, outside, after_nbytes(terms_of(handle), observed)) from None
     return replace(found, turn=observed.turn, returned=Returned(observed.turn.results_nbytes))
 
 
@@ -153,11 +160,14 @@ def planned_again(
     resident: frozenset[Value] | None = None,
     there: int = 0,
     within: Within | None = None,
+    on_disk: frozenset[Value] | None = None,
 ) -> Prepared:
     """Plans for the call of ``prepared`` with other ``profiles``, or ``within`` less than the budget. ``resident``:
-    what lies on the device at the start; ``there``: bytes of gradients that earlier backwards have left on it."""
+    what lies on the device at the start; ``there``: bytes of gradients that earlier backwards have left on it;
+    ``on_disk``: what must live there (None: the same as for ``prepared``, or other values where that does not fit)."""
     segments, shared, writes = prepared.segments, prepared.shared, prepared.writes_outside
-    found = _planned(handle, segments, profiles, shared, writes, late, resident, there, within)
+    homes = (prepared.overflowed, None) if on_disk is None else (on_disk,)
+    found = _planned(handle, segments, profiles, shared, writes, late, homes, resident, there, within)
     return replace(found, turn=prepared.turn, batch=prepared.batch)
 
 
@@ -168,17 +178,26 @@ def _planned(
     shared: Mapping[int, Shared],
     writes_outside: bool,
     late: Late,
+    homes: Sequence[frozenset[Value] | None],
     resident: frozenset[Value] | None = None,
     there: int = 0,
     within: Within | None = None,
 ) -> Prepared:
-    outside = profiles[0].outside_nbytes
+    """``homes``: values to live on the disk because the host has no room (None: as plans decide); the first that fit.
+    What moves from one to another would move anew with every plan."""
+    outside, (first, *others) = profiles[0].outside_nbytes, homes
 
     def plan(allowed: int) -> Prepared:
-        plans = Division(terms_of(handle), segments, profiles, allowed, outside, shared, resident).plans()
+        terms = replace(terms_of(handle), on_disk=first)
+        plans = Division(terms, segments, profiles, allowed, outside, shared, resident).plans()
         return _assembled(handle, allowed, segments, plans, profiles, shared, writes_outside, late, there)
 
-    return for_calls(plan, within or whole_of(handle, strict=False))
+    try:
+        return for_calls(plan, within or whole_of(handle, strict=False))
+    except BudgetError:
+        if not others or not handle.store.homes.overflowing:
+            raise
+    return _planned(handle, segments, profiles, shared, writes_outside, late, others, resident, there, within)
 
 
 def whole_of(handle: "Streamed", *, strict: bool) -> Within:
@@ -190,40 +209,11 @@ def whole_of(handle: "Streamed", *, strict: bool) -> Within:
 
 def terms_of(handle: "Streamed") -> Terms:
     """On what terms the calls of this model are planned."""
+    budget = handle.homes.limited(handle.budget)
     return Terms(
-        handle.blocks, handle.wide, handle.budget, handle.machine, handle.store.homes, handle.update,
+        handle.blocks, handle.wide, budget, handle.machine, handle.store.homes, handle.update,
         planner=handle.planner, knobs=handle.knobs, given=handle.given,
     )  # fmt: skip
-
-
-def _after_nbytes(handle: "Streamed", observed: Observed) -> int:
-    """Bytes that the head, its logits and the loss make."""
-    last = observed.segments[-1]
-    made = last.costs if terms_of(handle).is_wide(last) else []
-    return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
-
-
-def _without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> BudgetError:
-    """``error``, with what helps where blocks leave something in objects that they are given, as key-value caches are
-    filled by default, or in attributes of their own."""
-    for nbytes, where in (
-        (given_nbytes, "objects that they are given (keys and values, in a cache): a transformers model keeps none if "
-         "it is called with use_cache=False"),
-        (own_nbytes, "attributes, where it stays until they run again: leave out what nobody reads"),
-    ):  # fmt: skip
-        if nbytes and 20 * nbytes >= (error.least_nbytes or 0):
-            error = error.saying(f"{error.message}. Blocks leave {format_nbytes(nbytes)} of that in {where}")
-    return error
-
-
-def _advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
-    """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
-    if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
-        return error
-    return error.saying(
-        f"{error.message}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and "
-        "the loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits"
-    )
 
 
 def _assembled(
@@ -252,12 +242,14 @@ def _assembled(
     held = outside + sum(staying)
     pinned = handle.pinned.values()
     main = next((s for s, segment in enumerate(segments) if min(segment.positions) < handle.wide), 0)
+    on_disk = frozenset[Value]().union(*(ever_on_disk(plan.schedule) for plan in plans))
+    overflowing = handle.store.homes.overflowing
     return Prepared(
         tuple(segments), tuple(plans), order, once, resident | pinned, at_step | pinned, handle.update, held,
         min(before + inside, max(0, allowed - held)), before, writes_outside, main,
         shared, tuple(profiles),
         handle.pinned.blocks, _watched(handle), late,
-        frozenset().union(*(ever_on_disk(plan.schedule) for plan in plans)),
+        on_disk, frozenset(value for value in on_disk if value.kind in overflowing),
         tuple(moved_saved(p.schedule) if moves_tape(p.schedule) else None for p in plans),
         frozenset(b for s in segments for p in s.positions if (b := handle.store.uses[p]) is not None),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from tapestream.costs import Budget, Machine
+from tapestream.ir.actions import Value
 from tapestream.ir.homes import HomeLike
 from tapestream.planning.plan import Plan
 
@@ -26,6 +27,7 @@ class Positioned(Protocol):
 class Terms:
     """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
     below the device. ``machine`` is asked when speeds are needed. ``given``: the user's own plan.
+    ``on_disk``: block values that live there because the host has no room, None where plans decide.
     """
 
     modules: Sequence[nn.Module]
@@ -37,6 +39,7 @@ class Terms:
     planner: str = "auto"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     given: Plan | None = None
+    on_disk: frozenset[Value] | None = None
 
     def is_wide(self, segment: Positioned) -> bool:
         """Whether it has no repeated block."""

@@ -1,0 +1,41 @@
+"""What a refused call could do with less."""
+
+from typing import TYPE_CHECKING
+
+from tapestream.errors import BudgetError
+from tapestream.frontends.module.observing.observed import Observed
+from tapestream.units import format_nbytes
+
+if TYPE_CHECKING:
+    from tapestream.frontends.module.plans.terms import Terms
+    from tapestream.frontends.module.streamed import Streamed
+
+
+def after_nbytes(terms: "Terms", observed: Observed) -> int:
+    """Bytes that the head, its logits and the loss make."""
+    last = observed.segments[-1]
+    made = last.costs if terms.is_wide(last) else []
+    return observed.turn.nbytes + sum(c.output_nbytes + c.saved_nbytes + c.recorded_extra_nbytes for c in made)
+
+
+def without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> BudgetError:
+    """``error``, with what helps where blocks leave something in objects that they are given, as key-value caches are
+    filled by default, or in attributes of their own."""
+    for nbytes, where in (
+        (given_nbytes, "objects that they are given (keys and values, in a cache): a transformers model keeps none if "
+         "it is called with use_cache=False"),
+        (own_nbytes, "attributes, where it stays until they run again: leave out what nobody reads"),
+    ):  # fmt: skip
+        if nbytes and 20 * nbytes >= (error.least_nbytes or 0):
+            error = error.saying(f"{error.message}. Blocks leave {format_nbytes(nbytes)} of that in {where}")
+    return error
+
+
+def advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
+    """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
+    if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
+        return error
+    return error.saying(
+        f"{error.message}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and "
+        "the loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits"
+    )
