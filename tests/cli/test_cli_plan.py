@@ -109,7 +109,9 @@ def test_a_smaller_batch_is_the_largest_that_fits() -> None:
 
 @pytest.mark.full  # a minute of planning
 def test_gpt3_is_answered_without_allocating_it() -> None:
-    status, document = answered("gpt3-175b", "--budget", "12GiB", "--gpu", "12GiB", "--ram", "64GiB", "--dtype", "bf16")
+    status, document = answered("gpt3-175b", "--budget", "12GiB", "--gpu", "12GiB", "--ram", "64GiB", "--disk", "4TB",
+        "--dtype", "bf16",
+    )  # fmt: skip
     assert document["model"]["parameters"] > 174e9
     assert status == (0 if document["fits"] else 2)
     assert document["answer"]["tiers"]["disk"]["peak_nbytes"] > 2e12

@@ -103,7 +103,10 @@ class _Walk:
         self.previous = {later: earlier for earlier, later in successors(stays)}
         self.phase = np.cumsum([0] + [action in BARRIERS for action in computation]).tolist()
         self.queue = sorted((i for i, stay in enumerate(stays) if stay.arrive), key=lambda i: stays[i].start)
-        self.lanes = {stays[i].arrive[:2] for i in self.queue}
+        self.lanes: dict[tuple[Tier, ...], list[int]] = {}  # places in the queue, by the first lane that they pass
+        for place, i in enumerate(self.queue):
+            self.lanes.setdefault(stays[i].arrive[:2], []).append(place)
+        self.heads = dict.fromkeys(self.lanes, 0)  # before them all have started
         self.next = 0
         self.starting: dict[int, list[int]] = {}
         self.ending: dict[int, list[int]] = {}
@@ -231,19 +234,29 @@ class _Walk:
     def _look_ahead(self, position: int) -> None:
         """Start copies of later stays as far as memory goes: in order of need on each lane, as one that waits for room
         on the device holds up no disk."""
-        held_up = set[tuple[Tier, ...]]()
-        for number in range(self.next, len(self.queue)):
-            i = self.queue[number]
+        places = self._waiting()
+        while places:
+            lane, place = min(places.items(), key=lambda item: self.lanes[item[0]][item[1]])
+            i = self.queue[self.lanes[lane][place]]
             stay = self.stays[i]
-            lane, crosses = stay.arrive[:2], self.phase[stay.start] != self.phase[position]
-            if (crosses and not self.across) or held_up == self.lanes:
+            crosses = self.phase[stay.start] != self.phase[position]
+            if crosses and not self.across:
                 return
-            if i in self.transit or lane in held_up or (crosses and stay.value.kind is not Kind.PARAMETERS):
-                continue
-            if (crosses and len(stay.arrive) > 2) or not self._may_start(i, position):
-                held_up.add(lane)
-            else:
+            if i not in self.transit and not (crosses and stay.value.kind is not Kind.PARAMETERS):
+                if (crosses and len(stay.arrive) > 2) or not self._may_start(i, position):
+                    del places[lane]
+                    continue
                 self._start(i, position)
+            places[lane] += 1
+            if places[lane] == len(self.lanes[lane]):
+                del places[lane]
+
+    def _waiting(self) -> dict[tuple[Tier, ...], int]:
+        """For each lane with copies to start, the place of the first of them."""
+        for lane, order in self.lanes.items():
+            while self.heads[lane] < len(order) and self.queue[order[self.heads[lane]]] in self.transit:
+                self.heads[lane] += 1
+        return {lane: place for lane, place in self.heads.items() if place < len(self.lanes[lane])}
 
     def _may_start(self, i: int, position: int) -> bool:
         """Whether an older copy of the value has left, and there is room."""

@@ -89,7 +89,7 @@ class Streaming:
         ``across``: parameters may arrive for the step phase before it begins. ``on_disk``: values that live there,
         whatever their kind's home.
         """
-        stays, where = self.overflowed(stays, on_disk), self._lying(stays, on_disk)
+        where = self._lying(stays, on_disk)
         lives = living_on_host(where, stays)
         actions = issue(
             self.computation, stays, self.profile, self.base, self.machine,

@@ -14,7 +14,7 @@ from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.allowances import allowances
 from tapestream.planning.choices import Terms
-from tapestream.planning.fastest import Found, leanest, refined, spared
+from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
 from tapestream.units import format_nbytes
@@ -222,7 +222,7 @@ class _Search:
         terms = self.terms
         if not any(True for _ in block_values(terms.profile)):
             schedule = tapes.within(terms.budget)
-            return spared(schedule, terms, frozenset())
+            return spared(judged_as(schedule, terms), terms)
         if not self._moving:
             return best_resident(tapes, terms)
         return best_split(tapes, terms, min((one.fastest for one in self.found), default=float("inf")))

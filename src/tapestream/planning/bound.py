@@ -39,6 +39,15 @@ def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
     return max(bounds)
 
 
+def serial_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
+    """What a schedule takes, at the least, that waits for every copy."""
+    compute, machine = float(streaming.seconds[-1]), streaming.machine
+    if machine is None:
+        return compute
+    lanes = ((lane, stay) for stay in stays for way in (stay.arrive, stay.leave) for lane in pairwise(way))
+    return compute + sum(machine.link(*lane).seconds(stay.nbytes) for lane, stay in lanes)
+
+
 def _in_turn(machine: Machine, lane: tuple[Tier, Tier], apart: NDArray[np.float64], stays: Sequence[Stay]) -> float:
     """Copies of one lane, each with so many seconds before it, or after it, in which it cannot be made: those with the
     most of them, and the least of their seconds."""

@@ -15,7 +15,7 @@ from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradient
 from tapestream.passes.stays import Occupancy, Stay
 from tapestream.passes.streaming import Streaming
 from tapestream.planning.bound import bound_seconds
-from tapestream.planning.overflow import Overflow, overflows
+from tapestream.planning.overflow import Overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ class Terms:
 class Candidate:
     """A tape and what stays on the device; no schedule made of them takes less than ``bound_seconds``. ``across``:
     values may be there where a phase ends and the next begins without living there. ``stays``: with all values where
-    their kinds are at home; ``on_disk``: those that live there because the host has no room."""
+    their kinds are at home; ``moving``: as they are, with values ``on_disk`` for which the host has no room."""
 
     streaming: Streaming
     resident: frozenset[Value]
     stays: list[Stay]
     across: bool
+    moving: list[Stay]
     bound_seconds: float
     on_disk: frozenset[Value] = frozenset()
 
@@ -70,18 +71,17 @@ class Candidate:
             on_disk = how.on_disk(self.streaming, self.stays, kinds, host, update)
         else:
             on_disk = terms.on_disk.intersection(self.streaming.sizes)
-        stays = self.streaming.overflowed(self.stays, on_disk)
-        return replace(self, bound_seconds=bound_seconds(self.streaming, stays), on_disk=on_disk)
+        moving = self.streaming.overflowed(self.stays, on_disk) if on_disk else self.stays
+        return replace(self, bound_seconds=bound_seconds(self.streaming, moving), on_disk=on_disk, moving=moving)
 
     def issued(self, budget: Budget | None) -> Schedule:
         """The schedule, with copies as early as ``budget`` allows (None: just in time)."""
-        return self.streaming.issued(self.stays, budget, across=self.across, on_disk=self.on_disk)
+        return self.streaming.issued(self.moving, budget, across=self.across, on_disk=self.on_disk)
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes that cross links in a step."""
-        stays = self.streaming.overflowed(self.stays, self.on_disk)
-        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in stays for path in (stay.arrive, stay.leave))
+        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in self.moving for path in (stay.arrive, stay.leave))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
             continue
         there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
         bound = bound_seconds(streaming, kept)
-        yield Candidate(streaming, room.resident | there, kept, room.across, bound).overflowed(terms, Overflow())
+        one = Candidate(streaming, room.resident | there, kept, room.across, kept, bound)
+        yield one.overflowed(terms, Overflow())
 
 
 def _fits_host(streaming: Streaming, stays: list[Stay], terms: Terms) -> bool:
@@ -117,16 +118,6 @@ def _fits_host(streaming: Streaming, stays: list[Stay], terms: Terms) -> bool:
     if host is None or terms.on_disk is None:
         return True
     return sum(streaming.sizes[value] for value in streaming.on_host(stays) - terms.on_disk) <= host
-
-
-def other_overflows(candidate: Candidate, terms: Terms) -> Iterator[Candidate]:
-    """The same with other choices of what lives on the disk."""
-    tried = {candidate.on_disk, frozenset[Value]()}
-    for how in overflows() if candidate.on_disk and terms.on_disk is None else ():
-        other = candidate.overflowed(terms, how)
-        if other.on_disk not in tried:
-            tried.add(other.on_disk)
-            yield other
 
 
 def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:

@@ -9,7 +9,9 @@ from tapestream.errors import BudgetError
 from tapestream.ir import Schedule, Value
 from tapestream.passes.inside import keep_inside
 from tapestream.passes.residence import idle_nbytes
-from tapestream.planning.choices import Candidate, Terms, other_overflows
+from tapestream.planning.bound import serial_seconds
+from tapestream.planning.choices import Candidate, Terms
+from tapestream.planning.overflow import CHANGES, Overflow
 from tapestream.simulate import Simulation, simulate
 
 AS_FAST = 1.03  # plans within 3% of the fastest count as equally fast
@@ -83,40 +85,51 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
 
 def refined(found: Found, terms: Terms) -> Found:
     """The best of it and of the same with other choices of what lives on the disk."""
-    others = [found]
-    for other in () if found.candidate is None else other_overflows(found.candidate, terms):
-        if other.bound_seconds < found.seconds:
+    candidate, how, best, tried = found.candidate, Overflow(), found, [found]
+    if candidate is None or not candidate.on_disk or terms.on_disk is not None:
+        return found
+    for name, values in CHANGES:
+        for value in values:
+            other = replace(how, **{name: value})
             with suppress(BudgetError):
-                others.append(judged(other, terms, terms.budget))
-    best = leanest(others, terms.profile.runs)
-    return best if best.schedule is found.schedule else _finished(best, terms)
+                tried.append(judged(candidate.overflowed(terms, other), terms, terms.budget))
+            if tried[-1].seconds >= best.seconds:
+                break
+            how, best = other, tried[-1]
+    chosen = leanest(tried, terms.profile.runs)
+    return chosen if chosen.schedule is found.schedule else _finished(chosen, terms)
 
 
 def _finished(found: Found, terms: Terms) -> Found:
     """Without overlap where that is faster (links that hate traffic in both directions); with what runs may keep."""
-    assert found.candidate is not None
-    best, fastest = found, found.fastest
-    with suppress(BudgetError):
-        plain = judged(found.candidate, terms, None)
-        best = plain if plain.seconds < found.seconds else found
-    best = spared(best.schedule, terms, best.resident)
-    return replace(best, fastest_seconds=fastest, candidate=found.candidate)
+    candidate = found.candidate
+    assert candidate is not None
+    best = found
+    if serial_seconds(candidate.streaming, candidate.moving) < found.seconds:
+        with suppress(BudgetError):
+            plain = judged(candidate, terms, None)
+            best = plain if plain.seconds < found.seconds else found
+    return replace(spared(best, terms), fastest_seconds=found.fastest, candidate=candidate)
 
 
-def spared(schedule: Schedule, terms: Terms, resident: frozenset[Value]) -> Found:
-    """The schedule, judged; where bytes are left and stages run again, with what runs may keep of their inside."""
+def spared(found: Found, terms: Terms) -> Found:
+    """The same; where bytes are left and stages run again, with what runs may keep of their inside."""
     profile, machine, limit = terms.profile, terms.machine, terms.budget.device_nbytes
-    found = Found(schedule, simulate(schedule, profile, machine, terms.budget), resident)
     again = terms.keeps_inside and found.simulation.forwards > profile.runs
-    if limit is None or not again or schedule.size > _MOST_ACTIONS:
+    if limit is None or not again or found.schedule.size > _MOST_ACTIONS:
         return found
-    other = keep_inside(schedule, profile, machine, limit)
-    if other is schedule:
+    other = keep_inside(found.schedule, profile, machine, limit)
+    if other is found.schedule:
         return found
     with suppress(BudgetError):  # of the host: copies meet at other times
-        judged = Found(other, simulate(other, profile, machine, terms.budget), resident)
-        return judged if judged.seconds < found.seconds else found
+        keeping = judged_as(other, terms, found.resident)
+        return keeping if keeping.seconds < found.seconds else found
     return found
+
+
+def judged_as(schedule: Schedule, terms: Terms, resident: frozenset[Value] = frozenset()) -> Found:
+    """A schedule, judged. Raises BudgetError where it is not within the budget."""
+    return Found(schedule, simulate(schedule, terms.profile, terms.machine, terms.budget), resident)
 
 
 def _early_or_just_in_time(candidate: Candidate, terms: Terms) -> Found:
@@ -135,9 +148,4 @@ def judged(candidate: Candidate, terms: Terms, budget: Budget | None) -> Found:
         lying = idle_nbytes(schedule, terms.profile, None if terms.accumulate else terms.update)
         if lying > terms.idle_nbytes:
             raise BudgetError(f"{lying} bytes of blocks lie on the device while the chain does not run")
-    return Found(
-        schedule,
-        simulate(schedule, terms.profile, terms.machine, terms.budget),
-        candidate.resident,
-        candidate=candidate,
-    )
+    return replace(judged_as(schedule, terms, candidate.resident), candidate=candidate)

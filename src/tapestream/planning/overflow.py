@@ -1,6 +1,6 @@
 """Which block values live on the disk where the host has no room for all that is at home there."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tapestream.costs import Profile
@@ -51,6 +51,5 @@ class Overflow:
         return sorted(values, key=key)
 
 
-def overflows() -> Iterator[Overflow]:
-    """Others than the first, to try."""
-    return (Overflow(corridor, spacing) for corridor in (2, 3, 5, 7, 9) for spacing in (1, 2, 4))
+CHANGES: tuple[tuple[str, tuple[int, ...]], ...] = (("spacing", (2, 1)), ("corridor", (5, 7, 9)), ("corridor", (3, 2)))
+"""What else to try, one after the other as long as it helps."""

@@ -14,7 +14,7 @@ from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.stays import Occupancy
 from tapestream.passes.streaming import Streaming
 from tapestream.planning.choices import Terms, in_order, largest_block
-from tapestream.planning.fastest import AS_FAST, SHORT, Found, best_candidate, spared
+from tapestream.planning.fastest import AS_FAST, SHORT, Found, best_candidate, judged_as, spared
 
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _LEANER = 1.01  # less than that is not worth more recomputing
@@ -140,7 +140,7 @@ def _on_device(schedule: Schedule, terms: Terms) -> Found:
         schedule, terms.profile, None, terms.machine,
         home=Tier.DEVICE, update=terms.update, accumulate=terms.accumulate,
     )  # fmt: skip
-    return spared(schedule, terms, frozenset())
+    return spared(judged_as(schedule, terms), terms)
 
 
 def _least(tape: Callable[[Budget], Schedule]) -> int:

@@ -48,39 +48,73 @@ class Job:
 class LanePair:
     """The two directions between two tiers, each in order of issue, simulated together from event to event."""
 
-    __slots__ = ("lanes", "time")
+    __slots__ = ("lanes", "looked", "time")
 
     def __init__(self) -> None:
         self.lanes: tuple[deque[Job], deque[Job]] = (deque(), deque())
         self.time = 0.0
+        self.looked = True  # at all jobs, up to ``time``
+
+    def add(self, job: Job, *, back: bool) -> None:
+        """One more copy, in one of the directions."""
+        self.lanes[back].append(job)
+        self.looked = False
 
     def advance(self, until: float, job: Job | None = None) -> None:
         """Let time pass up to ``until``, or, if given, exactly until ``job`` has ended."""
+        if job is None and self.looked and until <= self.time:
+            return
+        ahead, back = self.lanes
         while job is None or math.isnan(job.end):
-            heads = [lane[0] for lane in self.lanes if lane]
-            if not heads:
-                self.time = max(self.time, until)
+            if ahead and back:
+                going_on = self._both(ahead, back, until)
+            elif ahead or back:
+                going_on = self._one(ahead or back, until)
+            else:
+                self.time, going_on = max(self.time, until), False
+            if not going_on:
+                self.looked = True
                 return
-            mixed = len(heads) == 2
+
+    def _one(self, lane: deque[Job], until: float) -> bool:
+        """Up to the next event of the only lane with copies; False where that is later than ``until``."""
+        head = lane[0]
+        if math.isnan(head.start):
+            head.start = self.time
+        step = head.next_event(False)
+        if self.time + step > until:
+            head.progress(until - self.time, False)
+            self.time = until
+            return False
+        head.finish_event()
+        self.time += step
+        if head.done:
+            lane.popleft().end = self.time
+        return True
+
+    def _both(self, ahead: deque[Job], back: deque[Job], until: float) -> bool:
+        """The same, where both lanes have copies."""
+        heads = ahead[0], back[0]
+        for head in heads:
+            if math.isnan(head.start):
+                head.start = self.time
+        events = [head.next_event(True) for head in heads]
+        step = min(events)
+        if self.time + step > until:
             for head in heads:
-                if math.isnan(head.start):
-                    head.start = self.time
-            events = [head.next_event(mixed) for head in heads]
-            step = min(events)
-            if self.time + step > until:
-                for head in heads:
-                    head.progress(until - self.time, mixed)
-                self.time = until
-                return
-            for head, event in zip(heads, events, strict=True):
-                if event == step:
-                    head.finish_event()
-                else:
-                    head.progress(step, mixed)
-            self.time += step
-            for lane in self.lanes:
-                if lane and lane[0].done:
-                    lane.popleft().end = self.time
+                head.progress(until - self.time, True)
+            self.time = until
+            return False
+        for head, event in zip(heads, events, strict=True):
+            if event == step:
+                head.finish_event()
+            else:
+                head.progress(step, True)
+        self.time += step
+        for lane in self.lanes:
+            if lane[0].done:
+                lane.popleft().end = self.time
+        return True
 
 
 class Clock:
@@ -119,7 +153,7 @@ class Clock:
         pair = self.pairs.setdefault((min(source, target), max(source, target)), LanePair())
         pair.advance(self.now)
         job = Job(link, link.latency_seconds, float(nbytes))
-        pair.lanes[source > target].append(job)
+        pair.add(job, back=source > target)
         if self.spans is not None:
             self.copies.append((f"{source.name} to {target.name}", name, job))
         return job
