@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Schedule, Tier, Value
+from tapestream.ir import Forward, Record, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values
@@ -77,6 +77,12 @@ class Candidate:
     def issued(self, budget: Budget | None) -> Schedule:
         """The schedule, with copies as early as ``budget`` allows (None: just in time)."""
         return self.streaming.issued(self.moving, budget, across=self.across, on_disk=self.on_disk)
+
+    @property
+    def forwards(self) -> int:
+        """Runs of stages, recorded ones included."""
+        runs = (action for action in self.streaming.computation if isinstance(action, Forward | Record))
+        return sum(run.stop - run.start if isinstance(run, Forward) else 1 for run in runs)
 
     @property
     def moved_nbytes(self) -> int:

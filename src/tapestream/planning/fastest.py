@@ -18,6 +18,7 @@ AS_FAST = 1.03  # plans within 3% of the fastest count as equally fast
 SHORT = 200  # stages; longer chains get less of a search
 _MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
 _SIMULATIONS = (24, 4)  # at most, for each planner
+_PATIENCE = 5  # simulations that found nothing faster: bounds grow, so that it is ever less likely
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,13 @@ def leanest(found: Sequence[Found], stages: int) -> Found:
     """Of those that count as equally fast the one with the fewest runs, in quarters of ``stages``, then with the fewest
     bytes moved: disks wear, and copies take memory bandwidth from computation. It knows the seconds of the fastest."""
     fastest = min(one.fastest for one in found)
-
-    def preference(one: Found) -> tuple[int, int, float]:
-        quarters = -(-4 * one.simulation.forwards // stages)
-        return quarters, sum(one.simulation.bytes_moved.values()), one.seconds
-
     near = [one for one in found if one.seconds <= AS_FAST * fastest]
-    chosen = min(near, key=preference) if near else min(found, key=lambda one: one.seconds)
-    return replace(chosen, fastest_seconds=fastest)
+    chosen = min(near, key=lambda one: (*_work(one, stages), one.seconds), default=None)
+    return replace(chosen or min(found, key=lambda one: one.seconds), fastest_seconds=fastest)
+
+
+def _work(found: Found, stages: int) -> tuple[int, int]:
+    return -(-4 * found.simulation.forwards // stages), sum(found.simulation.bytes_moved.values())
 
 
 def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, faster_than: float) -> Found | None:
@@ -66,8 +66,11 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
             break
         if candidate is None:
             continue
+        if tried and bound >= fastest and not _leaner(candidate, tried, terms):
+            continue
         number += 1
-        if tried and number >= most:
+        best = min(range(len(tried)), key=lambda k: tried[k].seconds, default=0)
+        if tried and (number >= most or len(tried) - best > _PATIENCE):
             break
         try:
             found = _early_or_just_in_time(candidate, terms)
@@ -81,6 +84,12 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
     if refused is not None:
         raise BudgetError(refused.message, stage=refused.stage)  # its least bytes are not the device's
     return None
+
+
+def _leaner(candidate: Candidate, tried: Sequence[Found], terms: Terms) -> bool:
+    """Whether a candidate that is not the fastest may be taken all the same."""
+    stages = terms.profile.runs
+    return (-(-4 * candidate.forwards // stages), candidate.moved_nbytes) < _work(leanest(tried, stages), stages)
 
 
 def refined(found: Found, terms: Terms) -> Found:
