@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tapestream.costs import Machine
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.ir.actions import Tier
+from tapestream.planning.bound import before_updates
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
 
@@ -60,11 +61,15 @@ class Answer:
 
     def bounds(self, machine: Machine) -> dict[tuple[Tier, Tier] | None, float]:
         """Seconds that one step takes at least with this traffic: of computation (None), and of all copies from one
-        tier to another."""
+        tier to another; what is written to the disk waits for the first update."""
         moved = Counter[tuple[Tier, Tier]]()
         for plan in self.plans:
             moved.update(plan.simulation.bytes_moved)
         copies = {ends: nbytes / machine.links[ends].bytes_per_second for ends, nbytes in moved.items() if nbytes}
+        for ends in copies:
+            if ends[1] is Tier.DISK:
+                writing = [plan for plan in self.plans if plan.simulation.bytes_moved.get(ends)]
+                copies[ends] += min(before_updates(plan.schedule, plan.profile) for plan in writing)
         found: dict[tuple[Tier, Tier] | None, float] = {None: self.seconds - self.waiting_seconds}
         return found | copies
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tapestream.costs import Machine
-from tapestream.ir import Tier
+from tapestream.costs import Machine, Profile
+from tapestream.ir import Schedule, Tier, Update
+from tapestream.passes.memory import compute_seconds
 from tapestream.passes.stays import Stay
 from tapestream.passes.streaming import Streaming
 
@@ -37,6 +38,17 @@ def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
         bounds.append(_pair_seconds(machine, lane, found, ways_in.get(lane[::-1], [])))
     bounds += [_pair_seconds(machine, lane, ways_in[lane], []) for lane in ways_in if lane[::-1] not in ways_out]
     return max(bounds)
+
+
+def before_updates(schedule: Schedule, profile: Profile) -> float:
+    """Seconds of the computation up to the end of the first update, 0 where there is none: what updates make is not
+    written before."""
+    total = 0.0
+    for action in schedule:
+        total += compute_seconds(action, profile)
+        if isinstance(action, Update):
+            return total
+    return 0.0
 
 
 def serial_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:

@@ -162,7 +162,8 @@ relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "derand
 
 
 def all_compared(least: int, start: int, most: int = 24, **how: Any) -> None:
-    """As many random programs, drawn until there are enough with a gradient. ``start``: what they are drawn from; ``most``: operations of each."""
+    """As many random programs, drawn until there are enough with a gradient. ``start``: what they are drawn from;
+    ``most``: operations of each."""
     compared, programs = 0, st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=most)
 
     @hypothesis.seed(start)
