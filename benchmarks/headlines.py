@@ -131,6 +131,10 @@ HEADLINES = {
     "save_speed": Headline(
         "Saving a streamed model", "moving as many bytes", "at most 1.2 times", RATIO, ("network", "home"),
     ),
+    "three_tiers": Headline(
+        "Step times as RAM and the card grow", "nothing: simulated", "what finds no room in RAM costs time, no more",
+        {"": "s per step"}, ("model", "card GiB", "RAM GiB"),
+    ),
     "what_to_expect": Headline("Step times on GPUs", "nothing: simulated", "", {}, ("model",)),
 }  # fmt: skip
 """By the name of the result, in the order in which they are shown."""

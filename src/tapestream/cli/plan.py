@@ -132,7 +132,7 @@ def _figures(
     a_day = found.written_nbytes * DAY / found.seconds
     return {
         "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
-        "waiting_seconds": found.waiting_seconds,
+        "waiting_seconds": found.waiting_seconds, "forwards": found.forwards, "moved_nbytes": found.moved_nbytes,
         "bounds": {_bound_name(ends, question.device): seconds for ends, seconds in bounds.items()},
         f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
         "tiers": {
