@@ -18,6 +18,7 @@ from torch import nn
 import tapestream as ts
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Kind, Tier
+from tapestream.passes.memory import block_values
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}, 4),
@@ -104,6 +105,25 @@ def test_what_finds_no_room_is_state_first(tmp_path: Path) -> None:
     where = lives(model)
     assert Kind.OPTIMIZER_STATE in where[H] & where[K]
     assert Kind.PARAMETERS not in where[K]
+    ts.unstream(model)
+
+
+def test_bytes_move_as_planned(tmp_path: Path) -> None:
+    model = tight(deep(), tmp_path)
+    optimizer, homes = sgd(model), handle_of(model).homes
+    stepped(model, optimizer, 3, 3)  # the second brings the state that the first has made
+    homes.statistics_since()
+    handle_of(model).pool.reset_peak()
+    stepped(model, optimizer, 3)
+    moved, _ = homes.statistics_since()
+    planned = handle_of(model).last.plan.simulation
+    assert {lane: n for lane, n in moved.items() if n} == {lane: n for lane, n in planned.bytes_moved.items() if n}
+    assert moved[H, K] > 0
+    seen = handle_of(model).pool.peak_nbytes(H)  # places of gradients stay until users drop them
+    gradients = sum(
+        nbytes for value, nbytes in block_values(handle_of(model).last.plan.profile) if value.kind is Kind.GRADIENT
+    )
+    assert planned.peak_nbytes[H] <= seen <= planned.peak_nbytes[H] + gradients
     ts.unstream(model)
 
 

@@ -12,6 +12,7 @@ from math import inf
 import numpy as np
 
 from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import BudgetError
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
 from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
@@ -31,10 +32,13 @@ def issue(
     budget: Budget | None,
     across: bool = False,
     living_nbytes: int = 0,
+    host_nbytes: int | None = None,
 ) -> list[Action]:
     """The computation with the copies that ``stays`` ask for.
 
-    ``base``: bytes beside blocks (`footprint`). ``living_nbytes``: of the host, for values at home there.
+    ``base``: bytes beside blocks (`footprint`). ``living_nbytes``: of the host, for values at home there
+    throughout: users may look at gradients until they drop them. Raises BudgetError where these, with what passes
+    through, are more than ``host_nbytes``.
     ``budget`` None: no overlap, least memory. ``across``: parameters may
     arrive for the step phase before it begins; users see them. (Gradients and optimizer state may not: users may
     change what they see of them at home.) Device memory stays within the budget wherever it would with no overlap.
@@ -50,6 +54,10 @@ def issue(
         walk.compute(action, profile)
         walk.send(position)
     walk.settle()
+    if host_nbytes is not None and walk.most > host_nbytes:
+        raise BudgetError(
+            f"blocks and what passes through take {walk.most} bytes of HOST, {host_nbytes} are allowed; allow that much"
+        )
     return walk.actions
 
 
@@ -96,6 +104,7 @@ class _Walk:
         self.moving: list[_Transit] = []  # on their way out, or in with a stop; in order of their first copies
         self.leaving = 0  # device bytes of values on their way out
         self.staged = 0  # host bytes of values that only pass through
+        self.most = living_nbytes + int(base.host.max(initial=0))  # host bytes so far
         self.reserve = max((stay.nbytes for stay in stays if len(stay.leave) > 2), default=0)
         self.others: dict[Value, tuple[Tier, Tier, Job | None]] = {}
         self.done = bytearray(len(stays))
@@ -209,6 +218,7 @@ class _Walk:
         if not transit.last:
             self._make_host_room(transit, position)
             self.staged += transit.nbytes
+            self.most = max(self.most, self.living + int(self.base.host[position]) + self.staged)
         elif target is Tier.DEVICE:
             self.occupied[position : self.stays[transit.stay].start] += transit.nbytes
         copy = Offload if transit.outward else Prefetch

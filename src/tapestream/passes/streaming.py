@@ -83,17 +83,19 @@ class Streaming:
         *,
         across: bool = False,
         on_disk: frozenset[Value] = frozenset(),
+        host_nbytes: int | None = None,
     ) -> Schedule:
         """The schedule that does this, with copies as early as ``budget`` allows (None: just in time).
 
         ``across``: parameters may arrive for the step phase before it begins. ``on_disk``: values that live there,
-        whatever their kind's home.
+        whatever their kind's home. Raises BudgetError where the host has to hold more than ``host_nbytes``.
         """
         where = self._lying(stays, on_disk)
         lives = living_on_host(where, stays)
         actions = issue(
             self.computation, stays, self.profile, self.base, self.machine,
             budget=budget, across=across, living_nbytes=sum(self.sizes[value] for value in lives),
+            host_nbytes=host_nbytes,
         )  # fmt: skip
         return Schedule.of(actions, self.schedule.stages, resident=where, planner=self.schedule.planner)
 

@@ -74,9 +74,12 @@ class Candidate:
         moving = self.streaming.overflowed(self.stays, on_disk) if on_disk else self.stays
         return replace(self, bound_seconds=bound_seconds(self.streaming, moving), on_disk=on_disk, moving=moving)
 
-    def issued(self, budget: Budget | None) -> Schedule:
-        """The schedule, with copies as early as ``budget`` allows (None: just in time)."""
-        return self.streaming.issued(self.moving, budget, across=self.across, on_disk=self.on_disk)
+    def issued(self, budget: Budget | None, host_nbytes: int | None) -> Schedule:
+        """The schedule, with copies as early as ``budget`` allows (None: just in time). Raises BudgetError where the
+        host has to hold more than ``host_nbytes``."""
+        return self.streaming.issued(
+            self.moving, budget, across=self.across, on_disk=self.on_disk, host_nbytes=host_nbytes
+        )
 
     @property
     def forwards(self) -> int:

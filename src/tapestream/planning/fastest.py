@@ -152,7 +152,7 @@ def _early_or_just_in_time(candidate: Candidate, terms: Terms) -> Found:
 def judged(candidate: Candidate, terms: Terms, budget: Budget | None) -> Found:
     """The candidate with copies as early as ``budget`` allows (None: just in time). Raises BudgetError where it is not
     within the budget of ``terms``."""
-    schedule = candidate.issued(budget)
+    schedule = candidate.issued(budget, terms.budget.host_nbytes)
     if terms.idle_nbytes is not None:
         lying = idle_nbytes(schedule, terms.profile, None if terms.accumulate else terms.update)
         if lying > terms.idle_nbytes:
