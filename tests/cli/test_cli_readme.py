@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from benchmarks import readme
+from benchmarks import readme, three_tiers
 from benchmarks.headlines import FIRST, HEADLINES, Headline
 from benchmarks.memory_over_a_step import PICTURE, mark
 from tapestream.cli.app import make_app
@@ -90,6 +90,12 @@ def test_every_result_has_a_headline_and_at_most_six_columns() -> None:
     assert names == set(HEADLINES)
     assert set(FIRST) <= names
     assert len(readme.headlines(readme.load(ROOT / "benchmarks" / "results")).splitlines()[0].split(" | ")) <= 6
+
+
+def test_the_picture_of_three_tiers_is_that_of_the_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "three_tiers.json").read_text(encoding="utf-8"))
+    shown = " ".join(three_tiers.PICTURE.read_text(encoding="utf-8").split())
+    assert f"<dc:description>{three_tiers.mark(result)}</dc:description>" in shown
 
 
 def test_the_picture_is_that_of_the_result() -> None:
