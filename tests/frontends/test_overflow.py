@@ -200,6 +200,27 @@ def test_forward_only_saves_and_going_on_are_exact(tmp_path: Path) -> None:
     assert_same(all_of(plain), all_of(ts.unstream(again)))
 
 
+@pytest.mark.parametrize(("device", "host"), [(4.0, 0.5), (3.0, 1.5), (2.2, 2.6)])
+def test_sums_of_calls_are_added_to_earlier_gradients(device: float, host: float, tmp_path: Path) -> None:
+    """The sum of two calls has to lie beside what earlier backwards have left, with RAM full of other things."""
+    plain, model = deep().to(DEVICE), deep()
+    total = sum(p.nbytes for p in model.parameters())
+    budget = ts.Budget(int(device * total), host=int(host * total), calls=2)
+    model = ts.stream(model, budget=budget, **options(tmp_path))
+    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    for one, steps in ((plain, theirs), (model, optimizer)):
+        for number in range(6):
+            torch.manual_seed(number)
+            first, second = one(torch.randn(3, WIDE, device=DEVICE)), one(torch.randn(5, WIDE, device=DEVICE))
+            (first.square().mean() + second.square().mean()).backward()
+            if number % 3 == 2:
+                steps.step()
+                steps.zero_grad()
+    assert handle_of(model).store.copies.on_disk
+    assert handle_of(model).pool.peak_nbytes(H) <= budget.host_nbytes
+    assert_same(all_of(plain), all_of(ts.unstream(model)))
+
+
 def test_calls_that_wait_for_their_backward(tmp_path: Path) -> None:
     plain, model = deep().to(DEVICE), deep()
     total = sum(p.nbytes for p in model.parameters())
@@ -225,6 +246,25 @@ def test_parameters_that_find_no_room_begin_on_the_disk(tmp_path: Path) -> None:
     theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
     assert all(map(torch.equal, stepped(model, optimizer, 3, 3), stepped(plain, theirs, 3, 3)))
     assert_same(all_of(plain), all_of(ts.unstream(model)))
+
+
+def test_gradients_that_are_held_are_named_where_they_take_the_room(tmp_path: Path) -> None:
+    model = tight(deep(), tmp_path)
+    optimizer, held = sgd(model), []
+    for _ in range(2):
+        loss = model(torch.randn(3, WIDE, device=DEVICE)).square().mean()
+        if held:
+            with pytest.raises(ts.BudgetError, match="bytes of them are shown by tensors that are still held"):
+                loss.backward()
+        else:
+            loss.backward()
+            held += [p.grad for p in model.parameters()]
+            optimizer.step()
+        optimizer.zero_grad()
+    held.clear()
+    del loss
+    stepped(model, optimizer, 3)
+    ts.unstream(model)
 
 
 def test_a_host_budget_of_one_block_works_and_one_below_it_is_refused(tmp_path: Path) -> None:

@@ -156,14 +156,15 @@ class BlockStore:
         """Move what lies at the value's home to that which it has with these ``on_disk``."""
         copies, source = self.copies, self.copies.home_of(value)
         target = copies.home_of(value, on_disk)
-        if source is not target and copies.holds(value, source):
-            if value.kind is Kind.GRADIENT:
-                self.gradients.rehome(value, target)
-            else:
-                copies.move(value, source, target)
-        elif source is not target:
-            copies.release(value, source)  # a place that nothing was written to
-        copies.on_disk = on_disk
+        with interruptions_after():  # else neither would be the home of what has moved
+            if source is not target and copies.holds(value, source):
+                if value.kind is Kind.GRADIENT:
+                    self.gradients.rehome(value, target)
+                else:
+                    copies.move(value, source, target)
+            elif source is not target:
+                copies.release(value, source)  # a place that nothing was written to
+            copies.on_disk = on_disk
 
     def replaced(self) -> frozenset[Replaced]:
         """What users have put into parameters with ``p.data = tensor`` and no copy has yet."""

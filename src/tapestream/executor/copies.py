@@ -64,6 +64,10 @@ class BlockCopies:
         """Where a value lives that is not resident; where it would with other values ``on_disk``."""
         return Tier.DISK if value in (self.on_disk if on_disk is None else on_disk) else self._homes[value.kind]
 
+    def fills_host(self, value: Value) -> bool:
+        """Whether a value at home on the host may go to the disk, and others of the model have."""
+        return value.kind in self._homes.overflowing and bool(self.on_disk) and self.home_of(value) is Tier.HOST
+
     def tier_of(self, value: Value) -> Tier:
         """Where a value lives between uses."""
         return Tier.DEVICE if value in self.resident else self.home_of(value)
@@ -86,7 +90,18 @@ class BlockCopies:
             self._blank.discard(value)  # who asks for its bytes may write them
         region = self.regions.get((value, tier))
         if region is None:
-            region = self.regions[value, tier] = self.pool.allocate(tier, self._nbytes(value))
+            try:
+                region = self.regions[value, tier] = self.pool.allocate(tier, self._nbytes(value))
+            except BudgetError as error:
+                held = sum(left.nbytes for left in self._left if left.tier is tier)
+                raise (
+                    error
+                    if not held
+                    else error.saying(
+                        f"{error.message}; {held} bytes of them are shown by tensors that are still held (gradients of "
+                        "earlier steps, say): drop these, or allow so much more"
+                    )
+                ) from None
         return region
 
     def reserve(self, value: Value) -> None:

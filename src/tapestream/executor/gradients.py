@@ -186,8 +186,14 @@ class GradientBook:
         self._failed = True
 
     def _put_aside(self, value: Value) -> None:
-        """This backward's sum gets a home of its own beside the bytes that ``.grad`` shows."""
-        if value.index not in self._earlier:
+        """This backward's sum gets a home of its own beside the bytes that ``.grad`` shows. Where plans fill the host,
+        that has no room for both: what is shown goes to the disk."""
+        if value.index in self._earlier:
+            return
+        if self.copies.fills_host(value):
+            self.rehome(value, Tier.DISK)
+            self._earlier[value.index] = self.copies.regions.pop((value, Tier.DISK), None)
+        else:
             self._earlier[value.index] = self.copies.regions.pop((value, self.copies.home_of(value)), None)
 
     def _add_to_earlier(self, value: Value, sums: Found) -> None:
@@ -202,6 +208,8 @@ class GradientBook:
     def _put_back(self, value: Value, earlier: Region | None) -> None:
         if earlier is not None:
             self.copies.release(value, self.copies.home_of(value))
+            if earlier.tier is not self.copies.home_of(value):
+                self.copies.on_disk |= {value}
             self.copies.regions[value, self.copies.home_of(value)] = earlier
 
     def _go_home(self, value: Value) -> None:
