@@ -231,7 +231,7 @@ class _Search:
         """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
         terms = self.terms
         if self.found:
-            found = refined(leanest(self.found, terms.profile.runs), terms) if self._moving else self._fastest
+            found = self._refined(leanest(self.found, terms.profile.runs)) if self._moving else self._fastest
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
@@ -241,6 +241,14 @@ class _Search:
             raise InputError(str(self.inputs[0]))
         name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
         raise self._refusal(planner, name, error) from None
+
+    def _refined(self, chosen: Found) -> Found:
+        """The best that can be made of it, which takes its place in the list."""
+        found = refined(chosen, self.terms)
+        for number, (name, seconds, _) in enumerate(self.alternatives):
+            if (name, seconds) == (found.schedule.planner, chosen.seconds):
+                self.alternatives[number] = name, found.seconds, _summary(found, self.terms)
+        return found
 
     def _refusal(self, planner: str, name: str, error: BudgetError) -> BudgetError:
         limit, least = self.terms.budget.device_nbytes, error.least_nbytes
