@@ -13,7 +13,7 @@ from tapestream.storage.layout import Layout
 LEAST_PART_NBYTES = 2**20  # smaller copies cost more in latency than they spare in memory
 _SHARE = 16  # of the device budget, at most one in so many bytes is a part
 _OF_HOST = 128  # one in so many bytes of a host through which parts go to a disk: several are on their way at once
-_MOST, _MOST_BY_HOST = 64, 16  # parts of a block: more would make plans long
+_MOST, _MOST_BY_HOST = 64, 8  # parts of a block: more would make plans long
 GRAIN = 1024  # elements: cuts at multiples lie at multiples of 512 bytes for every width of element
 
 
