@@ -58,7 +58,8 @@ def test_what_binds_is_computation_or_all_copies_between_two_tiers() -> None:
         _, document = answered(*asked, "--link", link, "--disk-read", "900GB/s", "--flops", "100e15")
         answer, bounds = document["answer"], document["answer"]["bounds"]
         assert set(bounds) == {"computation", "RAM to GPU", "GPU to RAM", "disk to RAM", "RAM to disk"}
-        assert bounds["RAM to disk"] == pytest.approx(answer["disk_written_nbytes_per_step"] / 1e9)
+        written = answer["disk_written_nbytes_per_step"] / 1e9
+        assert written < bounds["RAM to disk"] < written + bounds["computation"]  # it waits for the first update
         assert bounds["computation"] == pytest.approx(answer["seconds_per_step"] - answer["waiting_seconds"])
         assert max(bounds, key=bounds.__getitem__) == first
         assert max(bounds.values()) <= 1.001 * answer["seconds_per_step"]

@@ -13,7 +13,8 @@ from streaming import streamed
 from tapestream.costs import Budget
 from tapestream.frontends.available import host_nbytes
 from tapestream.frontends.module.homes import homes
-from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.actions import Tier
+from tapestream.ir.homes import home_tiers
 from tapestream.storage import heap
 
 
@@ -54,6 +55,6 @@ def test_freed_memory_goes_back_at_once_only_where_ram_is_scarce(
 
 def test_beside_another_device_ram_is_never_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "host_nbytes", lambda: 0)
-    disk = dict.fromkeys(Kind, Tier.DISK)
+    disk = home_tiers(Tier.DISK)
     assert homes._lean(torch.device("cpu"), disk, Budget("1 GiB"))
     assert not homes._lean(torch.device("cuda"), disk, Budget("1 GiB"))
