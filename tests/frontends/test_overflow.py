@@ -221,6 +221,52 @@ def test_sums_of_calls_are_added_to_earlier_gradients(device: float, host: float
     assert_same(all_of(plain), all_of(ts.unstream(model)))
 
 
+@pytest.mark.parametrize(("device", "host"), [(2.2, 2.6), (2.0, 2.5), (3.0, 1.5)])
+def test_a_call_planned_before_a_sum_of_others_adds_to_it(device: float, host: float, tmp_path: Path) -> None:
+    plain, model = deep().to(DEVICE), deep()
+    total = sum(p.nbytes for p in model.parameters())
+    budget = ts.Budget(int(device * total), host=int(host * total), calls=3)
+    model = ts.stream(model, budget=budget, **options(tmp_path))
+    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    for one, steps in ((plain, theirs), (model, optimizer)):
+        stepped(one, steps, 3, 3)
+        torch.manual_seed(7)
+        one(torch.randn(3, WIDE, device=DEVICE)).square().mean().backward()
+        a, b, c = (one(torch.randn(3, WIDE, device=DEVICE)).square().mean() for _ in range(3))
+        (a + b).backward()
+        c.backward()
+    for p, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad.cpu(), other.grad.cpu())
+    ts.unstream(model)
+
+
+@pytest.mark.parametrize(("device", "host"), [(3.0, 0.5), (3.0, 1.0), (2.0, 1.5)])
+def test_what_lives_on_the_device_finds_a_home_when_ram_is_full(device: float, host: float, tmp_path: Path) -> None:
+    """Another optimizer, and large batches without gradients."""
+    plain, model = deep().to(DEVICE), deep()
+    total = sum(p.nbytes for p in model.parameters())
+    model = ts.stream(model, budget=ts.Budget(int(device * total), host=int(host * total)), **options(tmp_path))
+    for _ in range(2):
+        theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+        assert all(map(torch.equal, stepped(model, optimizer, 3, 3), stepped(plain, theirs, 3, 3)))
+    x = torch.randn(int(device * 100), WIDE, device=DEVICE)
+    with torch.no_grad():
+        assert all(torch.equal(model(x[:rows]), plain(x[:rows])) for rows in (100, len(x) // 2, len(x) // 2))
+    assert all(map(torch.equal, stepped(model, optimizer, 3), stepped(plain, theirs, 3)))
+    assert handle_of(model).pool.peak_nbytes(H) <= int(host * total)
+    ts.unstream(model)
+
+
+def test_a_machine_without_a_disk_overflows_nothing(tmp_path: Path) -> None:
+    model = deep()
+    total = sum(p.nbytes for p in model.parameters())
+    machine = ts.Machine({(ts.Tier.DEVICE, H): ts.Link(1e9), (H, ts.Tier.DEVICE): ts.Link(1e9)})
+    how = options(tmp_path) | {"machine": machine}
+    model = ts.stream(model, budget=ts.Budget(2 * total, host=10 * total), **how)
+    stepped(model, sgd(model), 3)
+    ts.unstream(model)
+
+
 def test_calls_that_wait_for_their_backward(tmp_path: Path) -> None:
     plain, model = deep().to(DEVICE), deep()
     total = sum(p.nbytes for p in model.parameters())

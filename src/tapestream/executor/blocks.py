@@ -140,6 +140,7 @@ class BlockStore:
         copies.on_disk = found | rising
         for value in sorted(before - resident, key=_order):
             if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
+                copies.reserve(value, below=True)  # plans fill the host with what is not resident
                 copies.move(value, Tier.DEVICE, copies.home_of(value))
             copies.resident -= {value}  # not before: until then what users put into parameters goes there
         for value in sorted(resident - before, key=_order):
@@ -251,7 +252,7 @@ class BlockStore:
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""
         if self.copies.tier_of(value) is not Tier.DEVICE:
-            self.copies.reserve(value)
+            self.copies.reserve(value, below=True)
         return self.copies.bytes_at(value, self.copies.tier_of(value))
 
     def beside(self, kind: Kind, nbytes: int) -> torch.Tensor:

@@ -104,19 +104,18 @@ class BlockCopies:
                 ) from None
         return region
 
-    def reserve(self, value: Value) -> None:
-        """Take the place at home of a value that is to be written for the first time, on the disk where the host has
-        none and it may live there: if there is no room below the device, that is told before anything is changed."""
-        home = self.home_of(value)
-        if self.has(value, home):
+    def reserve(self, value: Value, *, below: bool = False) -> None:
+        """Take the place at home of a value that is to be written there for the first time: if there is no room, that
+        is told before anything is changed. ``below``: where no plan is under way, on the disk if it may live there, and
+        the host would have no room to pass another value through."""
+        if self.has(value, self.home_of(value)):
             return
-        try:
-            self.region(value, home)
-        except BudgetError:
-            if home is not Tier.HOST or value.kind not in self._homes.overflowing:
-                raise
-            self.on_disk |= {value}
-            self.region(value, Tier.DISK)
+        if below and self.home_of(value) is Tier.HOST and value.kind in self._homes.overflowing:
+            room = self.pool.room_nbytes(Tier.HOST)
+            passing = max((region.nbytes for region in self.regions.values()), default=0)
+            if room is not None and room < self._nbytes(value) + passing:
+                self.on_disk |= {value}
+        self.region(value, self.home_of(value))
         self._blank.add(value)
 
     def holds(self, value: Value, tier: Tier) -> bool:

@@ -206,11 +206,15 @@ class GradientBook:
         self._put_back(value, earlier)
 
     def _put_back(self, value: Value, earlier: Region | None) -> None:
-        if earlier is not None:
-            self.copies.release(value, self.copies.home_of(value))
-            if earlier.tier is not self.copies.home_of(value):
-                self.copies.on_disk |= {value}
-            self.copies.regions[value, self.copies.home_of(value)] = earlier
+        copies, home = self.copies, self.copies.home_of(value)
+        if earlier is None:
+            return
+        copies.release(value, home)
+        copies.regions[value, earlier.tier] = earlier
+        if earlier.tier is not home:  # back, where the sum has made room: plans that are under way know that home
+            copies.on_disk |= {value}
+            self.rehome(value, home)
+            copies.on_disk -= {value}
 
     def _go_home(self, value: Value) -> None:
         self.copies.copy_now(value, Tier.DEVICE, self.copies.home_of(value))

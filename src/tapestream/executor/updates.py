@@ -160,7 +160,7 @@ class Updates:
         if copies.holds(state, copies.home_of(state)):
             copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
         else:
-            copies.reserve(state)
+            copies.reserve(state, below=True)
         return True
 
     def _send_home(self, state: Value) -> None:

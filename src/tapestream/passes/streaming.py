@@ -1,12 +1,14 @@
 """A computation whose parameter blocks come and go: the stays that follow from what is resident."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tapestream.costs import Budget, Machine, Profile
+from tapestream.errors import InputError
 from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
 from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
 from tapestream.passes.issue import issue
@@ -67,7 +69,10 @@ class Streaming:
         seconds = np.cumsum([0.0, *(compute_seconds(action, profile) for action in computation)])
         homes = home_tiers(home)
         routes = {kind: _route(machine, homes[kind]) for kind in KINDS}
-        below = _route(machine, Tier.DISK) if homes.overflowing else ()
+        below: tuple[Tier, ...] = ()
+        if homes.overflowing:
+            with suppress(InputError):  # a machine without a disk: nothing can overflow
+                below = _route(machine, Tier.DISK)
         return cls(
             schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds
         )

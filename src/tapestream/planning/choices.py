@@ -64,7 +64,7 @@ class Candidate:
     def overflowed(self, terms: Terms, how: Overflow) -> "Candidate":
         """With what does not fit the host on the disk, chosen like that."""
         host, kinds = terms.budget.host_nbytes, terms.home.overflowing
-        if host is None or not kinds:
+        if host is None or not kinds or not self.streaming.from_disk:
             return self
         if terms.on_disk is None:
             update = None if terms.accumulate else terms.update

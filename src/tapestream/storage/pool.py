@@ -150,6 +150,11 @@ class Pool:
         """Bytes of the regions in use."""
         return self._held[tier]
 
+    def room_nbytes(self, tier: Tier) -> int | None:
+        """Bytes that may be asked for beside those in use, None for no limit."""
+        limit = self._limits.get(tier)
+        return None if limit is None else limit - sum(pool._held[tier] for pool in self._all)
+
     def peak_nbytes(self, tier: Tier) -> int:
         """The most that `held_nbytes`, with the pools beside this, was since it was made or `reset_peak` called."""
         return self._peak[tier]

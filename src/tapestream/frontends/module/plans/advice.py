@@ -1,17 +1,12 @@
 """What a refused call could do with less."""
 
-from typing import TYPE_CHECKING
-
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.observing.observed import Observed
+from tapestream.frontends.module.plans.terms import Terms
 from tapestream.units import format_nbytes
 
-if TYPE_CHECKING:
-    from tapestream.frontends.module.plans.terms import Terms
-    from tapestream.frontends.module.streamed import Streamed
 
-
-def after_nbytes(terms: "Terms", observed: Observed) -> int:
+def after_nbytes(terms: Terms, observed: Observed) -> int:
     """Bytes that the head, its logits and the loss make."""
     last = observed.segments[-1]
     made = last.costs if terms.is_wide(last) else []
@@ -31,9 +26,10 @@ def without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> Bud
     return error
 
 
-def advised(handle: "Streamed", error: BudgetError, outside: int, turn_nbytes: int) -> BudgetError:
-    """``error``, with what helps where the logits and the loss take most of what the blocks' parts need."""
-    if handle.head is not None or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
+def advised(error: BudgetError, outside: int, turn_nbytes: int, *, in_chunks: bool) -> BudgetError:
+    """``error``, unless the loss is made ``in_chunks``, with what helps where the logits and the loss take most of what
+    the blocks' parts need."""
+    if in_chunks or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
         return error
     return error.saying(
         f"{error.message}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and "

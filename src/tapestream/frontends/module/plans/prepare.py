@@ -128,7 +128,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
             return prepare(handle, observed)
         left = left_nbytes(one for segment in segments for one in segment.traits)
         error = without_cache(error, observed.left_nbytes, left)
-        raise advised(handle, error, outside, after_nbytes(terms_of(handle), observed)) from None
+        after = after_nbytes(terms_of(handle), observed)
+        raise advised(error, outside, after, in_chunks=handle.head is not None) from None
     return replace(found, turn=observed.turn, returned=Returned(observed.turn.results_nbytes))
 
 
