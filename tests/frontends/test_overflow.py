@@ -257,6 +257,24 @@ def test_what_lives_on_the_device_finds_a_home_when_ram_is_full(device: float, h
     ts.unstream(model)
 
 
+def test_state_whose_home_a_plan_does_not_know_is_found(tmp_path: Path) -> None:
+    plain, model = deep().to(DEVICE), tight(deep(), tmp_path)
+    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    assert all(map(torch.equal, stepped(model, optimizer, 3, 3), stepped(plain, theirs, 3, 3)))
+    store, x = handle_of(model).store, torch.randn(3, WIDE, device=DEVICE)
+    losses = [one(x).square().mean() for one in (model, plain)]
+    state = [v for v, tier in store.copies.regions if v.kind is Kind.OPTIMIZER_STATE and tier is H]
+    assert state
+    for value in state:
+        store._rehome(value, store.copies.on_disk | {value})
+    for loss, steps in zip(losses, (optimizer, theirs), strict=True):
+        loss.backward()
+        steps.step()
+        steps.zero_grad()
+    assert all(map(torch.equal, stepped(model, optimizer, 3), stepped(plain, theirs, 3)))
+    assert_same(all_of(plain), all_of(ts.unstream(model)))
+
+
 def test_a_machine_without_a_disk_overflows_nothing(tmp_path: Path) -> None:
     model = deep()
     total = sum(p.nbytes for p in model.parameters())

@@ -143,6 +143,9 @@ class Updates:
         if not copies.blocks[block].nbytes_of(state.kind, part):
             return []
         made = copies.has(state, Tier.DEVICE)
+        if not made and copies.holds(state, copies.home_of(state)):  # a plan did not know of its home
+            copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+            made = True
         region = copies.region(state, Tier.DEVICE)
         if not made:
             copies.engine.compute_begins([region])
