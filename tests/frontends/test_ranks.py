@@ -174,7 +174,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for child in children:
         child.start()
     try:
-        found = [pipes[k][0].recv() if pipes[k][0].poll(60) else {} for k in range(2)]
+        found = [pipes[k][0].recv() if pipes[k][0].poll(150) else {} for k in range(2)]
     finally:
         for child in children:
             child.kill()
