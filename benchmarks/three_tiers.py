@@ -10,10 +10,7 @@ holds. ``before``: the same by another revision of this repository.
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +18,12 @@ from typing import Any
 
 from benchmarks.against import revision_of, sources_in
 from benchmarks.common import RESULTS, Row, Settings, write, yes
+from benchmarks.what_to_expect import said_to
 
 TITLE = "Seconds of a step as RAM and the card grow, simulated"
 PICTURE = Path(__file__).parents[1] / "docs" / "three-tiers.svg"
 BEFORE = "f744ccf"
+STEP = "--link 25GB/s --batch 4 --seq 2048 --flops 140e12 --update backward"
 RAM = (16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 66, 68, 70, 72, 76, 80, 88, 96, 104, 112, 128)
 CARDS = (8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 40, 48)
 CLAIMS = {
@@ -61,39 +60,22 @@ def asked(quick: bool, sources: tuple[Path, Path]) -> Iterator[Row]:
     """A row for each machine; ``sources``: now and before."""
     machines = [("gpt3-6.7b", 24, ram) for ram in RAM] + [("gpt3-6.7b", card, 64) for card in CARDS if card != 24]
     for model, card, ram in machines[13:15] if quick else [*machines, ("gpt3-13b", 12, 64)]:
-        words = [
-            "plan",
-            model,
-            "--dtype",
-            "bf16",
-            "--budget",
-            f"{card}GiB",
-            "--gpu",
-            f"{card}GiB",
-            "--ram",
-            f"{ram}GiB",
-        ]
-        words += ["--disk", "4TB", "--link", "25GB/s", "--batch", "4", "--seq", "2048", "--flops", "140e12"]
-        words += ["--update", "backward"]
+        allowed = f"--budget {card}GiB --gpu {card}GiB --ram {ram}GiB --disk 4TB"
+        words = f"plan {model} --dtype bf16 {allowed} {STEP}".split()
         now, before = (_answer(source, words) for source in sources)
         row: Row = {"model": model, "card GiB": card, "RAM GiB": ram}
         row |= {"s per step": _rounded(now, "seconds_per_step"), "before, s": _rounded(before, "seconds_per_step")}
         written = [_rounded(one, "disk_written_nbytes_per_step", 2**30) for one in (now, before)]
         row |= {"written GiB": written[0], "before, written GiB": written[1]}
         row |= {"forwards": None if now is None else now["forwards"]}
-        least = CLAIMS.get((card, ram) if model == "gpt3-6.7b" else (card, ram, model))
-        if least is not None:
-            row |= {"claim": f"at most {least} s", "met": yes(now is not None and now["seconds_per_step"] <= least)}
+        most = CLAIMS.get((model, card, ram))
+        if most is not None:
+            row |= {"claim": f"at most {most} s", "met": yes(now is not None and now["seconds_per_step"] <= most)}
         yield {**row, "command": shlex.join(["tapestream", *words])}
 
 
 def _answer(source: Path, words: list[str]) -> dict[str, Any] | None:
-    command = [sys.executable, "-m", "tapestream.cli.app", *words, "--json"]
-    inside = {**os.environ, "PYTHONPATH": str(source)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=inside, cwd=source)
-    if not done.stdout.startswith("{"):
-        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    said: dict[str, Any] = json.loads(done.stdout)
+    said = said_to(words, source)
     answer: dict[str, Any] | None = said["answer"] if said["fits"] else None
     return answer
 

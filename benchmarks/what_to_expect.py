@@ -5,10 +5,12 @@ unless told. Every row is one command, which the row holds.
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, save, settings
@@ -38,17 +40,24 @@ def rows(quick: bool) -> Iterator[Row]:
 
 def _row(model: str, gpu: int, ram: int, more: tuple[str, ...]) -> Row:
     words = ["plan", model, "--gpu", f"{gpu}GiB", "--ram", f"{ram}GiB", "--disk", "4TB", "--flops", RATE, *more]
-    command = [sys.executable, "-m", "tapestream.cli.app", *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout.startswith("{"):
-        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    said = json.loads(done.stdout)
+    said = said_to(words)
     row: Row = {
         "model": model, "dtype": said["model"]["dtype"], "GPU GiB": gpu, "RAM GiB": ram,
         "batch": said["batch"], "tokens": said["sequence"], "fits": "yes" if said["fits"] else "no",
         "command": shlex.join(["tapestream", *words]),
     }  # fmt: skip
     return {**row, **(_answered(said["answer"]) if said["fits"] else {"least GiB": _gib(said["least_nbytes"])})}
+
+
+def said_to(words: Sequence[str], source: Path | None = None) -> dict[str, Any]:
+    """The JSON document that the command prints; that of the code in ``source``, if given."""
+    command = [sys.executable, "-m", "tapestream.cli.app", *words, "--json"]
+    inside = None if source is None else {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=inside)
+    if not done.stdout.startswith("{"):
+        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def _answered(answer: dict[str, Any]) -> Row:

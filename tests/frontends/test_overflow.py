@@ -68,9 +68,21 @@ def test_training_is_exact_and_within_the_host_budget(
 
 
 def tight(model: Any, folder: Path) -> Any:
-    """A streamed model of which RAM holds half."""
+    """A streamed model with RAM for all but a part of its state."""
     total = sum(p.nbytes for p in model.parameters())
     return ts.stream(model, budget=ts.Budget(total, host=11 * total // 4), **options(folder))
+
+
+Pair = tuple[nn.Module, nn.Module, Any, Any]
+
+
+def pair_within(device: float, host: float, folder: Path, calls: int = 1) -> Pair:
+    """A plain and a streamed model, and their optimizers; budgets: of the bytes of all parameters."""
+    plain, model = deep().to(DEVICE), deep()
+    total = sum(p.nbytes for p in model.parameters())
+    budget = ts.Budget(int(device * total), host=int(host * total), calls=calls)
+    model = ts.stream(model, budget=budget, **options(folder))
+    return plain, model, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
 
 
 def lives(model: Any) -> dict[Tier, set[Kind]]:
@@ -203,11 +215,7 @@ def test_forward_only_saves_and_going_on_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "host"), [(4.0, 0.5), (3.0, 1.5), (2.2, 2.6)])
 def test_sums_of_calls_are_added_to_earlier_gradients(device: float, host: float, tmp_path: Path) -> None:
     """The sum of two calls has to lie beside what earlier backwards have left, with RAM full of other things."""
-    plain, model = deep().to(DEVICE), deep()
-    total = sum(p.nbytes for p in model.parameters())
-    budget = ts.Budget(int(device * total), host=int(host * total), calls=2)
-    model = ts.stream(model, budget=budget, **options(tmp_path))
-    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    plain, model, theirs, optimizer = pair_within(device, host, tmp_path, calls=2)
     for one, steps in ((plain, theirs), (model, optimizer)):
         for number in range(6):
             torch.manual_seed(number)
@@ -217,17 +225,13 @@ def test_sums_of_calls_are_added_to_earlier_gradients(device: float, host: float
                 steps.step()
                 steps.zero_grad()
     assert handle_of(model).store.copies.on_disk
-    assert handle_of(model).pool.peak_nbytes(H) <= budget.host_nbytes
+    assert handle_of(model).pool.peak_nbytes(H) <= handle_of(model).budget.host_nbytes
     assert_same(all_of(plain), all_of(ts.unstream(model)))
 
 
 @pytest.mark.parametrize(("device", "host"), [(2.2, 2.6), (2.0, 2.5), (3.0, 1.5)])
 def test_a_call_planned_before_a_sum_of_others_adds_to_it(device: float, host: float, tmp_path: Path) -> None:
-    plain, model = deep().to(DEVICE), deep()
-    total = sum(p.nbytes for p in model.parameters())
-    budget = ts.Budget(int(device * total), host=int(host * total), calls=3)
-    model = ts.stream(model, budget=budget, **options(tmp_path))
-    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    plain, model, theirs, optimizer = pair_within(device, host, tmp_path, calls=3)
     for one, steps in ((plain, theirs), (model, optimizer)):
         stepped(one, steps, 3, 3)
         torch.manual_seed(7)

@@ -36,13 +36,12 @@ def issue(
 ) -> list[Action]:
     """The computation with the copies that ``stays`` ask for.
 
-    ``base``: bytes beside blocks (`footprint`). ``living_nbytes``: of the host, for values at home there
-    throughout: users may look at gradients until they drop them. Raises BudgetError where these, with what passes
-    through, are more than ``host_nbytes``.
-    ``budget`` None: no overlap, least memory. ``across``: parameters may
+    ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. ``across``: parameters may
     arrive for the step phase before it begins; users see them. (Gradients and optimizer state may not: users may
-    change what they see of them at home.) Device memory stays within the budget wherever it would with no overlap.
-    Linear in actions times the look-ahead that memory allows.
+    change what they see of them at home.) ``living_nbytes``: of the host, for values that have a place there, which
+    gradients keep until users drop them. Device memory stays within the budget wherever it would with no overlap.
+    Linear in actions times the look-ahead that memory allows. Raises BudgetError where the values that live on the host
+    and those that pass it take more than ``host_nbytes``.
     """
     walk = _Walk(computation, stays, base, machine, budget, across, living_nbytes)
     for position, action in enumerate(computation):

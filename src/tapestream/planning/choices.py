@@ -49,16 +49,15 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tape and what stays on the device; no schedule made of them takes less than ``bound_seconds``. ``across``:
-    values may be there where a phase ends and the next begins without living there. ``stays``: with all values where
-    their kinds are at home; ``moving``: as they are, with values ``on_disk`` for which the host has no room."""
+    """A tape and what stays on the device. ``across``: values may be there where a phase ends and the next begins
+    without living there. ``stays``: with all values where their kinds are at home; ``moving``: as they are, with values
+    ``on_disk`` for which the host has no room."""
 
     streaming: Streaming
     resident: frozenset[Value]
     stays: list[Stay]
     across: bool
     moving: list[Stay]
-    bound_seconds: float
     on_disk: frozenset[Value] = frozenset()
 
     def overflowed(self, terms: Terms, how: Overflow) -> "Candidate":
@@ -72,7 +71,7 @@ class Candidate:
         else:
             on_disk = terms.on_disk.intersection(self.streaming.sizes)
         moving = self.streaming.overflowed(self.stays, on_disk) if on_disk else self.stays
-        return replace(self, bound_seconds=bound_seconds(self.streaming, moving), on_disk=on_disk, moving=moving)
+        return replace(self, on_disk=on_disk, moving=moving)
 
     def issued(self, budget: Budget | None, host_nbytes: int | None) -> Schedule:
         """The schedule, with copies as early as ``budget`` allows (None: just in time). Raises BudgetError where the
@@ -116,9 +115,7 @@ def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
         if not _fits_host(streaming, kept, terms):
             continue
         there = {stay.value for stay in kept if stay.start == 0 and stay.stop == len(computation) - 1}
-        bound = bound_seconds(streaming, kept)
-        one = Candidate(streaming, room.resident | there, kept, room.across, kept, bound)
-        yield one.overflowed(terms, Overflow())
+        yield Candidate(streaming, room.resident | there, kept, room.across, kept).overflowed(terms, Overflow())
 
 
 def _fits_host(streaming: Streaming, stays: list[Stay], terms: Terms) -> bool:
@@ -198,4 +195,5 @@ def in_order(tapes: list[tuple[float, Streaming]], terms: Terms) -> Iterator[tup
             continue
         yield bound, None
         for place, one in enumerate(choices(item, terms)):
-            heappush(queue, (one.bound_seconds, one.moved_nbytes, number, place, one))
+            least = bound_seconds(one.streaming, one.moving)
+            heappush(queue, (least, one.moved_nbytes, number, place, one))

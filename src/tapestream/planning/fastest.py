@@ -52,7 +52,11 @@ def leanest(found: Sequence[Found], stages: int) -> Found:
 
 
 def _work(found: Found, stages: int) -> tuple[int, int]:
-    return -(-4 * found.simulation.forwards // stages), sum(found.simulation.bytes_moved.values())
+    return _quarters(found.simulation.forwards, stages), sum(found.simulation.bytes_moved.values())
+
+
+def _quarters(forwards: int, stages: int) -> int:
+    return -(-4 * forwards // stages)
 
 
 def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Terms, faster_than: float) -> Found | None:
@@ -89,7 +93,8 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
 def _leaner(candidate: Candidate, tried: Sequence[Found], terms: Terms) -> bool:
     """Whether a candidate that is not the fastest may be taken all the same."""
     stages = terms.profile.runs
-    return (-(-4 * candidate.forwards // stages), candidate.moved_nbytes) < _work(leanest(tried, stages), stages)
+    work = _quarters(candidate.forwards, stages), candidate.moved_nbytes
+    return work < _work(leanest(tried, stages), stages)
 
 
 def refined(found: Found, terms: Terms) -> Found:
