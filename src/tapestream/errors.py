@@ -27,12 +27,14 @@ class TapestreamError(Exception):
 class Allowance(NamedTuple):
     """A budget that works. ``name``: "least", "knee" (the smallest found at most 1.5 times as slow as plain PyTorch) or
     "all" (the smallest found that is as fast as any). ``nbytes``: on the device; ``seconds``: of a step, as planned;
-    ``times_plain``: these, as a multiple of plain PyTorch's."""
+    ``times_plain``: these, as a multiple of plain PyTorch's; ``fills``: what the device holds at the peak, the most
+    first, by names for people, with its bytes (empty where it is not known)."""
 
     name: str
     nbytes: int
     seconds: float
     times_plain: float
+    fills: tuple[tuple[str, int], ...] = ()
 
 
 class BudgetError(TapestreamError, ValueError):
@@ -80,7 +82,15 @@ class BudgetError(TapestreamError, ValueError):
             return self.message
         names = {"least": "the least", "knee": "the knee", "all": "as fast as any"}
         each = (f"{names[one.name]}, {one.nbytes} bytes: {_times(one.times_plain)}" for one in self.budgets)
-        return f"{self.message}. Times plain PyTorch's time, as planned: {'; '.join(each)}"
+        return f"{self.message}. Times plain PyTorch's time, as planned: {'; '.join(each)}{self._filled()}"
+
+    def _filled(self) -> str:
+        least = self.budgets[0]
+        most = ", ".join(f"{nbytes} bytes of {what}" for what, nbytes in least.fills[:_MOST])
+        return f". {least.nbytes} bytes are filled by {most}" if most else ""
+
+
+_MOST = 3  # kinds of values
 
 
 def _times(ratio: float) -> str:

@@ -134,10 +134,12 @@ def test_what_runs_beside_the_blocks_is_named() -> None:
 
 
 def test_rates_may_be_written_as_they_are_shown() -> None:
-    rates = ("--flops", "60 TFLOP/s", "--link", "24 GB/s", "--disk-read", "500kB/s", "--disk-write", "2GB")
+    rates = ("--flops", "60 TFLOP/s", "--link", "24 GB/s", "--disk-read", "500kB/s", "--disk-write", "2GB",
+             "--memory-rate", "800GB/s")  # fmt: skip
     result = ask(*MODEL, "--budget", "40MiB", "--ram", "1GiB", *rates)
     assert result.exit_code == 0, result.output
-    assert "link 24 GB/s, disk 500 kB/s in, 2 GB/s out, 60 TFLOP/s" in result.stdout
+    assert "link 24 GB/s, disk 500 kB/s in, 2 GB/s out" in result.stdout
+    assert "60 TFLOP/s, memory 800 GB/s" in result.stdout
 
 
 def test_a_plan_is_drawn(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tapestream.cli.app import make_app
 from tapestream.cli.costs import costs_of
 from tapestream.cli.subject import subject_of
 from tapestream.cli.targets import TargetOptions
+from tapestream.costs.rates import usual_rates
 
 FACTORIES = """
 import os
@@ -193,7 +194,7 @@ def test_a_hugging_face_configuration_is_planned(name: str, tmp_path: Path) -> N
 def test_half_the_bytes_a_number_and_masters_for_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "BertForMaskedLM", **TEXT)
     found = {dtype: costs_of(subject_of(folder, TargetOptions(dtype=dtype)), "cpu") for dtype in ("fp32", "bf16")}
-    wide, narrow = (costs.profiles(1, flops_per_second=1.0)[0] for costs in found.values())
+    wide, narrow = (costs.profiles(1, rates=usual_rates("cpu"))[0] for costs in found.values())
     assert narrow.stages[0].output_nbytes == wide.stages[0].output_nbytes // 2
     assert narrow.blocks[0].parameters_nbytes < 0.7 * wide.blocks[0].parameters_nbytes
     assert narrow.blocks[0].optimizer_state_nbytes > wide.blocks[0].optimizer_state_nbytes
@@ -203,7 +204,7 @@ def test_causal_models_keep_no_mask(tmp_path: Path) -> None:
     """What real tensors give: without padding, attention is told that it is causal."""
     folder = saved(tmp_path / "model", "LlamaForCausalLM", **TEXT, bos_token_id=1, eos_token_id=2)
     subject = subject_of(folder, TargetOptions(sequence=64))
-    (profile,) = costs_of(subject, "cpu").profiles(4, flops_per_second=1.0)
+    (profile,) = costs_of(subject, "cpu").profiles(4, rates=usual_rates("cpu"))
     states = 4 * 64 * 32 * 4
     assert profile.stages[1].saved_nbytes < 16 * states  # with a mask of 4 x 64 x 64 numbers it would be 18
 

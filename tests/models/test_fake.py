@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tapestream.models.fake import fake_tensors, faked, storages
+from tapestream.models.fake import FakeMeter, fake_tensors, faked, storages
 from tapestream.storage.meter import MemoryMeter, track_memory
 
 
@@ -49,17 +49,46 @@ def _numbers(meter: MemoryMeter) -> tuple[int, int, int]:
     return meter.peak_nbytes, meter.rise_nbytes, meter.end_nbytes
 
 
+def flops(meter: FakeMeter) -> int:
+    return sum(count * flops for (flops, _), count in meter.work.items())
+
+
+def test_bytes_are_counted() -> None:
+    with fake_tensors("cpu") as meter:
+        x, table, rows = faked((torch.ones(8, 4), torch.ones(1000, 4), torch.ones(5, dtype=torch.int64)))
+        for work, found in (
+            (lambda: x + x, {(0, 3 * 128): 1}),
+            (lambda: x.t().detach()[1:], {}),
+            (lambda: x.add_(1), {(0, 128): 1}),
+            (lambda: F.embedding(rows, table), {(0, 40 + 2 * 80): 1}),
+            (lambda: table[rows], {(0, 40 + 2 * 80): 1}),
+            (lambda: x[:1].expand(8, 4).neg(), {(0, 128 + 128): 1}),
+            (lambda: torch.zeros(32), {(0, 128): 1}),
+            (lambda: torch.empty(32), {}),
+            (lambda: [x.neg() for _ in range(3)], {(0, 256): 3}),
+            (lambda: x @ x.t(), {(2 * 8 * 8 * 4, 2 * 128 + 256): 1}),
+            (lambda: torch._foreach_add_([x, x], 1), {(0, 256): 1}),
+        ):
+            with meter.counted() as counted:
+                work()
+            assert counted == found
+            meter.work.clear()
+        with meter.counted():
+            x.neg()
+        assert not meter.work
+
+
 def test_operations_are_counted() -> None:
     x = torch.ones(8, 4, 16, 32)
     with fake_tensors("cpu") as meter:
         a, q = faked((torch.ones(3, 5), x))
         a @ a.T
-        assert meter.flops == 2 * 3 * 5 * 3
+        assert flops(meter) == 2 * 3 * 5 * 3
         F.scaled_dot_product_attention(q, q, q)
-        full = meter.flops - 90
+        full = flops(meter) - 90
         assert full == 2 * 2 * 8 * 4 * 16 * 16 * 32
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        assert meter.flops == 90 + full + full // 2
+        assert flops(meter) == 90 + full + full // 2
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
@@ -69,9 +98,9 @@ def test_keys_shared_by_several_heads_are_counted_for_each(heads: int) -> None:
         q.requires_grad_()
         product = 2 * 8 * 4 * 16 * 16 * 32
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        assert meter.flops == 2 * product
+        assert flops(meter) == 2 * product
         out.sum().backward()
-        assert meter.flops == (2 + 5) * product
+        assert flops(meter) == (2 + 5) * product
 
 
 def test_what_was_there_before_counts_nothing() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import tapestream as ts
 from tapestream.costs import Profile
+from tapestream.costs.rates import Rates
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir import Tier
@@ -35,7 +36,7 @@ def measured(model: nn.Module, args: tuple[Any, ...] = (), **kwargs: Any) -> lis
 
 
 def profiles(found: Outline) -> tuple[Profile, ...]:
-    return found.profiles(flops_per_second=1.0, optimizer="sgd", update="backward", home=Tier.DEVICE)
+    return found.profiles(rates=FLOPS, optimizer="sgd", update="backward", home=Tier.DEVICE)
 
 
 def nbytes(profile: Profile) -> int:
@@ -145,6 +146,7 @@ def test_bytes_are_those_that_streaming_finds(make: Callable[[], tuple[Any, Call
         assert_alike(one, other, 0.12 if make in (llama, with_cache, mixtral) else 0.1)
 
 
+FLOPS = Rates(1.0, 1e30, 0.0)  # seconds are floating-point operations
 CONFIG = GPTConfig(3, 128, 4, vocabulary=256, context=64)
 
 
@@ -309,17 +311,69 @@ def test_embeddings_and_heads_come_and_go_as_when_streamed(
     real = last.profiles
     ts.unstream(model)
     found = outline(model, args)
-    said = found.profiles(flops_per_second=1.0, budget_nbytes=2**30)
+    said = found.profiles(rates=FLOPS, budget_nbytes=2**30)
     found_to_come = [type(found.modules[k]).__name__ for s in found.segments for k in s.positions if k >= found.wide]
     assert found_to_come == coming
     for one, other in zip(said, real, strict=True):
         assert_alike(one, other, 0.01)
         pairs = zip(one.blocks, other.blocks, strict=False)  # those that turned out to stay come last and cost nothing
         assert one.blocks == tuple(replace(b, update_seconds=a.update_seconds) for a, b in pairs)
-    (stays, *_) = outline(model, args, moves=False).profiles(flops_per_second=1.0)
+    (stays, *_) = outline(model, args, moves=False).profiles(rates=FLOPS)
     assert stays.outside_nbytes >= 4 * 2**20
 
 
-def test_rates_must_be_positive() -> None:
-    with pytest.raises(InputError, match="positive"):
-        outline(Residual(), (torch.ones(4, WIDTH),)).profiles(flops_per_second=0.0)
+@pytest.mark.parametrize("chunks", ["auto", 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loss_in_chunks_is_known_as_streamed(tied: bool, chunks: Any, tmp_path: Path) -> None:
+    """Every byte, of a head that comes and goes."""
+    tokens = torch.randint(2**13, (4, 64))
+    model = GPT(GPTConfig(3, 128, 4, vocabulary=2**13, context=64, tied=tied))
+    ts.stream(model, device="cpu", budget="1GiB", folder=tmp_path, machine=MACHINE, loss_chunks=chunks)
+    ts.optimizer(model, torch.optim.AdamW, lr=0.1)
+    model(tokens, tokens)
+    last = handle_of(model).last
+    assert last is not None
+    real = last.profiles
+    ts.unstream(model)
+    classes = [type(module) for module in model.modules()]
+    said = outline(model, (tokens, tokens), loss_chunks=chunks).profiles(rates=FLOPS, budget_nbytes=2**30)
+    assert [type(module) for module in model.modules()] == classes
+    for one, other in zip(said, real, strict=True):
+        assert_alike(one, other, 0.01)
+        assert one.turn_nbytes == other.turn_nbytes
+    whole = outline(model, (tokens, tokens)).profiles(rates=FLOPS, budget_nbytes=2**30)
+    assert whole[-1].turn_nbytes > 10 * said[-1].turn_nbytes
+    # One product in four is a recompute: that of the forward, of three.
+    made = whole[-1].stages[-1]
+    chunked = said[-1].stages[-1]
+    stored = made.forward_seconds + made.backward_seconds
+    assert chunked.forward_seconds + chunked.backward_seconds == pytest.approx(stored * 4 / 3, rel=0.01)
+
+
+def test_a_loss_in_chunks_needs_a_head() -> None:
+    with pytest.raises(InputError, match="loss_chunks needs a head"):
+        outline(Residual(), (torch.ones(4, WIDTH),), loss_chunks="auto")
+
+
+def test_seconds_are_those_of_bytes_and_of_products() -> None:
+    """By hand: one block of a norm, a product and an addition; launches cost nothing here."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(self.norm(x))
+
+    rows, width = 256, 64
+    found = outline(nn.Sequential(Block(), Block()), (torch.randn(rows, width),))
+    state, statistics, weights = 4 * rows * width, 2 * 4 * rows, 4 * (width * width + width)
+    moved = (2 * state + statistics + 2 * 4 * width) + (2 * state + weights) + 3 * state
+    ((first, *_),) = (p.stages for p in found.profiles(rates=Rates(1e30, 1.0, 0.0)))
+    assert first.forward_seconds == moved
+    ((first, *_),) = (p.stages for p in found.profiles(rates=Rates(1.0, 1e30, 0.0)))
+    assert first.forward_seconds == pytest.approx(2 * rows * width * width)
+    ((first, *_),) = (p.stages for p in found.profiles(rates=Rates(1e30, 1e30, 1.0)))
+    assert first.forward_seconds == pytest.approx(3)
+    assert first.backward_seconds == pytest.approx(4)  # the norm, two products, the sum of the bias's gradient

@@ -6,6 +6,7 @@ from math import inf, nan
 import pytest
 
 from tapestream.costs import BlockCost, Budget, Carried, Link, Machine, Profile, StageCost, UniformStages
+from tapestream.costs.rates import Rates
 from tapestream.errors import InputError
 from tapestream.ir import Tier
 from tapestream.planners import planners
@@ -13,6 +14,7 @@ from tapestream.planners import planners
 STAGE = {"forward_seconds": 1.0, "backward_seconds": 1.0, "output_nbytes": 1, "saved_nbytes": 1}
 NO_NUMBER = (-1.0, nan, inf, "3", True, [1])
 NO_BYTES = (*NO_NUMBER, 1.5)
+RATES = {"flops_per_second": 1.0, "memory_bytes_per_second": 1.0, "launch_seconds": 1.0}
 NAMES = list(planners)
 COUNTS = {"slots", "segments", "interval", "segment", "base_case", "tail", "memory_steps", "period"}
 MOVING = [name for name in NAMES if "tier" in (planners[name].__wrapped__.__kwdefaults__ or {})]
@@ -31,7 +33,9 @@ def test_seconds_and_speeds(bad):
     refuses(lambda **more: BlockCost(1, **more), "update_seconds", bad)
     for name in ("bytes_per_second", "latency_seconds", "busy_seconds", "mixed_bytes_per_second"):
         refuses(lambda **more: Link(**{"bytes_per_second": 1.0, **more}), name, bad)
-    refuses(Machine, "flops_per_second", bad)
+    for name in ("flops_per_second", "memory_bytes_per_second", "launch_seconds"):
+        refuses(Machine, name, bad)
+        refuses(lambda **more: Rates(**{**RATES, **more}), name, bad)
 
 
 @pytest.mark.parametrize("bad", NO_BYTES, ids=repr)

@@ -32,6 +32,10 @@ def assert_sensible(machine: Machine) -> None:
         assert 0 < link.latency_seconds < 1
     assert machine.flops_per_second is not None
     assert 1e7 < machine.flops_per_second < 1e16
+    assert machine.memory_bytes_per_second is not None
+    assert 1e7 < machine.memory_bytes_per_second < 1e14
+    assert machine.launch_seconds is not None
+    assert 1e-8 < machine.launch_seconds < 1e-2
     assert machine.name
 
 

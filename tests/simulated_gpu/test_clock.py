@@ -4,9 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from simulated_gpu import Simulator
 from simulated_gpu.clock import CARDS, Card, Clock
+from tapestream.costs.rates import Rates, usual_rates
+from tapestream.models.fake import fake_inside, fake_tensors, faked
 
 # One operation, one byte a second would do; powers of two make sums exact.
 CARD = Card("by hand", memory=2.0**20, half=2.0**24, single=2.0**22, full=2.0**20, into=2.0**10, out=2.0**11,
@@ -35,6 +39,46 @@ def test_a_kernel_takes_its_bytes_or_its_operations(clock: Clock) -> None:
     assert wide.end - wide.start == pytest.approx(2.0**-8 + 2 * 64**3 / 2**22)
     assert narrow.end - narrow.start == pytest.approx(2.0**-8 + 2 * 64**3 / 2**24)
     assert wide.start == added.end  # one stream
+
+
+class Mixed(nn.Module):
+    """Products, a convolution, norms, activations, an embedding, and views of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(500, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+        self.conv, self.batch = nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.table(rows))
+        x = x + F.gelu(self.batch(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+        scores = torch.softmax(x @ x.transpose(1, 2) / 4, -1)
+        return self.out((scores @ x)[:, 1:]).exp().mean()
+
+
+def test_the_planner_counts_as_the_clock_does(clock: Clock) -> None:
+    """One table: what `tapestream plan` takes an operation for, the simulated card takes it for."""
+    torch.manual_seed(0)
+    model, rows = Mixed(), torch.randint(500, (4, 16))
+    with fake_tensors("cpu") as meter, fake_inside(model):
+        loss = model(*faked((rows,)))
+        made = meter.work.copy()
+        loss.backward()
+    model.zero_grad()
+    model.cuda()
+    there = rows.cuda()
+    clock.set(CARD)
+    loss = model(there)
+    forward = len(clock.record())
+    loss.backward()
+    ran = [one for one in clock.record() if "copy in" not in one.name]
+    nbytes = sum(one.nbytes for one in ran)
+    by_clock, counted = sum(one.nbytes for one in ran[:forward]), sum(n * count for (_, n), count in made.items())
+    assert by_clock == counted + 8  # the norm's counter of batches is read and written there, here it counts once
+    assert nbytes == pytest.approx(sum(n * count for (_, n), count in meter.work.items()), rel=0.1)
+    rates = Rates(CARD.single, CARD.memory, CARD.kernel)
+    assert sum(one.end - one.start for one in ran) == pytest.approx(rates.seconds(meter.work), rel=0.1)
+    assert CARDS["h100"].launch == usual_rates("cuda").launch_seconds
 
 
 def test_both_directions_copy_at_once_and_each_one_at_a_time(clock: Clock) -> None:

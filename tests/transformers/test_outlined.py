@@ -59,7 +59,7 @@ def said_beforehand(model: Any, batch: Any, update: Any) -> tuple[int, tuple[Pro
     found = outline(model, (), batch)
     speeds = ts.Machine(links_of("cpu", 1e9, 1e9, 1e9), 1e11)
     none: dict[str, Any] = dict.fromkeys(("gpu", "ram", "disk", "home"))
-    question = Question(lambda _, moves: found, 2, "adamw", update, "cpu", budget=1, **none, speeds=speeds)
+    question = Question(lambda _: found, 2, "adamw", update, "cpu", budget=1, **none, speeds=speeds)
     with pytest.raises(BudgetError) as told:
         question.plan()
     assert told.value.least_nbytes is not None

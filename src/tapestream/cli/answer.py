@@ -90,6 +90,20 @@ class Answer:
             return self.division.peak_nbytes(self.plans)
         return sum(plan.simulation.peak_nbytes[tier] for plan in self.plans)
 
+    @property
+    def fills(self) -> dict[str, int]:
+        """What the device holds when it is fullest: names for people, and bytes. Empty where a plan does not know."""
+        nbytes, plans = self.division.fullest(self.plans)
+        each = [plan.fills for plan in plans]
+        if not all(each):
+            return {}
+        found = Counter[str]()
+        for fills in each:
+            found.update(fills)
+        found["outside the blocks"] -= sum(plan.profile.outside_nbytes for plan in plans[1:])
+        found["blocks that wait"] += nbytes - found.total()
+        return dict((+found).most_common())
+
     def __str__(self) -> str:
         terms = self.division.terms
         beside = [terms.modules[k] for segment in self.division.segments for k in segment.positions if k >= terms.wide]

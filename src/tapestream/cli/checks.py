@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from tapestream.errors import InputError
 from tapestream.units import parse_flops, parse_nbytes, parse_rate
@@ -66,6 +66,17 @@ def flops(text: str) -> float:
     if found < 1e9 and text.strip()[-1].isdigit():
         raise InputError(f"--flops {text} was asked for, less than 1e9 FLOP/s; if TFLOP/s are meant, {text}T")
     return found
+
+
+def chunks(text: str | None) -> int | Literal["auto"] | None:
+    """Of the loss. Raises InputError for what is neither "auto" nor a number."""
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--loss-chunks {text} was asked for; it is auto, or how many chunks, such as 8")
+    return int(text)
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], Number]) -> Number:

@@ -9,16 +9,27 @@ from torch import nn
 from tapestream.cli import huggingface
 from tapestream.cli.subject import Subject
 from tapestream.costs import Profile
+from tapestream.frontends.loss import Chunks
+from tapestream.frontends.module.blocks import find_blocks
+from tapestream.models.adapters import adapt
 from tapestream.models.outline import Outline
 from tapestream.models.outlining import outline
 
 
 def costs_of(subject: Subject, device: str) -> "Costs":
     """``device``: cuda or cpu, whose kernels differ in what they keep."""
-    with torch.device("meta"):
-        model = subject.make()
-    huggingface.without_packing(model)
-    return Costs(subject, model, device)
+    return Costs(subject, _made(subject, None), device)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A step of ``batch`` samples. ``moves``: whether blocks may leave the device; ``loss_chunks``: in how many the
+    loss is computed (None: one); ``lora``: rank of the adapters that are trained in place of weights (None: none)."""
+
+    batch: int
+    moves: bool = True
+    loss_chunks: Chunks | None = None
+    lora: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +39,23 @@ class Costs:
     subject: Subject
     model: nn.Module
     device: str
-    known: dict[tuple[int, bool], Outline] = field(default_factory=dict)
+    known: dict[Variant, Outline] = field(default_factory=dict)
 
-    def outline(self, batch: int, moves: bool) -> Outline:
-        """Of a step of ``batch`` samples; ``moves``: whether blocks may leave the device."""
-        if (batch, moves) not in self.known:
+    def outline(self, asked: Variant) -> Outline:
+        """Of one step."""
+        if asked not in self.known:
             with torch.device("meta"):
-                args, kwargs = self.subject.arguments(batch)
-            blocks = self.subject.blocks or None
-            found = outline(self.model, args, kwargs, device=self.device, blocks=blocks, moves=moves)
-            self.known[batch, moves] = found
-        return self.known[batch, moves]
+                args, kwargs = self.subject.arguments(asked.batch)
+            model = self.model if asked.lora is None else _made(self.subject, asked.lora)
+            self.known[asked] = outline(
+                model, args, kwargs, device=self.device, blocks=self.subject.blocks or None, moves=asked.moves,
+                loss_chunks=asked.loss_chunks,
+            )  # fmt: skip
+        return self.known[asked]
 
     def profiles(self, batch: int, **rates: Any) -> tuple[Profile, ...]:
         """Of a step of ``batch`` samples; ``rates`` as `Outline.profiles` takes them."""
-        return self.outline(batch, True).profiles(**rates)
+        return self.outline(Variant(batch)).profiles(**rates)
 
     def facts(self, batch: int) -> dict[str, Any]:
         """The model's size, for people and for JSON."""
@@ -53,9 +66,18 @@ class Costs:
                 "layers": config.layers, "width": config.width, "heads": config.heads,
                 "vocabulary": config.vocabulary, "parameters": config.parameters, "dtype": dtype,
             }  # fmt: skip
-        found = next((one for (size, _), one in self.known.items() if size == batch), None) or self.outline(batch, True)
+        made = (one for asked, one in self.known.items() if asked.batch == batch and asked.lora is None)
+        found = next(made, None) or self.outline(Variant(batch))
         chains = [[k for k in segment.positions if k < found.wide] for segment in found.segments]
         return {
             "class": type(self.model).__name__, "layers": sum(map(len, chains)),
             "chains": sum(map(bool, chains)), "parameters": found.parameters, "dtype": dtype,
         }  # fmt: skip
+
+
+def _made(subject: Subject, lora: int | None) -> nn.Module:
+    """On meta, with adapters of rank ``lora``."""
+    with torch.device("meta"):
+        model = subject.make()
+    huggingface.without_packing(model)
+    return model if lora is None else adapt(model, find_blocks(model, subject.blocks or None), lora)

@@ -23,6 +23,7 @@ from tapestream.cli.subject import Arguments, Subject
 from tapestream.cli.train import remark, writing
 from tapestream.cli.train_options import BYTES
 from tapestream.costs import Machine
+from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
@@ -192,7 +193,7 @@ def plain_nbytes(job: Job) -> int:
         model, tokens = GPT(job.config), torch.zeros(job.batch, job.sequence, dtype=torch.int64)
     # As for update="backward": in plain PyTorch each gradient stays where it was made.
     (profile,) = outline(model, (tokens, tokens), moves=False).profiles(
-        flops_per_second=1e12, optimizer=job.optimizer, update="backward", home=Tier.DEVICE
+        rates=usual_rates(job.device), optimizer=job.optimizer, update="backward", home=Tier.DEVICE
     )
     return make_plan(profile, planner="store_all", update="step", home=Tier.DEVICE).peak_nbytes
 

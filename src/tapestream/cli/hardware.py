@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from tapestream.cli import checks
 from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
+from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
 from tapestream.units import parse_nbytes
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 Links: TypeAlias = dict[tuple[Tier, Tier], Link]
 
 _LINK, _READ, _WRITE = "25GB/s", "3GB/s", "2GB/s"
-_FLOPS = {"cuda": 100e12, "cpu": 100e9}
 _MINE, _GIVEN, _CHANGED = "this machine's", "given", "with that change"
 
 
@@ -74,6 +74,7 @@ class HardwareOptions:
     disk_read: str | None = None
     disk_write: str | None = None
     flops: str | None = None
+    memory_rate: str | None = None
     machine: Path | None = None
 
     def found(self) -> Hardware:
@@ -161,7 +162,7 @@ class HardwareOptions:
 
     def _speeds(self, device: str, measured: "MeasuredMachine | None") -> Machine:
         known = None if measured is None else measured.machine
-        flops = _FLOPS[device] if known is None else known.flops_per_second or _FLOPS[device]
+        computing = usual_rates(device) if known is None else known.rates(usual_rates(device))
         usual = links_of(
             device, checks.rate("--link", self.link or _LINK), checks.rate("--disk-read", self.disk_read or _READ),
             checks.rate("--disk-write", self.disk_write or _WRITE),
@@ -170,8 +171,12 @@ class HardwareOptions:
             "link": self.link, "read": self.disk_read, "write": self.disk_write
         })  # fmt: skip
         return Machine(
-            links, flops if self.flops is None else checks.flops(self.flops), "" if known is None else known.name
-        )
+            links, computing.flops_per_second if self.flops is None else checks.flops(self.flops),
+            "" if known is None else known.name,
+            computing.memory_bytes_per_second if self.memory_rate is None
+            else checks.rate("--memory-rate", self.memory_rate),
+            computing.launch_seconds,
+        )  # fmt: skip
 
 
 def links_of(device: str, link: float, disk_read: float, disk_write: float) -> Links:

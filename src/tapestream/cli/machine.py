@@ -9,6 +9,7 @@ import psutil
 from tapestream.cli import machine_file, show
 from tapestream.cli.chosen import chosen_device
 from tapestream.costs import Machine
+from tapestream.costs.rates import usual_rates
 from tapestream.ir.actions import Tier
 from tapestream.planning.measure import measure_machine
 from tapestream.units import format_nbytes, format_seconds
@@ -35,7 +36,10 @@ def measured(device: str, folder: Path | None, save: Path | None, json_: bool) -
         for (source, target), link in found.links.items()
     ]
     show.table(found.name or chosen, rows, ("link", "alone", "both ways at once", "latency", "starting one"))
-    show.line(f"float32 matrix products: {show.flops(found.flops_per_second)}")
+    rates = found.rates(usual_rates(chosen))
+    show.line(f"float32 matrix products: {show.flops(rates.flops_per_second)}")
+    show.line(f"elementwise operations: {show.rate(rates.memory_bytes_per_second)} of memory read and written")
+    show.line(f"starting an operation: {format_seconds(rates.launch_seconds)}")
     if save is not None:
         room = f"RAM {format_nbytes(ram)}, disk {format_nbytes(disk)} free"
         show.line(f"Written: {save}, with {room}; tapestream plan --machine {save} plans for it")
@@ -58,4 +62,8 @@ def machine_document(found: Machine) -> dict[str, object]:
         }
         for (source, target), link in found.links.items()
     ]  # fmt: skip
-    return {"name": found.name, "flops_per_second": found.flops_per_second, "links": links}
+    return {
+        "name": found.name, "flops_per_second": found.flops_per_second,
+        "memory_bytes_per_second": found.memory_bytes_per_second, "launch_seconds": found.launch_seconds,
+        "links": links,
+    }  # fmt: skip

@@ -1,5 +1,6 @@
 """``tapestream plan``: would this training step fit that machine, and how fast would it be? Nothing is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,32 @@ from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
 from tapestream.cli.machine import machine_document, name
 from tapestream.cli.question import Change, Question, changes_that_fit
+from tapestream.cli.remedies import Helping, remedies
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
+from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.loss import Chunks
 from tapestream.ir.actions import Tier
 from tapestream.units import DAY, format_nbytes, format_seconds
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
+_KINDS = 3
 _SSD_NBYTES = 600e12
 """What a common SSD of 1 TB is sold to endure."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How a step is trained, and how the answer is told: ``save``, ``plot``: files that are written."""
+    """How a step is trained, and how the answer is told. ``suggest``: whether all remedies are tried; ``save``,
+    ``plot``: files that are written."""
 
     optimizer: str
     update: str
     home: str
+    loss_chunks: Chunks | None
+    lora: int | None
+    suggest: bool
     save: Path | None
     plot: Path | None
     compare: bool
@@ -45,13 +54,15 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
     question = Question(
         costs.outline, subject.batch, wanted.optimizer, wanted.update, hardware.device,
         budget=hardware.budget, gpu=hardware.device_nbytes, ram=None if on_cpu else hardware.ram.nbytes,
-        disk=hardware.disk.nbytes, home=_HOMES[wanted.home], speeds=hardware.machine,
+        disk=hardware.disk.nbytes, home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
+        lora=wanted.lora,
     )  # fmt: skip
     (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
 
 def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
     refusal: BudgetError | None = None
+    helping: list[Helping] = []
     options: list[tuple[Change, Answer]] = []
     try:
         found: Answer | None = question.plan()
@@ -59,14 +70,20 @@ def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardwa
         refusal = error
         options = list(changes_that_fit(question, error))
         found = options[0][1] if options else None
+    if found is not None and refusal is None:
+        helping = remedies(question, found, every=wanted.suggest)
     if found is not None and refusal is None and (wanted.save is not None or wanted.plot is not None):
         _write(found, wanted.save, wanted.plot)
     changes = [_by_option(change, hardware) for change, _ in options]
     document = _document(question, subject, costs, found, refusal, changes, hardware)
+    larger = (answer for change, answer in options if change.keys() <= {"--budget", "--gpu"})
+    document["least_fills"] = next((answer.fills for answer in larger), {})
+    document["remedies"] = [_remedy_figures(one, hardware) for one in helping]
     if wanted.json:
         show.as_json(document)
     else:
         _print(question, subject, document, found, refusal, hardware)
+        _print_remedies(document, hardware.device, wanted.suggest and refusal is None)
     if refusal is not None:
         raise typer.Exit(2)
 
@@ -77,7 +94,7 @@ def _by_option(change: Change, hardware: Hardware) -> Change:
 
 
 def _compare(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
-    title = f"{subject.name}, {subject.step(question.batch)}: {_speeds(hardware)}"
+    title = f"{subject.name}, {subject.step(question.batch)}: {', '.join(_speeds(hardware))}"
     found, document = compared(question, wanted.plot, title)
     fastest = found[0].plan
     if fastest is not None and wanted.save is not None:
@@ -139,6 +156,7 @@ def _figures(
             tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
             for tier in Tier
         },
+        "fills": found.fills,
         "disk_written_nbytes_per_step": found.written_nbytes,
         "disk_written_nbytes_per_day": round(a_day),
         "days_of_a_600_tb_ssd": _SSD_NBYTES / a_day if a_day else None,
@@ -161,7 +179,10 @@ def _print(
     )
     if refusal is not None:
         show.line(f"Does not fit: {document['reason']}.", "red")
-        texts = [" ".join(f"{option} {value}" for option, value in change.items()) for change in document["changes"]]
+        if document["least_fills"]:
+            nbytes = sum(document["least_fills"].values())
+            show.line(f"The {format_nbytes(nbytes)} that it takes are filled by {_most(document['least_fills'])}.")
+        texts = list(map(_text, document["changes"]))
         if not texts:
             show.line(
                 "No change of --update, --batch, --budget, --gpu, --ram or --disk was found that makes it fit; "
@@ -180,21 +201,49 @@ def _print(
         show.line(str(found))
 
 
+def _remedy_figures(one: Helping, hardware: Hardware) -> dict[str, Any]:
+    """``seconds``: for as many samples as were asked for."""
+    peaks = {tier.name.lower(): one.answer.peak_nbytes(tier) for tier in Tier}
+    return {"change": _by_option(one.change, hardware), "runs": one.runs, "seconds": one.seconds, "peak_nbytes": peaks}
+
+
+def _print_remedies(document: dict[str, Any], device: str, asked: bool) -> None:
+    """A table, fastest first."""
+    rows = [
+        (
+            _text(found["change"]) + (f", {found['runs']} times" if found["runs"] > 1 else ""),
+            format_seconds(found["seconds"]),
+            *(format_nbytes(found["peak_nbytes"][tier.name.lower()]) for tier in Tier),
+        )
+        for found in document["remedies"]
+    ]
+    if rows:
+        show.table("What would help", rows, ("with", "the same samples take", *(name(tier, device) for tier in Tier)))
+    elif asked:
+        show.line("None of --loss-chunks, --update backward, a smaller --batch or --lora saves more than 1%.")
+
+
+def _text(change: Change) -> str:
+    return " ".join(f"{option} {value}" for option, value in change.items())
+
+
 def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware: Hardware) -> list[tuple[str, str]]:
     tiers = ((tier, answer["tiers"][tier.name.lower()]) for tier in Tier)
     seconds, waiting = format_seconds(answer["seconds_per_step"]), format_seconds(answer["waiting_seconds"])
     written, a_day = answer["disk_written_nbytes_per_step"], answer["disk_written_nbytes_per_day"]
+    called = name(Tier.DEVICE, question.device)
     return [
         *(
             (name(tier, question.device), show.share(found["peak_nbytes"], found["allowed_nbytes"]))
             for tier, found in tiers
             if tier is Tier.DEVICE or found["peak_nbytes"]
         ),
+        *([(f"fills {called}", _most(answer["fills"]))] if answer["fills"] else []),
         ("a step", f"{seconds}, {waiting} of it waiting"),
         ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
-        ("assumed", f"{_speeds(hardware)}\n{_room(hardware)}"),
+        ("assumed", "\n".join((*_speeds(hardware), _room(hardware)))),
     ]
 
 
@@ -209,6 +258,11 @@ def _binding(answer: dict[str, Any]) -> str:
     return f"{what}, {format_seconds(seconds)}; a step takes {times:.2f} times that"
 
 
+def _most(fills: Mapping[str, int]) -> str:
+    """The largest kinds of what lies on the device at its peak."""
+    return ", ".join(f"{format_nbytes(nbytes)} {what}" for what, nbytes in list(fills.items())[:_KINDS])
+
+
 def _count(numbers: int) -> str:
     for factor, unit in ((10**9, "billion"), (10**6, "million")):
         if numbers >= factor:
@@ -221,7 +275,8 @@ def _worn(answer: dict[str, Any]) -> str:
     return "" if days is None else f"; a 600 TB SSD lasts {show.number(days)} days"
 
 
-def _speeds(hardware: Hardware) -> str:
+def _speeds(hardware: Hardware) -> tuple[str, str]:
+    """Of links, and of computing."""
     links, cuda = hardware.machine.links, hardware.device == "cuda"
     low = Tier.HOST if cuda else Tier.DEVICE
     read, write = (show.rate(links[ends].bytes_per_second) for ends in ((Tier.DISK, low), (low, Tier.DISK)))
@@ -230,7 +285,9 @@ def _speeds(hardware: Hardware) -> str:
         for ends in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST))
     )
     link = f"link {up if up == down else f'{up} in, {down} out'}, " if cuda else ""
-    return f"{link}disk {read} in, {write} out, {show.flops(hardware.machine.flops_per_second)}"
+    rates = hardware.machine.rates(usual_rates(hardware.device))
+    computing = f"{show.flops(rates.flops_per_second)}, memory {show.rate(rates.memory_bytes_per_second)}"
+    return f"{link}disk {read} in, {write} out", f"{computing}, {format_seconds(rates.launch_seconds)} an operation"
 
 
 def _room(hardware: Hardware) -> str:

@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tapestream.cli.answer import Answer
+from tapestream.cli.costs import Variant
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.errors import BudgetError
+from tapestream.costs.rates import usual_rates
+from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.ir.actions import Tier
@@ -26,14 +29,14 @@ _PLACES = {Tier.HOST: ("RAM", "--ram"), Tier.DISK: ("disk", "--disk")}
 @dataclass(frozen=True, slots=True)
 class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes). ``speeds``:
-    links, and FLOP/s.
+    of links, and of computing where they are known.
 
-    ``outline``: of a step of so many samples, and whether blocks may leave the device.
+    ``outline``: of a step. ``lora``, ``loss_chunks``: see `Variant`.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
     on the device fits into it, the disk otherwise.
     """
 
-    outline: Callable[[int, bool], Outline]
+    outline: Callable[[Variant], Outline]
     batch: int
     optimizer: str
     update: str
@@ -44,10 +47,24 @@ class Question:
     disk: int | None
     home: Tier | None
     speeds: Machine
+    loss_chunks: Chunks | None = None
+    lora: int | None = None
 
     def outlined(self) -> Outline:
         """The step, whatever it is trained with."""
-        return self.outline(self.batch, self.home is not Tier.DEVICE)
+        return self.outline(Variant(self.batch, self.home is not Tier.DEVICE, self.loss_chunks, self.lora))
+
+    @property
+    def in_chunks(self) -> "Question | None":
+        """The same with the loss in chunks, None where it is, or where there is no linear head to make it so."""
+        chunked = replace(self, loss_chunks="auto")
+        if self.loss_chunks is not None:
+            return None
+        try:
+            chunked.outlined()
+        except InputError:
+            return None
+        return chunked
 
     def profiles(self, *, finer: bool = False) -> tuple[Profile, ...]:
         """What the step costs, segment by segment; ``finer``: with optimizer state in the smallest parts."""
@@ -61,22 +78,14 @@ class Question:
 
     def _profiles(self, passed_nbytes: int | None, finer: bool) -> tuple[Profile, ...]:
         return self.outlined().profiles(
-            flops_per_second=self.flops,
+            rates=self.speeds.rates(usual_rates(self.device)),
             optimizer=self.optimizer,
             update=self.update,  # type: ignore[arg-type]  # planning checks it
-            # An update reads and writes memory: about 1 TB/s on a GPU, 5 GB/s on a CPU.
-            update_bytes_per_second=5e9 if self.device == "cpu" else 1e12,
             budget_nbytes=self.budget,
             passed_nbytes=passed_nbytes,
             finer=finer,
             home=Tier.HOST if self.home is None else self.home,
         )
-
-    @property
-    def flops(self) -> float:
-        """That the device reaches a second."""
-        assert self.speeds.flops_per_second is not None
-        return self.speeds.flops_per_second
 
     def machine(self) -> Machine:
         """Tiers and links: the disk is reached through RAM."""
@@ -163,6 +172,9 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
     gpu, least = question.gpu, refusal.least_nbytes
     if gpu is not None and question.budget > gpu:
         yield {"--budget": _text(gpu)}, replace(question, budget=gpu)
+    chunked = question.in_chunks
+    if chunked is not None:
+        yield {"--loss-chunks": "auto"}, chunked
     other = "backward" if question.update == "step" else "step"
     yield {"--update": other}, replace(question, update=other)
     smaller = _smaller_batch(question)

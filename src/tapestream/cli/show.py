@@ -83,7 +83,7 @@ def progress(total: str = "") -> Iterator[Advance]:
 
 def rate(bytes_per_second: float) -> str:
     """``"1.5 GB/s"``: decimal units, as links are sold."""
-    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
+    for factor, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
         if bytes_per_second >= factor:
             return f"{bytes_per_second / factor:.3g} {unit}"
     return f"{bytes_per_second / 1e3:.3g} kB/s"

@@ -15,6 +15,8 @@ _WORDS = (
     (r", or say how many await their backward at once: Budget\(\.\.\., calls=\)", ""),
     (r", or plan it as it is, in Python: tapestream\.plan\(model, batch\)", ""),
     (r": use tapestream\.plan\(model, batch\) in Python", ", as `tapestream verify` does"),
+    (r"; name the layer that makes the logits with head='name\.of\.module', or pass loss_chunks=None$", ""),
+    (r"\bloss_chunks\b(?!=)", "--loss-chunks"),
     (r"; plan it in Python: tapestream\.plan\(model, batch\)", ", which the command cannot plan"),
     (r"\(home=, folder=\)", "(--home, --folder)"),
     (r"\bblocks=\['layers'\], or list\(model\.layers\)\[:3\] for the first three", "--blocks layers"),

@@ -19,6 +19,7 @@ from tapestream.cli.machine import name
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
 from tapestream.cli.told import told
+from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.plans.divide import Division
@@ -75,7 +76,7 @@ def _check_room(subject: Subject, device: str) -> None:
     """Refuse a model whose plain step, with two copies of all gradients beside it, does not fit what is free."""
     try:
         costs = costs_of(subject, device)
-        profiles = costs.profiles(subject.batch, flops_per_second=1.0, optimizer="sgd", update="step")
+        profiles = costs.profiles(subject.batch, rates=usual_rates(device), optimizer="sgd", update="step")
     except NeedsNumbers:
         return  # whether it fits will be seen when it runs
     gradients = sum(block.gradient_nbytes for profile in profiles for block in profile.blocks)

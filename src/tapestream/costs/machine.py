@@ -1,9 +1,10 @@
 """`Machine`: how fast bytes move between tiers and how fast the device computes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tapestream.costs.checks import duration, speed
+from tapestream.costs.rates import Rates
 from tapestream.errors import InputError
 from tapestream.ir.actions import Tier
 
@@ -42,11 +43,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The links by (source, target), the device's FLOP/s (None if unknown) and a name for people."""
+    """The links by (source, target), and a name for people; of the device, how many FLOP/s it makes, how many bytes a
+    second it reads and writes of its memory, and what it takes to start one operation (each None if unknown)."""
 
     links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
     flops_per_second: float | None = None
     name: str = ""
+    memory_bytes_per_second: float | None = None
+    launch_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.links, Mapping) or not all(isinstance(link, Link) for link in self.links.values()):
@@ -56,8 +60,16 @@ class Machine:
                 raise InputError(
                     f"Machine: a link goes from one Tier to another, such as (Tier.HOST, Tier.DEVICE), not {ends!r}"
                 )
-        if self.flops_per_second is not None:
-            speed("Machine", "flops_per_second", self.flops_per_second)
+        for name in ("flops_per_second", "memory_bytes_per_second"):
+            if getattr(self, name) is not None:
+                speed("Machine", name, getattr(self, name))
+        if self.launch_seconds is not None:
+            duration("Machine", "launch_seconds", self.launch_seconds)
+
+    def rates(self, usual: Rates) -> Rates:
+        """How fast the device computes; ``usual``: what is taken for unknown."""
+        known = ((name, getattr(self, name)) for name in usual.__slots__)
+        return replace(usual, **{name: value for name, value in known if value is not None})
 
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from ``source`` to ``target``. Raises InputError if the machine has none."""

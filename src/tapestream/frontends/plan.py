@@ -1,9 +1,11 @@
 """`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import reserved_nbytes
 from tapestream.costs import Budget, Machine
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.frontends.chain import Chain
 from tapestream.frontends.given import Arguments, arguments_of
@@ -23,9 +25,11 @@ from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.program.program import Program
+from tapestream.frontends.suggested import helped, seconds_of, that_help, tried, tried_with
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
+from tapestream.planning.remedy import Remedy
 from tapestream.runner.stage import Stage
 from tapestream.runner.trees import tree_leaves
 from tapestream.system.heap import live_nbytes, resident_nbytes
@@ -37,6 +41,7 @@ def plan(
     batch: Any,
     *,
     longest: Any = None,
+    suggest: bool = False,
     budget: Budget | str | int | None = None,
     device: torch.device | str | None = None,
     machine: Machine | None = None,
@@ -45,25 +50,60 @@ def plan(
     """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch``: a tensor, a tuple or
     list of arguments, or a mapping of arguments by name (as tokenizers and loaders give). ``longest``: the longest
     batch that will come, in the same form (None: that of ``stream(..., longest=)``, if any). It is planned as well, and
-    `Plan.paces` says how fast both are.
+    `Plan.paces` says how fast both are. ``suggest``: try what would make the step faster (the loss in chunks,
+    updates in the backward, a smaller batch several times over): `Plan.remedies` has it, or the BudgetError says it.
+    Each takes a profile and a plan.
 
     A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
     generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
     repeated blocks. Raises BudgetError if nothing fits, or not for the longest batch.
     """
+    args, kwargs = arguments_of(batch)
+    planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
     if is_streamed(model):
-        return _planned(handle_of(model), batch, longest)
-    stream(model, budget=budget, device=device, machine=machine, **arguments)
+        found, tries = planned(handle_of(model))
+    else:
+        given = {"budget": budget, "device": device, "machine": machine, **arguments}
+        with _streamed(model, given) as handle:
+            found, tries = planned(handle)
+        if suggest and given.get("loss_chunks") is None:
+            tries += tried("stream(..., loss_chunks='auto')", partial(_with_chunks, model, given, args, kwargs))
+    if isinstance(found, BudgetError):
+        raise helped(found, tries)
+    return replace(found[0], remedies=that_help(tries, seconds_of(found[1]))) if suggest else found[0]
+
+
+@contextlib.contextmanager
+def _streamed(model: nn.Module, arguments: dict[str, Any]) -> Iterator[Streamed]:
+    stream(model, **arguments)
     try:
-        return _planned(handle_of(model), batch, longest)
+        yield handle_of(model)
     finally:
         unstream(model)
 
 
-def _planned(handle: Streamed, batch: Any, longest: Any) -> Plan:
+def _with_chunks(
+    model: nn.Module, arguments: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Prepared:
+    with _streamed(model, {**arguments, "loss_chunks": "auto"}) as handle:
+        return handle.prepare_for(args, kwargs)
+
+
+def _planned(
+    handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], longest: Any, *, suggest: bool
+) -> tuple[tuple[Plan, Prepared] | BudgetError, list[Remedy]]:
+    """The plan, or with ``suggest`` why there is none; and what was tried beside it."""
     announced = handle.longest if longest is None else Longest(longest)
-    announced.plan(handle)
-    return _with_paces(handle.prepare_for(*arguments_of(batch)), announced)
+    found: tuple[Plan, Prepared] | BudgetError
+    try:
+        announced.plan(handle)
+        prepared = handle.prepare_for(args, kwargs)
+        found = _with_paces(prepared, announced), prepared
+    except BudgetError as error:
+        if not suggest:
+            raise
+        found = error.to_keep()
+    return found, tried_with(handle, args, kwargs) if suggest else []
 
 
 def _with_paces(prepared: Prepared, announced: Longest) -> Plan:

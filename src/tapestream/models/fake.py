@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from tapestream.costs.rates import Operation
 from tapestream.errors import InputError
+from tapestream.models.operations import floating_point, touched_nbytes
 from tapestream.storage.meter import MemoryMeter
 
 
@@ -23,11 +25,8 @@ class NeedsNumbers(InputError):
     """What the code does depends on numbers in its tensors."""
 
 
-_Formula = Callable[..., int]
-
-
 class FakeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so PyTorch has it
-    """Counts floating-point operations (``flops``), and the storages that operations make until they are freed.
+    """Counts operations (``work``), and the storages that they make until they are freed.
 
     What kernels allocate for themselves is not seen. Storages that were there before cost nothing. A truth value that
     the code reads is taken as false (an overflow that is looked for, a layer that is dropped by chance); `NeedsNumbers`
@@ -36,8 +35,7 @@ class FakeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so PyTor
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self._formulas = _formulas()
+        self.work: Counter[Operation] = Counter()
         self._known: dict[int, weakref.ref[Any]] = {}
         self._live = self._start = self._lowest = 0
         self._section: MemoryMeter | None = None
@@ -52,13 +50,22 @@ class FakeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so PyTor
             if isinstance(tensor, torch.Tensor):
                 self._know(tensor, counts=False)
         out = (_grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **kwargs)
-        formula = self._formulas.get(func.overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
+        nbytes = touched_nbytes(func, args, kwargs, out)
+        if nbytes is not None:
+            self.work[floating_point(func, args, kwargs, out), nbytes] += 1
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._know(tensor, counts=True)
         return out
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Counter[Operation]]:
+        """The operations of the block, which ``work`` does not get."""
+        before, self.work = self.work, Counter()
+        try:
+            yield self.work
+        finally:
+            self.work = before
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[MemoryMeter]:
@@ -166,39 +173,3 @@ def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
     """Products of experts: run in any dtype, but the fake of the operation knows bfloat16 alone."""
     found = torch.ops.aten._grouped_mm.default(left.bfloat16(), right.bfloat16(), *args, **kwargs)
     return found.to(left.dtype)
-
-
-def _formulas() -> dict[Any, _Formula]:
-    """PyTorch's own, and those of the CPU's fused attention, of which half is done where it is causal."""
-    aten = torch.ops.aten
-    return {
-        **flop_registry,
-        aten._grouped_mm: _grouped_products,
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-def _grouped_products(left: Any, right: Any, *args: Any, **_: Any) -> int:
-    return 2 * int(left.numel()) * int(right.shape[-1])
-
-
-def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
-    shapes = (query.shape, _for_every_head(key, query), _for_every_head(value, query))
-    flops: int = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
-    return flops // 2 if is_causal else flops
-
-
-def _for_every_head(shared: Any, query: Any) -> tuple[int, ...]:
-    """The shape of keys or values as the kernel reads them: once for each head of the queries, few as they may be
-    (grouped-query attention, which PyTorch 2.11 refuses to count)."""
-    batch, _, *others = shared.shape
-    return (batch, query.shape[1], *others)
-
-
-def _attention_backward(
-    cotangent: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: float, is_causal: bool, **_: Any
-) -> int:
-    shapes = (cotangent.shape, query.shape, _for_every_head(key, query), _for_every_head(value, query))
-    flops: int = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
-    return flops // 2 if is_causal else flops

@@ -177,6 +177,10 @@ class GPT(nn.Module):
             assert isinstance(block, Block)
             block.initialize()
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, as in transformers: `tapestream.stream` looks for it with ``loss_chunks``."""
+        return self.head
+
     def _tie(self) -> None:
         if self.config.tied:
             self.head.weight = self.token.weight

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import nn
 
 from tapestream.costs import Budget, Carried, Machine, Profile, StageCost
-from tapestream.errors import InputError
+from tapestream.costs.rates import Rates, Work
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.frontends.module.plans.step import Step
 from tapestream.frontends.module.plans.terms import Terms, Update
@@ -14,14 +15,18 @@ from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeLike
 from tapestream.models.group_costs import block_costs, kept_nbytes
 
+Works: TypeAlias = tuple[Work, Work]
+"""Operations of a forward and of its backward."""
+
 
 @dataclass(slots=True)
 class Segment:
-    """Modules called one after the other. ``stages``: their costs, operations in place of seconds; ``positions``: which
-    they are; ``spans``: first and last state of each storage that several share, and its bytes."""
+    """Modules called one after the other. ``stages``: their costs, without seconds; ``works``: their operations;
+    ``positions``: which they are; ``spans``: first and last state of each storage that several share, and its bytes."""
 
     initial_nbytes: int
     stages: list[StageCost] = field(default_factory=list)
+    works: list[Works] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     travelling: dict[int, int] = field(default_factory=dict)  # storages of the last state: where in ``spans``
@@ -51,8 +56,8 @@ class Outline:
 
     ``modules``: blocks and, from position ``wide`` on, embeddings, heads and others that come and go like them;
     ``uses``: the group of each; ``groups``: parameters that move together; ``outside``: parameters that do not.
-    ``before_nbytes``: tape and constants of what runs before and between blocks; ``turn_nbytes`` and ``turn_flops``: of
-    what runs after them.
+    ``before_nbytes``: tape and constants of what runs before and between blocks; ``turn_nbytes``: of what runs after
+    them; ``turn_work``: operations of both, forward and backward.
     """
 
     segments: tuple[Segment, ...]
@@ -64,7 +69,7 @@ class Outline:
     buffers_nbytes: int
     before_nbytes: int
     turn_nbytes: int
-    turn_flops: int
+    turn_work: Work
 
     @property
     def parameters(self) -> int:
@@ -74,8 +79,8 @@ class Outline:
     @property
     def flops(self) -> int:
         """Floating-point operations of one step with everything stored."""
-        found = sum(c.forward_seconds + c.backward_seconds for s in self.segments for c in s.stages)
-        return int(found) + self.turn_flops
+        works = (work for segment in self.segments for works in segment.works for work in works)
+        return sum(count * flops for work in (*works, self.turn_work) for (flops, _), count in work.items())
 
     def terms(self, update: Update) -> Terms:
         """On what terms to plan where nothing is known of a machine."""
@@ -84,49 +89,49 @@ class Outline:
     def profiles(
         self,
         *,
-        flops_per_second: float,
+        rates: Rates,
         optimizer: str = "adamw",
         update: Update = "step",
-        update_bytes_per_second: float = 5e9,
         budget_nbytes: int | None = None,
         passed_nbytes: int | None = None,
         finer: bool = False,
         home: HomeLike = Tier.HOST,
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
-        of what runs before the blocks count throughout.
+        of what runs before the blocks count throughout. An update reads and writes memory as fast as that is.
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
         it); None leaves that of a block in one. ``passed_nbytes``: of the host, where state passes it on its way to a
         disk. ``home``: where gradients go.
-        Raises InputError for an unknown optimizer and for rates that are not positive.
+        Raises InputError for an unknown optimizer.
         """
-        if not flops_per_second > 0 or not update_bytes_per_second > 0:
-            raise InputError("profiles: flops_per_second and update_bytes_per_second must be positive")
         costs = block_costs(
-            self.groups, optimizer, update_bytes_per_second, budget_nbytes=budget_nbytes,
+            self.groups, optimizer, rates.memory_bytes_per_second, budget_nbytes=budget_nbytes,
             passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE,
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         step = Step(
             replace(self.terms(update), home=home), self.segments, self.uses, costs,
-            find_shared(self.segments, self.uses), outside, self.turn_nbytes, self.turn_flops / flops_per_second,
+            find_shared(self.segments, self.uses), outside, self.turn_nbytes, rates.seconds(self.turn_work),
         )  # fmt: skip
         return tuple(
-            step.profile(number, list(_timed(segment, flops_per_second)), segment.initial_nbytes, segment.carried)
+            step.profile(number, list(_timed(segment, rates)), segment.initial_nbytes, segment.carried)
             for number, segment in enumerate(self.segments)
         )
 
 
-def _timed(segment: Segment, flops_per_second: float) -> Iterator[StageCost]:
+def _timed(segment: Segment, rates: Rates) -> Iterator[StageCost]:
     shared = {first: 0 for first, _, _ in segment.spans}
     for carried in segment.carried:
         shared[carried.first] += carried.nbytes
-    for k, cost in enumerate(segment.stages):
+    different = {id(works): works for works in segment.works}
+    known = {key: tuple(map(rates.seconds, works)) for key, works in different.items()}
+    for k, (cost, works) in enumerate(zip(segment.stages, segment.works, strict=True)):
+        forward, backward = known[id(works)]
         yield replace(
             cost,
-            forward_seconds=cost.forward_seconds / flops_per_second,
-            backward_seconds=cost.backward_seconds / flops_per_second,
+            forward_seconds=forward,
+            backward_seconds=backward,
             output_nbytes=cost.output_nbytes - shared.get(k + 1, 0),
         )

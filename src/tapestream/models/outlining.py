@@ -2,8 +2,10 @@
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from tapestream.costs import StageCost
+from tapestream.costs.rates import Work
 from tapestream.errors import InputError, TapestreamError
+from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.blocks import find_blocks
 from tapestream.frontends.module.homes.adopt import parameter_groups, parameters_of
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, wide_modules
+from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
-from tapestream.models.outline import Outline, Segment
+from tapestream.models.outline import Outline, Segment, Works
 from tapestream.planning.profile import collector_off
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.guards import Guard
@@ -36,19 +41,23 @@ def outline(
     device: str = "cpu",
     blocks: Sequence[nn.Module | type | str] | None = None,
     moves: bool = True,
+    loss_chunks: Chunks | None = None,
 ) -> Outline:
     """The Outline of ``model(*args, **kwargs)`` and its backward. Tensors may lie on meta: only their shapes count.
 
     Every block runs on fake tensors; those whose graphs save tensors of the same shapes are measured once. A scalar
     that the model returns is taken as the loss, otherwise the sum of all that it returns. ``device="cuda"``: attention
     as fused as GPUs have it. ``moves``: whether blocks may leave the device, embeddings and heads with them where
-    ``blocks`` are not named. The model's tensors are afterwards as before.
-    Raises InputError for a model without blocks, and for one that cannot run without the values of its tensors.
+    ``blocks`` are not named. ``loss_chunks``: as `tapestream.stream` takes it; the head is the model's own
+    ``get_output_embeddings()``. The model's tensors are afterwards as before.
+    Raises InputError for a model without blocks, for one without such a head where the loss is to be in chunks, and for
+    one that cannot run without the values of its tensors.
     """
     found = find_blocks(model, blocks)
     wide = wide_modules(model, found) if moves and blocks is None else []
+    head = None if loss_chunks is None else (find_head(model, None, found), loss_chunks)
     while True:
-        outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide)
+        outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide, head)
         if not direct:
             return outlined
         wide = [m for k, m in enumerate(wide, len(found)) if outlined.uses[k] not in direct]
@@ -61,13 +70,14 @@ def _outlined(
     device: str,
     blocks: Sequence[nn.Module],
     wide: Sequence[nn.Module],
+    head: tuple[nn.Linear, Chunks] | None,
 ) -> tuple[Outline, Set[int]]:
     """The Outline with these modules streamed, and the parameter blocks that code uses outside of their calls."""
     groups, uses = parameter_groups(model, blocks, wide)
     modules = [*blocks, *wide]
     with fake_tensors(device) as meter, fake_inside(model):
         observed = _Outlining(model, meter, modules, uses, len(blocks))
-        with _watched(modules, observed.observe), collector_off(), torch.enable_grad():
+        with _lazily(head, observed), _watched(modules, observed.observe), collector_off(), torch.enable_grad():
             try:
                 turn_nbytes = observed.run(*faked((args, kwargs)))
             except TapestreamError:
@@ -89,10 +99,25 @@ def _outlined(
         sum(b.nbytes for b in model.buffers()),
         observed.before_nbytes,
         turn_nbytes,
-        # Of the products of head and loss, two in the backward for each in the forward.
-        3 * (observed.forward_flops - observed.inside_flops),
+        # Of what head and loss do, twice as much in the backward as in the forward.
+        {operation: 3 * count for operation, count in observed.outside.items()},
     )
     return found, observed.direct.found
+
+
+@contextlib.contextmanager
+def _lazily(head: tuple[nn.Linear, Chunks] | None, observed: "_Outlining") -> Iterator[None]:
+    """``head`` makes no logits, as in `tapestream.stream`; what reads its weight is a call of it, where it moves."""
+    if head is None:
+        yield
+        return
+    linear, chunks = head
+    own, observed.head = type(linear), linear
+    compute_lazily(linear, chunks, lambda: partial(observed.reading, linear))
+    try:
+        yield
+    finally:
+        linear.__class__ = own
 
 
 @contextlib.contextmanager
@@ -126,11 +151,13 @@ class _Outlining:
         coming = {k: use for k, use in enumerate(uses) if k >= wide and use is not None}
         self.direct = DirectUse({id(p): use for k, use in coming.items() for p in modules[k].parameters()})
         self.segments: list[Segment] = []
-        self.before_nbytes = self.inside_flops = self.forward_flops = 0
-        self._alike: dict[object, StageCost] = {}
+        self.head: nn.Linear | None = None
+        self.before_nbytes = 0
+        self.outside: Work = {}
+        self._alike: dict[object, tuple[StageCost, Works]] = {}
         self._link = Link()
         self._root = torch.empty(0, requires_grad=True, device="cpu")
-        self._outside = contextlib.ExitStack()
+        self._measuring = contextlib.ExitStack()
         self._section = MemoryMeter()
         self._held: tuple[torch.Tensor, ...] = ()
 
@@ -138,7 +165,7 @@ class _Outlining:
         """Call the model once and differentiate what follows its last block; the bytes that this takes."""
         self._measure_outside()
         result = self.model(*args, **kwargs)
-        self.forward_flops = self.meter.flops
+        self.outside = Counter(self.meter.work)
         if not self.segments:
             raise InputError(f"the forward of {type(self.model).__name__} called none of its blocks")
         roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -147,7 +174,7 @@ class _Outlining:
         made: tuple[torch.Tensor | None, ...] = ()
         if roots and leaves:
             made = torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
-        self._outside.close()
+        self._measuring.close()
         loss = sum(3 * t.nbytes for t in roots if t.numel() > 1)  # as for a real profile: the user's own loss
         return max(0, self._section.rise_nbytes - sum(storages(t for t in made if t is not None).values())) + loss
 
@@ -155,17 +182,32 @@ class _Outlining:
         """Measure until the next block; ``held``: its input, which the caller drops without making room by that."""
         self._held = held
         if self.direct.parameters:
-            self._outside.enter_context(self.direct)
-        self._section = self._outside.enter_context(self.meter.measured())
+            self._measuring.enter_context(self.direct)
+        self._section = self._measuring.enter_context(self.meter.measured())
 
     def observe(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One block's call."""
-        if self.direct.keeps(self.modules[position], args, kwargs):
+        module = self.modules[position]
+        if (self.head is module and is_lazy(self.head, args, kwargs)) or self.direct.keeps(module, args, kwargs):
             return original(*args, **kwargs)
-        self._outside.close()
+        self._measuring.close()
         self._held = ()
+        with self.meter.counted():
+            state, result = self._observed(position, original, args, kwargs)
+        self._measure_outside(*state)
+        return result
+
+    def reading(self, head: nn.Linear, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """A function that reads the weight of ``head``."""
+        position = next((k for k, module in enumerate(self.modules) if module is head), None)
+        return function(*tensors) if position is None else self.observe(position, function, tensors, {})
+
+    def _observed(
+        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[torch.Tensor], Any]:
+        """The tensors of a block's input, and its output."""
         bare = Stage(position, self.modules[position])
         run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)
@@ -173,21 +215,18 @@ class _Outlining:
         self.before_nbytes += max(0, self._section.end_nbytes - (0 if run.linked else sum(before.values())))
         if not run.linked:
             self.segments.append(Segment(sum(before.values())))
-        flops = self.meter.flops
         state, tensors = take_apart(run.tensors)
         with as_recompute():
-            cost, out = self._cost(position, run, tensors)
-        self.inside_flops += int(cost.forward_seconds)
-        self.meter.flops = flops + int(cost.forward_seconds)  # other runs were for measuring
+            cost, works, out = self._cost(position, run, tensors)
         segment = self.segments[-1]
         segment.stages.append(replace(cost, reads_parameters=reads_parameters(self.modules[position])))
+        segment.works.append(works)
         segment.positions.append(position)
         segment.follow(before, storages(out.tensors))
         self.before_nbytes += _taken_over(run, args, kwargs)
         outputs = tuple(self._guarded(bare.name, t, r) for t, r in zip(out.tensors, out.requires, strict=True))
         result, self._link = run.finish(out, outputs)
-        self._measure_outside(*state.tensors)
-        return result
+        return state.tensors, result
 
     def _guarded(self, name: str, tensor: torch.Tensor, requires: bool) -> torch.Tensor:
         if not requires:
@@ -195,31 +234,32 @@ class _Outlining:
         guarded: torch.Tensor = Guard.apply(self._root, tensor, name)  # type: ignore[no-untyped-call]
         return guarded
 
-    def _cost(self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]) -> tuple[StageCost, Any]:
-        """What a block's call costs, and its output."""
+    def _cost(self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]) -> tuple[StageCost, Works, Any]:
+        """What a block's call costs but for time, its operations, and its output."""
         name, held = run.name, storages(tensors)
         inputs = tuple(self._guarded(name, t.detach(), t.requires_grad) for t in tensors)
         shapes: list[object] = []
-        flops = self.meter.flops
-        with self.meter.measured() as section, saved_tensors_hooks(lambda t: shapes.append((t.shape, t.dtype)), _lost):
+        with (
+            self.meter.counted() as forward,
+            self.meter.measured() as section,
+            saved_tensors_hooks(lambda t: shapes.append((t.shape, t.dtype)), _lost),
+        ):
             out, _ = take_apart(run(inputs))
             del _
-        forward_flops = self.meter.flops - flops
         nbytes = sum(n for key, n in storages(out.tensors).items() if key not in held)
         parameters = [p for p in self.modules[position].parameters() if p.requires_grad]
-        kind = (tuple(shapes), forward_flops, nbytes, section.peak_nbytes, out.requires, len(parameters))
+        work = frozenset(forward.items())
+        kind = (tuple(shapes), work, nbytes, section.peak_nbytes, out.requires, len(parameters))
         if kind not in self._alike:
-            self._alike[kind] = replace(
-                self._measured(run, tensors, nbytes, parameters),
-                forward_seconds=forward_flops,
-                forward_extra_nbytes=max(0, section.peak_nbytes - nbytes),
-            )
-        return self._alike[kind], out
+            cost, backward = self._measured(run, tensors, nbytes, parameters)
+            extra = max(0, section.peak_nbytes - nbytes)
+            self._alike[kind] = replace(cost, forward_extra_nbytes=extra), (forward, backward)
+        return *self._alike[kind], out
 
     def _measured(
         self, run: BlockRun, tensors: Sequence[torch.Tensor], nbytes: int, parameters: Sequence[torch.Tensor]
-    ) -> StageCost:
-        """A recorded run and its backward."""
+    ) -> tuple[StageCost, Work]:
+        """A recorded run and its backward, and the operations of that."""
         held: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,15 +273,14 @@ class _Outlining:
         roots = [t for t in live if t.requires_grad]
         leaves = [*(t for t in inputs if t.requires_grad), *parameters]
         cotangents = [torch.ones_like(t) for t in roots]
-        flops = self.meter.flops
         made: tuple[torch.Tensor | None, ...] = ()
-        with self.meter.measured() as section:
+        with self.meter.counted() as backward, self.meter.measured() as section:
             if roots and leaves:
                 made = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
         saved = max(0, recorded.end_nbytes - nbytes)
-        return StageCost(
+        cost = StageCost(
             0.0,
-            self.meter.flops - flops,
+            0.0,
             nbytes,
             saved,
             reads_input=any(key in before for key in held),
@@ -253,6 +292,7 @@ class _Outlining:
             record_extra_nbytes=max(0, recorded.peak_nbytes - recorded.end_nbytes),
             saved_storages=len(held - {*before, *after, *storages(parameters)}),
         )
+        return cost, backward
 
 
 def _lost(_: Any) -> Any:

@@ -1,6 +1,6 @@
 """Three budgets that a refusal names, with their time: the least, the knee, and the one that is as fast as plain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import Protocol
 
@@ -13,8 +13,8 @@ _HALVINGS = 4  # of the way between the least and all, in powers
 
 
 class PlannedStep(Protocol):
-    """A plan, or what is known of one: bytes of the device at the peak, seconds of a step, and these as a multiple of
-    the seconds with everything stored."""
+    """A plan, or what is known of one: bytes of the device at the peak, seconds of a step, these as a multiple of
+    the seconds with everything stored, and what fills the device at the peak."""
 
     @property
     def peak_nbytes(self) -> int: ...
@@ -24,6 +24,9 @@ class PlannedStep(Protocol):
 
     @property
     def overhead(self) -> float: ...
+
+    @property
+    def fills(self) -> Mapping[str, int]: ...
 
 
 def allowances(plan_within: Callable[[int | None], PlannedStep], least_nbytes: int) -> tuple[Allowance, ...]:
@@ -76,4 +79,5 @@ def _knee(plan_within: Callable[[int | None], PlannedStep], least: Allowance, mo
 
 
 def _allowance(name: str, nbytes: int, plan: PlannedStep) -> Allowance:
-    return Allowance(name, nbytes, plan.seconds, plan.overhead)
+    fills = sorted(plan.fills.items(), key=lambda item: -item[1])
+    return Allowance(name, nbytes, plan.seconds, plan.overhead, tuple(fills))

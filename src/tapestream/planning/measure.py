@@ -26,6 +26,7 @@ from statistics import median
 from typing import Self
 
 import torch
+from torch import nn
 
 from tapestream.accelerator.device import is_accelerator, is_present, name_of
 from tapestream.accelerator.streams import current_stream, event_after, new_stream, on_stream, synchronize
@@ -42,6 +43,7 @@ _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
 _SMALLEST_PRODUCT, _LARGEST_PRODUCT, _LONG_PRODUCT_SECONDS = 512, 4096, 2e-3
+_ELEMENTWISE_NBYTES, _SMALL = 64 * 2**20, 32
 _TRIPS, _STATE_NBYTES, _CACHES_NBYTES = 32, 2**16, 8 * 2**20
 
 
@@ -65,7 +67,8 @@ def measure_machine(
     quick: bool = False,
     within_nbytes: int | None = None,
 ) -> Machine:
-    """Rates and latencies of every link below ``device``, and its float32 matrix-multiply FLOP/s, in about two seconds.
+    """Rates and latencies of every link below ``device``, and how fast it computes (float32 FLOP/s of matrix products,
+    bytes a second of elementwise operations, seconds to start an operation), in about three seconds.
 
     ``folder``: an existing folder on the disk to measure (None: the system's temporary folder). At most 512 MiB are
     written there, in files that are gone even if the process is killed (except 1 MiB, which the next run removes).
@@ -96,7 +99,12 @@ def measure_machine(
         }  # fmt: skip
         name = name_of(device)
     alone = quick or within_nbytes is not None
-    return Machine(links, None if alone else _flops_per_second(device, effort), name)
+    if alone:
+        return Machine(links, name=name)
+    return Machine(
+        links, _flops_per_second(device, effort), name, _memory_bytes_per_second(device, effort),
+        _launch_seconds(device, effort),
+    )  # fmt: skip
 
 
 def _samples(action: Callable[[int], object], effort: _Effort, most: int | None = None) -> list[float]:
@@ -252,6 +260,33 @@ def _flops_per_second(device: torch.device, effort: _Effort) -> float:
         if size >= _LARGEST_PRODUCT or min(_samples(multiply, replace(effort, seconds=0.0))) > _LONG_PRODUCT_SECONDS:
             return 2 * size**3 / median(_samples(multiply, effort))
         size *= 2
+
+
+def _memory_bytes_per_second(device: torch.device, effort: _Effort) -> float:
+    """Bytes a second that a sum of two tensors reads and writes, in new memory as in a training step."""
+    left, right = (torch.ones(_ELEMENTWISE_NBYTES // 4, device=device) for _ in range(2))
+
+    def add(_: int) -> None:
+        torch.add(left, right)
+        synchronize(device)
+
+    add(0)
+    return _rate(_samples(add, effort), 3 * _ELEMENTWISE_NBYTES)
+
+
+def _launch_seconds(device: torch.device, effort: _Effort) -> float:
+    """Seconds for each operation, forward or backward, of modules so small that nothing else counts."""
+    modules = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(_SMALL))).to(device)
+    numbers = torch.ones(8, 8, device=device, requires_grad=True)
+
+    def step(_: int) -> None:
+        modules(numbers).sum().backward()
+        modules.zero_grad()
+        synchronize(device)
+
+    step(0)
+    # Of a linear module and its activation: two operations forward; three products and sums backward, and one more.
+    return median(_samples(step, effort)) / (6 * _SMALL)
 
 
 def _accelerator_links(device: torch.device, effort: _Effort, within_nbytes: int | None) -> tuple[Link, Link]:

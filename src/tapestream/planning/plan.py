@@ -10,11 +10,16 @@ from tapestream.errors import Allowance
 from tapestream.ir import KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
 from tapestream.planning import picture, plan_file
 from tapestream.planning.pace import Pace
+from tapestream.planning.remedy import Remedy
 from tapestream.simulate import Simulation, simulate
+from tapestream.simulate.filling import filling
 from tapestream.units import format_nbytes, format_seconds
 
 Alternative: TypeAlias = tuple[str, float | None, str]
 """A candidate's name, its makespan in seconds (None: it does not apply or fit), and what it does or why not."""
+
+
+_LONGEST_LOOK = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class Plan:
 
     ``planner``: who made the schedule. ``alternatives``: what every candidate would cost, the chosen one included.
     ``fastest_seconds``: of the fastest plan found, at most 3% faster, with more runs or more traffic (None: not known).
-    ``paces``: how fast calls of this size are, and the longest, if `stream` or `plan` was told it; no file has them.
+    ``paces``: how fast calls of this size are, and the longest, if `stream` or `plan` was told it; ``remedies``: what
+    would make such a step faster, if `plan` was asked for it. No file has them.
     """
 
     schedule: Schedule
@@ -34,6 +40,7 @@ class Plan:
     planner: str
     alternatives: tuple[Alternative, ...] = ()
     paces: tuple[Pace, ...] = ()
+    remedies: tuple[Remedy, ...] = field(default=(), compare=False)
     fastest_seconds: float | None = field(default=None, compare=False)
     offers: Callable[[], tuple[Allowance, ...]] | None = field(default=None, compare=False, repr=False)
 
@@ -65,6 +72,14 @@ class Plan:
     def peak_nbytes(self) -> int:
         """Most bytes held on the device at any time."""
         return self.simulation.peak_nbytes[Tier.DEVICE]
+
+    @property
+    def fills(self) -> dict[str, int]:
+        """What the device holds at the peak: names for people, and bytes that add up to it. Empty for a schedule of
+        more than 200,000 actions."""
+        if self.schedule.size > _LONGEST_LOOK:
+            return {}
+        return dict(filling(self.schedule, self.profile, self.machine, self.simulation).most_common())
 
     @property
     def overhead(self) -> float:
@@ -103,6 +118,7 @@ class Plan:
             ),
             ("moved", self._moved()),
             *self._kept(),
+            *(("would help", str(remedy)) for remedy in self.remedies),
             ("chosen", self._why()),
         ]
         rows += [(f"  {name}", _outcome(seconds, reason)) for name, seconds, reason in self.alternatives]

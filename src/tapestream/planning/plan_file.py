@@ -99,7 +99,10 @@ def machine_to_json(machine: Machine | None) -> dict[str, Any] | None:
     if machine is None:
         return None
     links = [[source.name, target.name, asdict(link)] for (source, target), link in machine.links.items()]
-    return {"links": links, "flops_per_second": machine.flops_per_second, "name": machine.name}
+    return {"links": links, **{name: getattr(machine, name) for name in ("name", *_RATES)}}
+
+
+_RATES = ("flops_per_second", "memory_bytes_per_second", "launch_seconds")
 
 
 def machine_from_json(found: Mapping[str, Any] | None) -> Machine | None:
@@ -107,4 +110,4 @@ def machine_from_json(found: Mapping[str, Any] | None) -> Machine | None:
     if found is None:
         return None
     links = {(Tier[source], Tier[target]): Link(**link) for source, target, link in found["links"]}
-    return Machine(links, found["flops_per_second"], found["name"])
+    return Machine(links, name=found["name"], **{name: found.get(name) for name in _RATES})

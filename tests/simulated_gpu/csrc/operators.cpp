@@ -65,11 +65,26 @@ IValue for_host(const Call& call, size_t k) {
   });
 }
 
-int64_t bytes_of(const std::vector<IValue>& values) {
+// Of a tensor: where it is expanded, what is stored of it.
+int64_t bytes_of(const Tensor& tensor) {
+  if (!on_device(tensor)) return 0;
+  return static_cast<int64_t>(std::min(tensor.nbytes(), tensor.storage().nbytes()));
+}
+
+// From the `first` value on.
+int64_t bytes_of(const std::vector<IValue>& values, size_t first = 0) {
   int64_t nbytes = 0;
-  auto add = [&](const Tensor& tensor) { nbytes += on_device(tensor) ? static_cast<int64_t>(tensor.nbytes()) : 0; };
-  for (auto& value : values) each_tensor(value, add);
+  for (size_t k = first; k < values.size(); k++) each_tensor(values[k], [&](const Tensor& t) { nbytes += bytes_of(t); });
   return nbytes;
+}
+
+// What the virtual clock counts of an operator: bytes of what it is given and of what it makes. Of a table in which it
+// looks up rows, it reads as much as it makes.
+int64_t moved_by(const Call& call, const std::vector<Tensor>& fresh) {
+  bool rows = looks_up(call.traits.name);
+  int64_t made = 0;
+  for (auto& tensor : fresh) made += tensor.defined() ? bytes_of(tensor) : 0;
+  return bytes_of(call.arguments, rows ? 1 : 0) + (rows ? 2 * made : made);
 }
 
 at::ScalarType dtype_of(const std::vector<IValue>& values) {
@@ -165,8 +180,7 @@ void issue(const Call& call, const Inferred& inferred, Stack* stack) {
     int64_t nbytes = 0;
     if (virtual_clock().on()) {
       operations = operations_of(call.traits.name, call.arguments, results);
-      nbytes = bytes_of(call.arguments);
-      for (auto& tensor : fresh) nbytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+      nbytes = moved_by(call, fresh);
     }
     Call later{call.op, call.traits, {}, call.device};
     issue_kernel(call.queue, call.traits.name, operations, dtype_of(call.arguments), nbytes,

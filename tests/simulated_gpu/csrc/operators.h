@@ -50,6 +50,9 @@ std::shared_ptr<const Inferred> infer(const c10::OperatorHandle& op, const Trait
 // Arithmetic operations of one call, counted from shapes; 0 for those that memory bounds.
 double operations_of(const char* name, const std::vector<IValue>& arguments, const std::vector<IValue>& results);
 
+// Whether an operator reads few rows of its first argument.
+bool looks_up(const char* name);
+
 // The operator itself, for the dispatcher.
 void run_operator(const c10::OperatorHandle& op, Stack* stack);
 

@@ -26,6 +26,29 @@ from tapestream.cli.options import (
     Width,
 )
 
+PlannedDevice = Annotated[
+    str | None,
+    typer.Option("--device", help="cuda, or cpu (no GPU: RAM is the device); by default that of --machine, or cuda."),
+]
+Gpu = Annotated[str | None, typer.Option(help="Memory of the GPU.")]
+Ram = Annotated[str | None, typer.Option(help="RAM of the machine; by default this machine's.")]
+Disk = Annotated[str | None, typer.Option(help="Free disk space; by default that of --folder on this machine.")]
+Lora = Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")]
+LossChunks = Annotated[
+    str | None, typer.Option(help="Chunks in which the loss is computed: auto, or how many; by default all at once.")
+]
+LinkRate = Annotated[
+    str | None, typer.Option("--link", help="Speed of the link between RAM and GPU, each way; by default 25GB/s.")
+]
+DiskRead = Annotated[str | None, typer.Option(help="Speed of reading the disk; by default 3GB/s.")]
+DiskWrite = Annotated[str | None, typer.Option(help="Speed of writing the disk; by default 2GB/s.")]
+Flops = Annotated[
+    str | None, typer.Option(help="FLOP/s that the device reaches; by default 100TFLOP/s, on cpu 100GFLOP/s.")
+]
+MemoryRate = Annotated[
+    str | None, typer.Option(help="Speed of the device's own memory; by default 1TB/s, on cpu 5GB/s.")
+]
+
 
 @reported
 def plan(
@@ -40,27 +63,21 @@ def plan(
     blocks: Blocks = None,
     optimizer: Optimizer = "adamw",
     update: Update = "step",
-    device: Annotated[
-        str | None,
-        typer.Option(help="cuda, or cpu (no GPU: RAM is the device); by default that of --machine, or cuda."),
-    ] = None,
+    loss_chunks: LossChunks = None,
+    lora: Lora = None,
+    device: PlannedDevice = None,
     budget: Budget = None,
-    gpu: Annotated[str | None, typer.Option(help="Memory of the GPU.")] = None,
+    gpu: Gpu = None,
     host_budget: HostBudget = None,
-    ram: Annotated[str | None, typer.Option(help="RAM of the machine; by default this machine's.")] = None,
-    disk: Annotated[
-        str | None, typer.Option(help="Free disk space; by default that of --folder on this machine.")
-    ] = None,
+    ram: Ram = None,
+    disk: Disk = None,
     home: Home = "auto",
     folder: Folder = None,
-    link: Annotated[
-        str | None, typer.Option(help="Speed of the link between RAM and GPU, each way; by default 25GB/s.")
-    ] = None,
-    disk_read: Annotated[str | None, typer.Option(help="Speed of reading the disk; by default 3GB/s.")] = None,
-    disk_write: Annotated[str | None, typer.Option(help="Speed of writing the disk; by default 2GB/s.")] = None,
-    flops: Annotated[
-        str | None, typer.Option(help="FLOP/s that the device reaches; by default 100TFLOP/s, on cpu 100GFLOP/s.")
-    ] = None,
+    link: LinkRate = None,
+    disk_read: DiskRead = None,
+    disk_write: DiskWrite = None,
+    flops: Flops = None,
+    memory_rate: MemoryRate = None,
     machine: Annotated[
         Path | None, typer.Option(help="File with speeds, RAM and disk that `tapestream machine --save` wrote.")
     ] = None,
@@ -68,6 +85,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
     ] = None,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Show what would make the step faster.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the plan of every planner.")] = False,
     json_: Json = False,
 ) -> None:
@@ -77,8 +95,9 @@ def plan(
 
     checks.check_training(optimizer, update)
     asked = HardwareOptions(
-        device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, machine
-    ).found()
+        device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
+        machine,
+    ).found()  # fmt: skip
     if save is not None:
         checks.check_file(save)
     if plot is not None:
@@ -87,4 +106,8 @@ def plan(
     check_target(target, wish)
     with importing():
         from tapestream.cli.plan import PlanOptions, planned
-    planned(target, wish, asked, PlanOptions(optimizer, update, home, save, plot, compare, json_))
+    chunks = checks.chunks(loss_chunks)
+    planned(
+        target, wish, asked,
+        PlanOptions(optimizer, update, home, chunks, lora, suggest, save, plot, compare, json_),
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """The schedule of a loop: how many steps make a stage, how many restart checkpoints are kept, and which planner."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,6 +103,7 @@ class _ByClosedForm(NamedTuple):
     peak_nbytes: int
     seconds: float
     overhead: float
+    fills: Mapping[str, int] = {}
 
 
 def _offers(again: Callable[..., Chosen], leanest: Profile, least_nbytes: int) -> tuple[Allowance, ...]:

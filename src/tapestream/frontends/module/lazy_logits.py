@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -169,13 +170,18 @@ def _fits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     operands = [hidden, weight] if bias is None else [hidden, weight, bias]
     cast = autocast_dtype(hidden.device.type)
     return (
-        type(hidden) is Tensor
+        _is_plain(hidden)
         and hidden.dim() > 1
         and hidden.is_floating_point()
         and hidden.shape[-1] == weight.shape[1]
         and len({cast_dtype(t.dtype, cast) for t in operands}) == 1
         and any(t.requires_grad for t in operands)
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is no tensor of somebody's own class; that it may be without bytes does not matter."""
+    return type(tensor) in (Tensor, FakeTensor)
 
 
 def _refuse(gradient: Tensor) -> Tensor:
@@ -235,7 +241,7 @@ def _cross_entropy(
 ) -> Tensor | None:
     usual = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     fits = logits.dim() == 2 and target.dtype == torch.int64 and target.shape == logits.shape[:1]
-    if not (usual and fits and type(target) is Tensor):
+    if not (usual and fits and _is_plain(target)):
         return None
     loss = ChunkLoss(logits.projection.cast, logits.pointwise, ignore_index, reduction, label_smoothing)
     return logits.projection.loss(loss, logits.rows, target)

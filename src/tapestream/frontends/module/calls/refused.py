@@ -61,17 +61,12 @@ def _numbers_of_parts(
 ) -> Iterator[int]:
     """Into how many equal parts the batch may be cut, the fewest first. Each is planned as its call would be, and
     observed without a trace for that; all of these together run hardly more samples than the batch has."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    samples = next((t.shape[0] for t in tensors if t.dim()), 1)
-    if tensors_in([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]):
-        return  # of what an object holds, nobody knows which dimension is the batch
+    samples = samples_of(args, kwargs)
 
     def fits(number: int) -> bool | None:
         """None: a part of this size cannot be run, be it that BatchNorm needs more than one sample."""
         try:
-            part = [_first(leaf, samples, number) for leaf in leaves]
-            return _fits(handle, prepare, *pytree.tree_unflatten(part, spec))
+            return _fits(handle, prepare, *first_part(args, kwargs, number))
         except BudgetError:
             return False
         except Exception:
@@ -81,10 +76,23 @@ def _numbers_of_parts(
         yield from (n for n in range(2, samples + 1) if samples % n == 0 and fits(n))
 
 
-def _first(leaf: Any, samples: int, number: int) -> Any:
-    """The first of so many parts of a tensor that has the batch's samples."""
-    batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples
-    return leaf[: samples // number] if batched else leaf
+def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a batch that can be cut into equal parts along dimension 0; 1 for any other."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    if tensors_in([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]):
+        return 1  # of what an object holds, nobody knows which dimension is the batch
+    return next((int(t.shape[0]) for t in leaves if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+def first_part(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first of so many equal parts of a batch: of every tensor that has its samples."""
+    samples = samples_of(args, kwargs)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: samples // number] if tensor.dim() and tensor.shape[0] == samples else tensor
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, cut, (args, kwargs))
+    return found
 
 
 def _fits(handle: "Streamed", prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -56,13 +56,18 @@ class Division:
 
     def peak_nbytes(self, plans: Sequence[Plan]) -> int:
         """Most device bytes that a step by ``plans``, which are those of `plans`, holds."""
+        return self.fullest(plans)[0]
+
+    def fullest(self, plans: Sequence[Plan]) -> tuple[int, Sequence[Plan]]:
+        """Most device bytes that a step by ``plans``, which are those of `plans`, holds, and the plans that run or wait
+        with their tape then; the others' blocks lie there."""
         hosts, guests = [plans[number] for number in self._hosts], [plans[number] for number in self._guests]
         beside = hosts[0].profile.outside_nbytes  # what guests keep lies there, where they come and go
         if beside == self.outside:
-            return beside + sum(plan.peak_nbytes - beside for plan in plans)
+            return beside + sum(plan.peak_nbytes - beside for plan in plans), plans
         lying = beside - self.outside + sum(map(self._idle_nbytes, hosts))
-        turns = [plan.peak_nbytes - _kept_nbytes(plan.profile) + lying for plan in guests]
-        return max(beside + sum(plan.peak_nbytes - beside for plan in hosts), *turns)
+        turns = [(plan.peak_nbytes - _kept_nbytes(plan.profile) + lying, [plan]) for plan in guests]
+        return max([(beside + sum(plan.peak_nbytes - beside for plan in hosts), hosts), *turns], key=lambda one: one[0])
 
     @property
     def _guests(self) -> list[int]:
@@ -107,10 +112,10 @@ class Division:
         except BudgetError as error:
             if error.least_nbytes is None or error.least_nbytes >= self.outside + needed:
                 raise
-            raise self._no_room_for_guests(needed) from None
+            raise self._no_room_for_guests(needed, least, resident) from None
         lying = sum(map(self._idle_nbytes, hosts)) if self.resident is None else 0
         if needed + lying > room:
-            raise self._no_room_for_guests(needed + lying)
+            raise self._no_room_for_guests(needed + lying, least, resident)
         guests = {
             number: self._guest(self.profiles[number], self.outside + least[number], resident) for number in least
         }
@@ -137,14 +142,17 @@ class Division:
         """Bytes of block values that a host leaves on the device while guests before it run, and their updates."""
         return idle_nbytes(plan.schedule, plan.profile, self.terms.update)
 
-    def _no_room_for_guests(self, needed: int) -> BudgetError:
-        largest = max(self._guests, key=lambda number: sum(n for _, n in block_values(self.profiles[number])))
+    def _no_room_for_guests(self, needed: int, least: Mapping[int, int], resident: frozenset[Value]) -> BudgetError:
+        largest = max(least, key=lambda number: least[number])
         module = self.terms.modules[self.segments[largest].positions[0]]
         nbytes = sum(p.nbytes for p in module.parameters())
+        plan = self._guest(self.profiles[largest], self.outside + least[largest], resident)
+        (what, most), *_ = plan.fills.items()
         return BudgetError(
             f"a budget of {format_nbytes(self.allowed)} was asked for, but what runs beside the repeated blocks needs "
             f"{format_nbytes(self.outside + needed)} at its peak (the largest: {type(module).__name__} of "
-            f"{format_nbytes(nbytes)}, with its gradient); allow {self.outside + needed} bytes, or use a smaller batch",
+            f"{format_nbytes(nbytes)}, where {format_nbytes(most)} are {what}); allow {self.outside + needed} bytes, "
+            "or use a smaller batch",
             least_nbytes=self.outside + needed,
         )
 

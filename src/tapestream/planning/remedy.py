@@ -1,0 +1,21 @@
+"""`Remedy`: a change with which a step takes less time, tried by the judge."""
+
+from dataclasses import dataclass
+from math import inf
+
+from tapestream.units import format_nbytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """``change``: in words, as one would write it in Python. ``seconds``: of a whole step with it, for the same
+    samples, and ``before_seconds`` without (infinite: it does not fit); ``peak_nbytes``: on the device."""
+
+    change: str
+    seconds: float
+    peak_nbytes: int
+    before_seconds: float = inf
+
+    def __str__(self) -> str:
+        before = "" if self.before_seconds == inf else f" in place of {format_seconds(self.before_seconds)}"
+        return f"{self.change}: {format_seconds(self.seconds)}{before} a step, peak {format_nbytes(self.peak_nbytes)}"
