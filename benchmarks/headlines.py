@@ -131,6 +131,10 @@ HEADLINES = {
     "save_speed": Headline(
         "Saving a streamed model", "moving as many bytes", "at most 1.2 times", RATIO, ("network", "home"),
     ),
+    "planned_seconds": Headline(
+        "Steps planned from shapes alone", "steps measured in plain PyTorch", "within a factor of 2",
+        {"": "planned / measured"}, ("network",),
+    ),
     "three_tiers": Headline(
         "Step times as RAM and the card grow", "nothing: simulated", "what finds no room in RAM costs time, no more",
         {"": "s per step"}, ("model", "card GiB", "RAM GiB"),

@@ -22,6 +22,7 @@ from tapestream.frontends.module.homes.adopt import parameter_groups, parameters
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.models.alike import Alike
 from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
 from tapestream.models.outline import Outline, Segment, Works
 from tapestream.planning.profile import collector_off
@@ -29,7 +30,7 @@ from tapestream.runner.ambient import as_recompute
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import may_change, tensors_in
 from tapestream.runner.stage import Stage
-from tapestream.runner.state import take_apart
+from tapestream.runner.state import State, take_apart
 from tapestream.storage.meter import MemoryMeter
 
 
@@ -154,7 +155,8 @@ class _Outlining:
         self.head: nn.Linear | None = None
         self.before_nbytes = 0
         self.outside: Work = {}
-        self._alike: dict[object, tuple[StageCost, Works]] = {}
+        self._costs: dict[object, tuple[StageCost, Works]] = {}
+        self._alike = Alike[tuple[StageCost, Works]](modules)
         self._link = Link()
         self._root = torch.empty(0, requires_grad=True, device="cpu")
         self._measuring = contextlib.ExitStack()
@@ -209,7 +211,10 @@ class _Outlining:
     ) -> tuple[Sequence[torch.Tensor], Any]:
         """The tensors of a block's input, and its output."""
         bare = Stage(position, self.modules[position])
-        run = BlockRun(bare.name, original, bare.modules, args, kwargs, self._link)
+        call = self._alike.of(position, args, kwargs)
+        known = None if call is None else call.known()
+        function = original if call is None else call.noting(original) if known is None else call.returning
+        run = BlockRun(bare.name, function, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)
         before = storages(run.tensors)
         self.before_nbytes += max(0, self._section.end_nbytes - (0 if run.linked else sum(before.values())))
@@ -217,7 +222,13 @@ class _Outlining:
             self.segments.append(Segment(sum(before.values())))
         state, tensors = take_apart(run.tensors)
         with as_recompute():
-            cost, works, out = self._cost(position, run, tensors)
+            if known is None:
+                found, out = self._cost(position, run, tensors)
+            else:
+                found, out = known, take_apart(run(tensors))[0]
+        if call is not None and known is None:
+            call.learn(found)
+        cost, works = found
         segment = self.segments[-1]
         segment.stages.append(replace(cost, reads_parameters=reads_parameters(self.modules[position])))
         segment.works.append(works)
@@ -234,7 +245,9 @@ class _Outlining:
         guarded: torch.Tensor = Guard.apply(self._root, tensor, name)  # type: ignore[no-untyped-call]
         return guarded
 
-    def _cost(self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]) -> tuple[StageCost, Works, Any]:
+    def _cost(
+        self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[StageCost, Works], State]:
         """What a block's call costs but for time, its operations, and its output."""
         name, held = run.name, storages(tensors)
         inputs = tuple(self._guarded(name, t.detach(), t.requires_grad) for t in tensors)
@@ -250,11 +263,11 @@ class _Outlining:
         parameters = [p for p in self.modules[position].parameters() if p.requires_grad]
         work = frozenset(forward.items())
         kind = (tuple(shapes), work, nbytes, section.peak_nbytes, out.requires, len(parameters))
-        if kind not in self._alike:
+        if kind not in self._costs:
             cost, backward = self._measured(run, tensors, nbytes, parameters)
             extra = max(0, section.peak_nbytes - nbytes)
-            self._alike[kind] = replace(cost, forward_extra_nbytes=extra), (forward, backward)
-        return *self._alike[kind], out
+            self._costs[kind] = replace(cost, forward_extra_nbytes=extra), (forward, backward)
+        return self._costs[kind], out
 
     def _measured(
         self, run: BlockRun, tensors: Sequence[torch.Tensor], nbytes: int, parameters: Sequence[torch.Tensor]
