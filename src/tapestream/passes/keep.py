@@ -6,10 +6,12 @@ schedule updates, and for nothing else.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tapestream.ir import Action, Kind, Tier, Value
 from tapestream.passes.issue import BARRIERS
@@ -20,8 +22,7 @@ _ROUNDS = 8
 _STEEP = 6  # the price of room at an action is how full it is, to this power
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
+class _Gap(NamedTuple):
     """Where a value of ``nbytes`` is not needed: after stay ``earlier`` and before ``later``, its first stay where the
     gap leads into the next step. Keeping it spares ``saves`` copies a step."""
 
@@ -32,16 +33,26 @@ class _Gap:
     saves: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Gaps to keep together; that spares ``more`` copies beyond those of each."""
+class _Choice(NamedTuple):
+    """Numbers of gaps to keep together; that spares ``saves`` copies, ``more`` of them beyond those of each gap."""
 
-    gaps: tuple[_Gap, ...]
+    gaps: tuple[int, ...]
+    saves: int
     more: int = 0
 
-    def price(self, prices: Mapping[_Gap, float]) -> float:
-        """Price of room for each copy spared."""
-        return sum(prices[gap] for gap in self.gaps) / (sum(gap.saves for gap in self.gaps) + self.more)
+
+class _Gaps(list[_Gap]):
+    """All gaps, by number."""
+
+    def choice(self, gap: _Gap) -> _Choice:
+        """Of a new one alone."""
+        self.append(gap)
+        return self.together([len(self) - 1])
+
+    def together(self, numbers: Iterable[int], more: int = 0) -> _Choice:
+        """Of known ones."""
+        gaps = tuple(numbers)
+        return _Choice(gaps, sum(self[gap].saves for gap in gaps) + more, more)
 
 
 def kept_between(
@@ -58,51 +69,59 @@ def kept_between(
     few times over with room priced by how full the time before left it; the best is taken. Not optimal. Linear in
     the product of uses and actions.
     """
-    choices = list(_choices(computation, stays, across))
-    gaps = {gap for choice in choices for gap in choice.gaps}
+    gaps = _Gaps()
+    choices = list(_choices(computation, stays, across, gaps))
     empty = Occupancy(base, stays).nbytes
     allowed = int(empty.max()) + sum(stay.nbytes for stay in stays) if allowed_nbytes is None else allowed_nbytes
     price = np.ones(len(computation))
-    best: tuple[int, set[_Gap]] = (0, set())
-    before: set[_Gap] | None = None
+    best: tuple[int, set[int]] = (0, set())
+    before: set[int] | None = None
     for _ in range(_ROUNDS):
-        total = np.concatenate([[0.0], np.cumsum(price)])
-        prices = {gap: float(sum(total[stop] - total[start] for start, stop in gap.spans)) for gap in gaps}
-        held, taken = empty.copy(), set[_Gap]()
-        for choice in sorted(choices, key=lambda choice: choice.price(prices)):
-            _take(choice, held, taken, allowed)
-        best = max(best, (_spared(choices, taken), taken), key=lambda found: found[0])
+        held, taken = empty.copy(), set[int]()
+        for choice in _cheapest_first(choices, gaps, price):
+            _take(choice, gaps, held, taken, allowed)
+        best = max(best, (_spared(choices, gaps, taken), taken), key=lambda found: found[0])
         if len(taken) == len(gaps) or taken == before:  # nothing is left to take, or prices lead here again
             break
         before = taken
         price = (held / max(1, allowed)) ** _STEEP
-    return _joined(stays, best[1], len(computation) - 1)
+    return _joined(stays, [gaps[gap] for gap in sorted(best[1])], len(computation) - 1)
 
 
-def _take(choice: _Choice, held: Nbytes, taken: set[_Gap], allowed: int) -> None:
+def _cheapest_first(choices: Sequence[_Choice], gaps: Sequence[_Gap], price: NDArray[np.float64]) -> list[_Choice]:
+    """By the price of room for each copy spared."""
+    total = np.concatenate([[0.0], np.cumsum(price)]).tolist()
+    prices = [sum([total[stop] - total[start] for start, stop in gap.spans]) for gap in gaps]
+    return sorted(choices, key=lambda choice: sum([prices[gap] for gap in choice.gaps]) / choice.saves)
+
+
+def _take(choice: _Choice, gaps: Sequence[_Gap], held: Nbytes, taken: set[int], allowed: int) -> None:
     """Keep what is left of a choice if there is room."""
     left = [gap for gap in choice.gaps if gap not in taken]
-    spans = [(slice(*span), gap.nbytes) for gap in left for span in gap.spans]
-    if all(held[span].max(initial=0) + nbytes <= allowed for span, nbytes in spans):
+    spans = [(start, stop, gaps[gap].nbytes) for gap in left for start, stop in gaps[gap].spans if start < stop]
+    # The ends first: where all is full, they say so at once.
+    if any(held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed for start, stop, nbytes in spans):
+        return
+    if all(held[start:stop].max() + nbytes <= allowed for start, stop, nbytes in spans):
         taken.update(left)
-        for span, nbytes in spans:
-            held[span] += nbytes
+        for start, stop, nbytes in spans:
+            held[start:stop] += nbytes
 
 
-def _spared(choices: Sequence[_Choice], taken: set[_Gap]) -> int:
+def _spared(choices: Sequence[_Choice], gaps: Sequence[_Gap], taken: set[int]) -> int:
     """Bytes that need not move."""
     whole = sum(
-        choice.more * choice.gaps[0].nbytes for choice in choices if choice.more and taken.issuperset(choice.gaps)
+        choice.more * gaps[choice.gaps[0]].nbytes for choice in choices if choice.more and taken.issuperset(choice.gaps)
     )
-    return whole + sum(gap.saves * gap.nbytes for gap in taken)
+    return whole + sum(gaps[gap].saves * gaps[gap].nbytes for gap in taken)
 
 
-def _choices(computation: Sequence[Action], stays: Sequence[Stay], across: bool) -> Iterator[_Choice]:
-    """Single gaps, and for values that may stay throughout all of theirs."""
+def _choices(computation: Sequence[Action], stays: Sequence[Stay], across: bool, gaps: _Gaps) -> Iterator[_Choice]:
+    """Single gaps, and for values that may stay throughout all of theirs; all of them put into ``gaps``."""
     phase = np.cumsum([action in BARRIERS for action in computation])
     end = len(computation)
     visits: defaultdict[Value, list[int]] = defaultdict(list)
-    inner: defaultdict[Value, list[_Gap]] = defaultdict(list)
+    inner: defaultdict[Value, list[int]] = defaultdict(list)
     for i, stay in enumerate(stays):
         visits[stay.value].append(i)
     for earlier, later in successors(stays):
@@ -110,21 +129,22 @@ def _choices(computation: Sequence[Action], stays: Sequence[Stay], across: bool)
         together, spans = phase[here.stop] == phase[there.start], ((here.stop + 1, there.start),)
         if here.value.kind is Kind.GRADIENT:
             if across and here.leave and not together and not there.leave:  # users see it until the step has ended
-                yield _Choice((_Gap(earlier, later, here.nbytes, (*spans, (there.stop + 1, end)), 2),))
+                yield gaps.choice(_Gap(earlier, later, here.nbytes, (*spans, (there.stop + 1, end)), 2))
         elif here.free == (Tier.DEVICE,) and there.arrive and (together or (across and there.leave)):
-            inner[here.value].append(_Gap(earlier, later, here.nbytes, spans))
-            yield _Choice((inner[here.value][-1],))
+            inner[here.value].append(len(gaps))
+            yield gaps.choice(_Gap(earlier, later, here.nbytes, spans))
     for value, indices in visits.items() if across else ():
         first, last = indices[0], indices[-1]
         if value.kind is not Kind.GRADIENT and stays[first].arrive and len(inner[value]) == len(indices) - 1:
             around = _Gap(last, first, stays[first].nbytes, ((0, stays[first].start), (stays[last].stop + 1, end)))
-            written = bool(stays[last].leave)
+            written, number = bool(stays[last].leave), len(gaps)
+            gaps.append(around)
             if written and first != last and value.kind is Kind.PARAMETERS:
-                yield _Choice((around,))
-            yield _Choice((*inner[value], around), more=int(written))
+                yield gaps.together([number])
+            yield gaps.together([*inner[value], number], more=int(written))
 
 
-def _joined(stays: Sequence[Stay], taken: set[_Gap], end: int) -> list[Stay]:
+def _joined(stays: Sequence[Stay], taken: Sequence[_Gap], end: int) -> list[Stay]:
     """The stays, each with those that follow it made one."""
     follows = {gap.earlier: gap.later for gap in taken if gap.later > gap.earlier}
     wraps = {gap.earlier: gap.later for gap in taken if gap.later <= gap.earlier}
