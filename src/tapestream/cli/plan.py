@@ -179,7 +179,7 @@ def _print(
     )
     if refusal is not None:
         show.line(f"Does not fit: {document['reason']}.", "red")
-        if document["least_fills"]:
+        if document["least_fills"] and document["least_fills"] != document["answer"]["fills"]:  # which the table shows
             nbytes = sum(document["least_fills"].values())
             show.line(f"The {format_nbytes(nbytes)} that it takes are filled by {_most(document['least_fills'])}.")
         texts = list(map(_text, document["changes"]))
