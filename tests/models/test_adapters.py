@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.adapters import Adapted, adapt
 from tapestream.models.outlining import outline
@@ -24,6 +25,13 @@ def test_an_adapter_adds_a_product_of_two() -> None:
     nn.init.normal_(layer.up)
     torch.testing.assert_close(layer(x), plain(x) + x @ layer.down.t() @ layer.up.t())
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"0.0.down", "0.0.up"}
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1))
+    with pytest.raises(InputError, match=r"have none of class nn\.Linear"):
+        adapt(model, model, 4)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("rank", [4, 16])

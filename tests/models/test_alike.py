@@ -56,6 +56,29 @@ class Odd(Block):
         return super().forward(super().forward(x)) if self.index % 2 else super().forward(x)
 
 
+class Leaves(Block):
+    """Of which the model reads what every call has left."""
+
+    def forward(self, x: torch.Tensor, *_: Any) -> Any:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+class Penalised(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(block.penalty for block in self.blocks)
+
+
+class HalfFrozen(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for block in self.blocks[: DEPTH // 2]:
+                x = block(x)
+        for block in self.blocks[DEPTH // 2 :]:
+            x = block(x)
+        return x.sum()
+
+
 class Random(Block):
     def forward(self, x: torch.Tensor, *_: Any) -> Any:
         return F.dropout(super().forward(x), 0.1)
@@ -73,6 +96,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "each another number": (lambda: Chain([Block(k, dilation=1 + k) for k in range(DEPTH)]), False),
     "by the index": (lambda: Chain(repeated(Odd)), False),
     "views": (lambda: Chain(repeated(View)), True),
+    "something left behind": (lambda: Penalised(repeated(Leaves)), False),
+    "gradients off for the first": (lambda: HalfFrozen(repeated(Block)), True),
 }
 
 

@@ -133,6 +133,7 @@ def _document(
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
         "optimizer": question.optimizer, "update": question.update,
+        "loss_chunks": question.loss_chunks, "lora": question.lora,
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "budgets": [] if refusal is None else [one._asdict() for one in refusal.budgets],
@@ -175,7 +176,7 @@ def _print(
     width = f" of width {facts['width']}" if "width" in facts else ""
     show.line(
         f"{subject.name}: {facts['layers']} blocks{width}, {_count(facts['parameters'])} parameters, "
-        f"{subject.step(question.batch)}, {question.optimizer}, update {question.update}"
+        f"{subject.step(question.batch)}, {question.optimizer}, update {question.update}{_more(question)}"
     )
     if refusal is not None:
         show.line(f"Does not fit: {document['reason']}.", "red")
@@ -261,6 +262,12 @@ def _binding(answer: dict[str, Any]) -> str:
 def _most(fills: Mapping[str, int]) -> str:
     """The largest kinds of what lies on the device at its peak."""
     return ", ".join(f"{format_nbytes(nbytes)} {what}" for what, nbytes in list(fills.items())[:_KINDS])
+
+
+def _more(question: Question) -> str:
+    """What is not as usual."""
+    chunks = "" if question.loss_chunks is None else f", loss in chunks ({question.loss_chunks})"
+    return chunks + ("" if question.lora is None else f", LoRA of rank {question.lora}")
 
 
 def _count(numbers: int) -> str:

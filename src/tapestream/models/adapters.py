@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tapestream.errors import InputError
 
 
 class Adapted(nn.Linear):
@@ -19,15 +20,17 @@ class Adapted(nn.Linear):
 
 
 def adapt(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> nn.Module:
-    """Freeze ``model`` and give every linear layer in ``blocks`` an adapter of ``rank``, in place."""
+    """Freeze ``model`` and give every linear layer in ``blocks`` an adapter of ``rank``, in place. Raises InputError
+    where there is none."""
+    layers = [layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
+        raise InputError(
+            f"LoRA adapters go to linear layers, and the blocks of this {type(model).__name__} have none of class "
+            "nn.Linear; plan it without --lora"
+        )
     model.requires_grad_(requires_grad=False)
-    for block in blocks:
-        for layer in list(block.modules()):
-            if type(layer) is nn.Linear:
-                layer.__class__ = Adapted
-                weight = layer.weight
-                layer.down = nn.Parameter(
-                    torch.empty(rank, layer.in_features, dtype=weight.dtype, device=weight.device)
-                )
-                layer.up = nn.Parameter(torch.empty(layer.out_features, rank, dtype=weight.dtype, device=weight.device))
+    for layer in layers:
+        layer.__class__ = Adapted
+        layer.down = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        layer.up = nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
     return model

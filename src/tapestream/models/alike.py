@@ -1,5 +1,6 @@
 """Calls of blocks that are alike: two are run and measured, of the others only what they return is made."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,28 +20,31 @@ _ENOUGH = 2  # calls that were measured and found to be the same
 _OF_MODULES = set(vars(nn.Module()))
 _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index"}
 """Attributes that say the how manieth a block is; nothing else that two blocks differ in is overlooked."""
+_CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(slots=True)
 class Known(Generic[T]):
     """What calls of one kind gave: the last ``calls`` of them ``value``. ``made``: makes what they return; None where
-    nobody knows how."""
+    nobody knows how. ``leaves``: a call has left something in its block, which others may look for."""
 
     value: T | None = None
     calls: int = 0
     made: "Made | None" = None
+    leaves: bool = False
 
     def known(self) -> T | None:
         """What such calls give; None: this one has to be run."""
-        return self.value if self.calls >= _ENOUGH and self.made is not None else None
+        return self.value if self.calls >= _ENOUGH and self.made is not None and not self.leaves else None
 
-    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, of which is noted what it returns."""
+    def noting(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """``function``, a call of ``module``, of which is noted what it returns and leaves."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
+            before = _held(module)
             out = function(*args, **kwargs)
-            self.made = _maker(args, kwargs, out)
+            self.made, self.leaves = _maker(args, kwargs, out), self.leaves or _held(module) != before
             return out
 
         return noted
@@ -70,7 +74,8 @@ class Alike(Generic[T]):
         if structure is None or any(not _is_tensor(leaf) and may_change(leaf) for leaf in leaves):
             return None
         numbers = _numbers(leaf.untyped_storage()._cdata for leaf in leaves if _is_tensor(leaf))
-        return self._known.setdefault((structure, spec, tuple(map(_shape_of, leaves)), numbers), Known())
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return self._known.setdefault((structure, spec, tuple(map(_shape_of, leaves)), numbers, modes), Known())
 
 
 def _structures(modules: Sequence[nn.Module]) -> list[Hashable | None]:
@@ -88,12 +93,18 @@ def _structure(module: nn.Module) -> Hashable | None:
             return None
         own = vars(one)
         attributes = tuple(
-            (key, _plain(value)) for key, value in own.items() if key not in _OF_MODULES and key not in _PLACES
+            (key, _shape_of(value)) for key, value in own.items() if key not in _OF_MODULES and key not in _PLACES
         )
         tensors = {**one._parameters, **one._buffers}
         parts.append((name, type(one), one.training, attributes, tuple((k, _shape_of(t)) for k, t in tensors.items())))
     held = (t for one in module.modules() for t in (*one._parameters.values(), *one._buffers.values()))
     return tuple(parts), _numbers(id(t) for t in held)
+
+
+def _held(module: nn.Module) -> list[tuple[int, int]]:
+    """Which objects are attributes of ``module`` and of those inside, and how many things are in each."""
+    values = (value for one in module.modules() for key, value in vars(one).items() if key not in _OF_MODULES)
+    return [(id(value), len(value) if isinstance(value, _CONTAINERS) else 0) for value in values]
 
 
 def _plain(value: Any) -> Hashable:

@@ -213,7 +213,13 @@ class _Outlining:
         bare = Stage(position, self.modules[position])
         call = self._alike.of(position, args, kwargs)
         known = None if call is None else call.known()
-        function = original if call is None else call.noting(original) if known is None else call.returning
+        function = (
+            original
+            if call is None
+            else call.noting(original, self.modules[position])
+            if known is None
+            else call.returning
+        )
         run = BlockRun(bare.name, function, bare.modules, args, kwargs, self._link)
         run.keep_arguments(clone=True)
         before = storages(run.tensors)
