@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor, *_: Any) -> Any:
-        RUNS.append(self.index)
+        RUNS.append(1)
         return x + self.second(F.gelu(self.first(x)).roll(self.dilation, 0))
 
 
@@ -79,6 +79,11 @@ class HalfFrozen(Chain):
         return x.sum()
 
 
+class EveryThird(Block):
+    def forward(self, x: torch.Tensor, *_: Any) -> Any:
+        return super().forward(super().forward(x)) if self.index % 3 == 2 else super().forward(x)
+
+
 class Random(Block):
     def forward(self, x: torch.Tensor, *_: Any) -> Any:
         return F.dropout(super().forward(x), 0.1)
@@ -95,6 +100,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "two widths": (lambda: Chain([Block(k, hidden=16 if k % 2 else 64) for k in range(DEPTH)]), True),
     "each another number": (lambda: Chain([Block(k, dilation=1 + k) for k in range(DEPTH)]), False),
     "by the index": (lambda: Chain(repeated(Odd)), False),
+    "every third by the index": (lambda: Chain(repeated(EveryThird)), False),
     "views": (lambda: Chain(repeated(View)), True),
     "something left behind": (lambda: Penalised(repeated(Leaves)), False),
     "gradients off for the first": (lambda: HalfFrozen(repeated(Block)), True),

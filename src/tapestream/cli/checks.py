@@ -137,6 +137,16 @@ def no_effect(option: str, beside: str, way: str = "") -> NoReturn:
     raise InputError(f"{option} has no effect with {beside}; leave it out{way and f', or {way}'}")
 
 
+def check_told(save: Path | None, plot: Path | None, *, suggest: bool, compare: bool) -> None:
+    """Raise InputError where an answer cannot be written, drawn or shown as it was asked for."""
+    if suggest and compare:
+        no_effect("--suggest", "--compare")
+    if save is not None:
+        check_file(save)
+    if plot is not None:
+        check_picture(plot)
+
+
 def check_picture(path: Path) -> None:
     """Raise InputError where no picture can be drawn at ``path``: before the work whose picture it is to be."""
     if importlib.util.find_spec("matplotlib") is None:

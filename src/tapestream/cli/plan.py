@@ -221,7 +221,7 @@ def _print_remedies(document: dict[str, Any], device: str, asked: bool) -> None:
     if rows:
         show.table("What would help", rows, ("with", "the same samples take", *(name(tier, device) for tier in Tier)))
     elif asked:
-        show.line("None of --loss-chunks, --update backward, a smaller --batch or --lora saves more than 1%.")
+        show.line("Nothing that was tried saves more than 1%.")
 
 
 def _text(change: Change) -> str:

@@ -56,7 +56,8 @@ def _candidates(question: Question) -> Iterator[tuple[Change, Question, int]]:
     yield from _chunks(question)
     if question.update == "step":
         yield {"--update": "backward"}, replace(question, update="backward"), 1
-    for runs in (2, 4) if question.update == "step" else ():  # otherwise each would be a step
+    gathers = question.update == "step" and question.home is not Tier.DEVICE  # else each is a step, or has no room
+    for runs in (2, 4) if gathers else ():
         if question.batch % runs == 0:
             yield {"--batch": str(question.batch // runs)}, replace(question, batch=question.batch // runs), runs
     if question.lora is None:

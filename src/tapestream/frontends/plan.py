@@ -25,7 +25,7 @@ from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.program.program import Program
-from tapestream.frontends.suggested import helped, seconds_of, that_help, tried, tried_with
+from tapestream.frontends.suggested import head_of, helped, seconds_of, that_help, tried, tried_with
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
@@ -60,17 +60,25 @@ def plan(
     """
     args, kwargs = arguments_of(batch)
     planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
+    given = {"budget": budget, "device": device, "machine": machine, **arguments}
     if is_streamed(model):
-        found, tries = planned(handle_of(model))
+        asked = [name for name, value in given.items() if value is not None]
+        if asked:
+            raise InputError(f"plan: {asked[0]}= has no effect on a model that is streamed already; leave it out")
+        found = planned(handle_of(model))
     else:
-        given = {"budget": budget, "device": device, "machine": machine, **arguments}
         with _streamed(model, given) as handle:
-            found, tries = planned(handle)
+            found = planned(handle)
+            head = head_of(model, handle.blocks[: handle.wide])
         if suggest and given.get("loss_chunks") is None:
-            tries += tried("stream(..., loss_chunks='auto')", partial(_with_chunks, model, given, args, kwargs))
-    if isinstance(found, BudgetError):
-        raise helped(found, tries)
-    return replace(found[0], remedies=that_help(tries, seconds_of(found[1]))) if suggest else found[0]
+            change = {"loss_chunks": "auto"} | ({} if head is None else {"head": head})
+            text = f"stream(..., {', '.join(f'{name}={value!r}' for name, value in change.items())})"
+            found.remedies += tried(text, partial(_otherwise, model, given | change, *found.call), found.prepared)
+    if found.refusal is not None:
+        raise helped(found.refusal, found.remedies)
+    assert found.plan is not None
+    assert found.prepared is not None
+    return replace(found.plan, remedies=that_help(found.remedies, seconds_of(found.prepared)))
 
 
 @contextlib.contextmanager
@@ -82,28 +90,41 @@ def _streamed(model: nn.Module, arguments: dict[str, Any]) -> Iterator[Streamed]
         unstream(model)
 
 
-def _with_chunks(
-    model: nn.Module, arguments: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Prepared:
-    with _streamed(model, {**arguments, "loss_chunks": "auto"}) as handle:
-        return handle.prepare_for(args, kwargs)
+def _otherwise(
+    model: nn.Module, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Prepared]:
+    with _streamed(model, given) as handle:
+        return [handle.prepare_for(args, kwargs)]
 
 
-def _planned(
-    handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], longest: Any, *, suggest: bool
-) -> tuple[tuple[Plan, Prepared] | BudgetError, list[Remedy]]:
-    """The plan, or with ``suggest`` why there is none; and what was tried beside it."""
-    announced = handle.longest if longest is None else Longest(longest)
-    found: tuple[Plan, Prepared] | BudgetError
+@dataclass(slots=True)
+class _Found:
+    """A plan, or why there is none; ``remedies``: tried for ``call``, the arguments of the one that was refused, or of
+    the user's."""
+
+    call: Arguments
+    plan: Plan | None = None
+    prepared: Prepared | None = None
+    refusal: BudgetError | None = None
+    remedies: list[Remedy] = field(default_factory=list)
+
+
+def _planned(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], longest: Any, *, suggest: bool) -> _Found:
+    """The plan, or with ``suggest`` why there is none, and what was tried beside it."""
+    announced, found = handle.longest if longest is None else Longest(longest), _Found((args, kwargs))
     try:
         announced.plan(handle)
-        prepared = handle.prepare_for(args, kwargs)
-        found = _with_paces(prepared, announced), prepared
+        found.prepared = handle.prepare_for(args, kwargs)
+        found.plan = _with_paces(found.prepared, announced)
     except BudgetError as error:
         if not suggest:
             raise
-        found = error.to_keep()
-    return found, tried_with(handle, args, kwargs) if suggest else []
+        found.refusal = error.to_keep()
+        if announced.arguments is not None and announced.prepared is None:
+            found.call = announced.arguments
+    if suggest:
+        found.remedies = tried_with(handle, *found.call, found.prepared)
+    return found
 
 
 def _with_paces(prepared: Prepared, announced: Longest) -> Plan:

@@ -1,32 +1,45 @@
 """What would help a step that was planned: each remedy is planned as the step itself was."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from tapestream.errors import BudgetError
+from tapestream.frontends.module.calls.gathering import after_a_backward
 from tapestream.frontends.module.calls.refused import first_part, samples_of
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.planning.remedy import Remedy
 
+Runs: TypeAlias = Sequence[Prepared]
+"""The plans of all runs that make one step."""
 _GAIN = 0.99  # of the seconds: less is no remedy
 _PARTS = (2, 4)
 
 
-def tried_with(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Remedy]:
-    """What can be changed of a model that is streamed, each planned for a call with these arguments."""
-    return [one for change, plan, runs in _changes(handle, args, kwargs) for one in tried(change, plan, runs)]
+def tried_with(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], base: Prepared | None) -> list[Remedy]:
+    """What can be changed of a model that is streamed, each planned for a call with these arguments; ``base``: without
+    it, None where that does not fit."""
+    return [one for change, plan in _changes(handle, args, kwargs) for one in tried(change, plan, base)]
 
 
-def tried(change: str, plan: Callable[[], Prepared], runs: int = 1) -> Iterator[Remedy]:
-    """One change, if what ``plan`` gives with it fits; it takes so many runs for the same samples."""
+def tried(change: str, plan: Callable[[], Runs], base: Prepared | None) -> Iterator[Remedy]:
+    """One change, if what ``plan`` gives with it fits.
+
+    Profiles are measured, each at another moment: what is lost beside everything stored counts, and the time itself
+    only where that is longer, so that a quicker moment is no remedy.
+    """
     with suppress(Exception):  # a model may refuse a smaller batch in words of its own, as BatchNorm does
-        found = plan()
-        yield Remedy(change, runs * seconds_of(found), max(plan.peak_nbytes for plan in found.plans))
+        runs = plan()
+        seconds, stored = sum(map(seconds_of, runs)), sum(map(_stored_seconds, runs))
+        if base is not None and stored:
+            seconds = max(seconds, _stored_seconds(base) * seconds / stored)
+        yield Remedy(change, seconds, max(plan.peak_nbytes for run in runs for plan in run.plans))
 
 
 def that_help(remedies: Iterable[Remedy], seconds: float) -> tuple[Remedy, ...]:
@@ -46,20 +59,41 @@ def helped(error: BudgetError, remedies: Iterable[Remedy]) -> BudgetError:
     return error.saying(f"{error.message}. It fits with {'; with '.join(map(str, known))}") if known else error
 
 
+def head_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
+    """The name of the layer that makes the logits where the model does not say it: its only linear one outside
+    ``blocks``. None where nobody need or can say it."""
+    if callable(getattr(model, "get_output_embeddings", None)):
+        return None
+    inside = {id(module) for block in blocks for module in block.modules()}
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in inside
+    ]
+    return names[0] if len(names) == 1 else None
+
+
+def _stored_seconds(found: Prepared) -> float:
+    return sum(plan.stored_seconds for plan in found.plans)
+
+
 def _changes(
     handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Callable[[], Prepared], int]]:
+) -> Iterator[tuple[str, Callable[[], Runs]]]:
     if handle.update == "step":
-        yield "optimizer(..., update='backward')", partial(_in_backward, handle, args, kwargs), 1
+        yield "optimizer(..., update='backward')", partial(_in_backward, handle, args, kwargs)
     for parts in _PARTS if handle.update != "backward" else ():  # where each part would be a step
         if samples_of(args, kwargs) % parts == 0:
-            part = partial(handle.prepare_for, *first_part(args, kwargs, parts))
-            yield f"the batch in {parts} equal parts, one after the other", part, parts
+            yield f"the batch in {parts} equal parts, one after the other", partial(_cut, handle, args, kwargs, parts)
 
 
-def _in_backward(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+def _in_backward(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs:
     update, handle.update = handle.update, "backward"
     try:
-        return handle.prepare_for(args, kwargs)
+        return [handle.prepare_for(args, kwargs)]
     finally:
         handle.update = update
+
+
+def _cut(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Runs:
+    """The first of the parts, and those after it beside its gradients."""
+    first = handle.prepare_for(*first_part(args, kwargs, parts))
+    return [first, *[after_a_backward(handle, first, {})] * (parts - 1)]

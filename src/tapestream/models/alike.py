@@ -1,7 +1,8 @@
 """Calls of blocks that are alike: two are run and measured, of the others only what they return is made."""
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -19,7 +20,8 @@ _Leaf: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 _ENOUGH = 2  # calls that were measured and found to be the same
 _OF_MODULES = set(vars(nn.Module()))
 _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index"}
-"""Attributes that say the how manieth a block is; nothing else that two blocks differ in is overlooked."""
+"""Attributes that say the how manieth a block is. They are overlooked where a call only hands them on (to a cache that
+is not there); nothing else is that two blocks differ in."""
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -27,24 +29,26 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, t
 @dataclass(slots=True)
 class Known(Generic[T]):
     """What calls of one kind gave: the last ``calls`` of them ``value``. ``made``: makes what they return; None where
-    nobody knows how. ``leaves``: a call has left something in its block, which others may look for."""
+    nobody knows how. ``differs``: a call has left something in its block, which others may look for, or has computed
+    with the place of its block."""
 
     value: T | None = None
     calls: int = 0
     made: "Made | None" = None
-    leaves: bool = False
+    differs: bool = False
 
     def known(self) -> T | None:
         """What such calls give; None: this one has to be run."""
-        return self.value if self.calls >= _ENOUGH and self.made is not None and not self.leaves else None
+        return self.value if self.calls >= _ENOUGH and self.made is not None and not self.differs else None
 
     def noting(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """``function``, a call of ``module``, of which is noted what it returns and leaves."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             before = _held(module)
-            out = function(*args, **kwargs)
-            self.made, self.leaves = _maker(args, kwargs, out), self.leaves or _held(module) != before
+            with _watching(module) as used:
+                out = function(*args, **kwargs)
+            self.made, self.differs = _maker(args, kwargs, out), self.differs or bool(used) or _held(module) != before
             return out
 
         return noted
@@ -99,6 +103,48 @@ def _structure(module: nn.Module) -> Hashable | None:
         parts.append((name, type(one), one.training, attributes, tuple((k, _shape_of(t)) for k, t in tensors.items())))
     held = (t for one in module.modules() for t in (*one._parameters.values(), *one._buffers.values()))
     return tuple(parts), _numbers(id(t) for t in held)
+
+
+@contextlib.contextmanager
+def _watching(module: nn.Module) -> Iterator[list[str]]:
+    """What is done with the places of ``module`` and of those inside: names of methods of int."""
+    used: list[str] = []
+    places = [
+        (vars(one), key, value)
+        for one in module.modules()
+        for key, value in vars(one).items()
+        if key in _PLACES and type(value) is int
+    ]
+    for own, key, value in places:
+        own[key] = _Place(value)
+        own[key].used = used
+    try:
+        yield used
+    finally:
+        for own, key, value in places:
+            own[key] = value
+
+
+class _Place(int):
+    """A number that notes when something is computed with it."""
+
+    used: list[str]
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    def method(self: _Place, *args: Any) -> Any:
+        self.used.append(name)
+        return getattr(int(int.__int__(self)), name)(*args)
+
+    return method
+
+
+for _name in (
+    "lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "index", "float", "str", "repr", "format", "neg", "add", "radd",
+    "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "rfloordiv", "truediv", "rtruediv", "divmod", "and", "or",
+    "xor", "lshift", "rshift", "pow",
+):  # fmt: skip
+    setattr(_Place, f"__{_name}__", _noting(f"__{_name}__"))
 
 
 def _held(module: nn.Module) -> list[tuple[int, int]]:

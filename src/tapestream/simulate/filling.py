@@ -50,15 +50,15 @@ class UpTo(Judge):
 
     def _look(self) -> None:
         places, found = self.places, self.found
-        there = {
-            (kind, number)
+        there = {  # in order, unlike a set
+            (kind, number): None
             for copies in (places.current, places.stale)
             for kind, values in copies.items()
             for number, tiers in values.items()
             if tiers >> Tier.DEVICE & 1
         }
         coming = (value for value, flight in places.flights.items() if flight.target is Tier.DEVICE)
-        there.update((value.kind, number_of(value.index, value.part)) for value in coming)
+        there.update(dict.fromkeys((value.kind, number_of(value.index, value.part)) for value in coming))
         for kind, number in there:
             if kind is not Kind.STATE:  # those on the device are in the states
                 found[_NAMES[kind]] += places.nbytes_of(kind, number)

@@ -98,10 +98,7 @@ def plan(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
         machine,
     ).found()  # fmt: skip
-    if save is not None:
-        checks.check_file(save)
-    if plot is not None:
-        checks.check_picture(plot)
+    checks.check_told(save, plot, suggest=suggest, compare=compare)
     wish = TargetOptions(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
     check_target(target, wish)
     with importing():

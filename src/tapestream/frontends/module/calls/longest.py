@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Longest:
-    """Plans for the longest call. Its arguments are kept: the optimizer, or what is trainable, may change.
+    """Plans for the longest call. Its ``arguments`` are kept (None: not announced): the optimizer, or what is
+    trainable, may change.
 
     ``prepared``: its plans, None before they are made, and where no longest call was announced.
     """
@@ -23,8 +24,8 @@ class Longest:
     def __init__(self, batch: Any = None) -> None:
         """``batch``: its arguments, as `plan` takes them (None: not announced). Raises InputError where they hold no
         tensor."""
-        self._arguments = None if batch is None else arguments_of(batch)
-        if self._arguments is not None and not tensors_in([self._arguments]):
+        self.arguments = None if batch is None else arguments_of(batch)
+        if self.arguments is not None and not tensors_in([self.arguments]):
             raise InputError(
                 f"longest={batch!r} holds no tensor; give the arguments of the longest call, as ts.plan takes them"
             )
@@ -36,9 +37,9 @@ class Longest:
 
         Raises BudgetError, which names the least for the longest call.
         """
-        if self._arguments is None or self._planning:
+        if self.arguments is None or self._planning:
             return
-        args, kwargs = self._arguments
+        args, kwargs = self.arguments
         self._planning = True
         try:
             self.prepared = self._or_split(handle, lambda: handle.prepare_for(args, kwargs))
@@ -51,5 +52,5 @@ class Longest:
             self._or_split(handle, lambda: gathering(handle, prepared, handle._beside))
 
     def _or_split(self, handle: "Streamed", plan: Callable[[], Prepared]) -> Prepared:
-        assert self._arguments is not None
-        return or_split(handle, handle.prepare_for, *self._arguments, plan, which="the longest call (longest=): ")
+        assert self.arguments is not None
+        return or_split(handle, handle.prepare_for, *self.arguments, plan, which="the longest call (longest=): ")

@@ -26,12 +26,13 @@ def without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> Bud
     return error
 
 
-def advised(error: BudgetError, outside: int, turn_nbytes: int, *, in_chunks: bool) -> BudgetError:
+def advised(error: BudgetError, outside: int, turn_nbytes: int, *, in_chunks: bool, named: bool) -> BudgetError:
     """``error``, unless the loss is made ``in_chunks``, with what helps where the logits and the loss take most of what
-    the blocks' parts need."""
+    the blocks' parts need. ``named``: whether the model says which layer makes the logits."""
     if in_chunks or error.least_nbytes is None or 2 * turn_nbytes <= error.least_nbytes - outside:
         return error
+    call = "stream(..., loss_chunks='auto')" if named else "stream(..., loss_chunks='auto', head='name.of.that.layer')"
     return error.saying(
         f"{error.message}. {format_nbytes(turn_nbytes)} of that is made after the blocks (by the head, its logits and "
-        "the loss): for a linear head and F.cross_entropy, stream(..., loss_chunks='auto') never makes all logits"
+        f"the loss): for a linear head and F.cross_entropy, {call} never makes all logits"
     )

@@ -129,7 +129,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
         left = left_nbytes(one for segment in segments for one in segment.traits)
         error = without_cache(error, observed.left_nbytes, left)
         after = after_nbytes(terms_of(handle), observed)
-        raise advised(error, outside, after, in_chunks=handle.head is not None) from None
+        named = callable(getattr(handle.model, "get_output_embeddings", None))
+        raise advised(error, outside, after, in_chunks=handle.head is not None, named=named) from None
     return replace(found, turn=observed.turn, returned=Returned(observed.turn.results_nbytes))
 
 
