@@ -322,6 +322,18 @@ def products_are_measured(simulator: Simulator) -> list[str]:
         torch.cuda.synchronize()
 
 
+def sums_are_measured(simulator: Simulator) -> list[str]:
+    """So is a sum."""
+    with simulator.paused():
+        return _goes_on(lambda: measure._memory_bytes_per_second(_DEVICE, measure._QUICK))
+
+
+def launches_are_measured(simulator: Simulator) -> list[str]:
+    """And a step of small modules."""
+    with simulator.paused():
+        return _goes_on(lambda: measure._launch_seconds(_DEVICE, measure._QUICK))
+
+
 def seconds_are_measured(simulator: Simulator) -> list[str]:
     """Events give the seconds between them when both have happened."""
     with simulator.paused():
@@ -357,7 +369,8 @@ HAZARDS: tuple[Hazard, ...] = (
     seconds_are_measured, host_computes_after_a_copy, abandoned_copies, pages_in_use_unlocked_after_a_copy,
     idle_pages_unlocked_after_a_copy, pages_unlocked_at_the_end, a_state_that_comes_twice,
     answers_are_read_when_they_are_there,
-    products_are_measured, links_are_measured, data_replaced_within_a_call, weights_read_within_a_call, data_replaced,
+    products_are_measured, sums_are_measured, launches_are_measured, links_are_measured,
+    data_replaced_within_a_call, weights_read_within_a_call, data_replaced,
     training, training_from_disk, chain, scaled_gradients, an_error_in_the_middle,
 )  # fmt: skip
 """The quick ones first."""

@@ -276,7 +276,7 @@ def _memory_bytes_per_second(device: torch.device, effort: _Effort) -> float:
 
 def _launch_seconds(device: torch.device, effort: _Effort) -> float:
     """Seconds for each operation, forward or backward, of modules so small that nothing else counts."""
-    modules = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(_SMALL))).to(device)
+    modules = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, device=device), nn.Tanh()) for _ in range(_SMALL)))
     numbers = torch.ones(8, 8, device=device, requires_grad=True)
 
     def step(_: int) -> None:
