@@ -16,6 +16,7 @@ from simulated_gpu import Simulator
 from torch import Tensor, nn
 
 import tapestream as ts
+from tapestream.accelerator.memory import page_unlock
 from tapestream.accelerator.streams import timed
 from tapestream.executor.doubts import Doubts
 from tapestream.executor.engines.cuda import CudaEngine
@@ -274,6 +275,9 @@ def pages_unlocked_at_the_end(simulator: Simulator) -> list[str]:
         try:
             pool._locked._unlock()
         except RuntimeError as error:
+            torch.cuda.synchronize()
+            for address in pool._locked._locked:  # or whoever gets this memory next could not lock it
+                page_unlock(address, _DEVICE)
             return [str(error)]
         finally:
             torch.cuda.synchronize()
