@@ -229,15 +229,17 @@ def _copy_out(simulator: Simulator, *, ended: bool = True) -> Iterator[tuple[Cop
     source, target = pool.allocate(Tier.DEVICE, 1 << 16), pool.allocate(Tier.HOST, 1 << 16)
     engine.wait(engine.copy(source, target))
     kept = target.memory  # whatever happens, the copy finds memory there
-    with simulator.paused(engine._streams[Tier.DEVICE, Tier.HOST]):
-        ticket = engine.copy(source, target)
-        if ended:
-            engine.wait(ticket)
-        yield engine, pool, target
-    torch.cuda.synchronize()
-    engine.close()
-    pool.close()
-    del kept
+    try:
+        with simulator.paused(engine._streams[Tier.DEVICE, Tier.HOST]):
+            ticket = engine.copy(source, target)
+            if ended:
+                engine.wait(ticket)
+            yield engine, pool, target
+    finally:
+        torch.cuda.synchronize()
+        engine.close()
+        pool.close()
+        del kept
 
 
 def host_computes_after_a_copy(simulator: Simulator) -> list[str]:

@@ -116,8 +116,8 @@ class PageLockedMemory:
         """Give up slabs that are wholly free (and smaller than that), once copies from and to them have happened."""
         for slab in [slab for slab in self._slabs if slab.room.unused]:
             if smaller_than is None or slab.memory.numel() < smaller_than:
-                self._slabs.remove(slab)
                 self._drop(slab)
+                self._slabs.remove(slab)
 
     def close(self, uses: Mapping[object, Use]) -> None:
         """Give up all slabs; views of them stay readable. ``uses``: copies of pieces in use."""
@@ -183,8 +183,8 @@ class PageLockedMemory:
             settle_uses(late.uses)
         address = slab.memory.data_ptr()
         if address in self._locked:
+            page_unlock(address, self._device)  # where it refuses, this is tried once more when nobody needs any slab
             self._locked.remove(address)
-            page_unlock(address, self._device)
 
 
 def _pinned_empty(nbytes: int) -> torch.Tensor:
