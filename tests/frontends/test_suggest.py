@@ -99,7 +99,7 @@ def test_a_head_that_is_not_said_is_named() -> None:
     with pytest.raises(ts.BudgetError) as told:
         ts.plan(Headed(), batch, budget="9MiB", device="cpu", machine=MACHINE, suggest=True)
     assert "head='name.of.that.layer'" in str(told.value)
-    assert "It fits with stream(..., loss_chunks='auto', head='out')" in str(told.value)
+    assert "with stream(..., loss_chunks='auto', head='out'): " in str(told.value)
     plan = ts.plan(Headed(), batch, budget="9MiB", device="cpu", machine=MACHINE, loss_chunks="auto", head="out")
     assert plan.peak_nbytes <= 9 * 2**20
 
