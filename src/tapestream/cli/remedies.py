@@ -7,8 +7,7 @@ from tapestream.cli.answer import Answer
 from tapestream.cli.question import Change, Question
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
-
-_GAIN = 0.99  # of the seconds: less is no remedy
+from tapestream.planning.remedy import that_help
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ def remedies(question: Question, found: Answer, *, every: bool) -> list[Helping]
             tried.append(Helping(change, asked.plan(), runs))
         except (BudgetError, InputError):
             continue
-    return sorted((one for one in tried if one.seconds < _GAIN * found.seconds), key=lambda one: one.seconds)
+    return that_help(tried, found.seconds)
 
 
 def _logits_fill(found: Answer) -> bool:

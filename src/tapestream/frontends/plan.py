@@ -25,7 +25,7 @@ from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.program.program import Program
-from tapestream.frontends.suggested import head_of, helped, seconds_of, that_help, tried, tried_with
+from tapestream.frontends.suggested import head_of, helped, remedies_for, seconds_of, tried, tried_with
 from tapestream.ir.actions import Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
@@ -78,7 +78,7 @@ def plan(
         raise helped(found.refusal, found.remedies)
     assert found.plan is not None
     assert found.prepared is not None
-    return replace(found.plan, remedies=that_help(found.remedies, seconds_of(found.prepared)))
+    return replace(found.plan, remedies=remedies_for(found.remedies, seconds_of(found.prepared)))
 
 
 @contextlib.contextmanager

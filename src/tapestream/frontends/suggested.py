@@ -14,11 +14,10 @@ from tapestream.frontends.module.calls.gathering import after_a_backward
 from tapestream.frontends.module.calls.refused import first_part, samples_of
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.streamed import Streamed
-from tapestream.planning.remedy import Remedy
+from tapestream.planning.remedy import Remedy, that_help
 
 Runs: TypeAlias = Sequence[Prepared]
 """The plans of all runs that make one step."""
-_GAIN = 0.99  # of the seconds: less is no remedy
 _PARTS = (2, 4)
 
 
@@ -42,10 +41,9 @@ def tried(change: str, plan: Callable[[], Runs], base: Prepared | None) -> Itera
         yield Remedy(change, seconds, max(plan.peak_nbytes for run in runs for plan in run.plans))
 
 
-def that_help(remedies: Iterable[Remedy], seconds: float) -> tuple[Remedy, ...]:
-    """Those that save more than 1% of ``seconds``, the fastest first."""
-    faster = (replace(one, before_seconds=seconds) for one in remedies if one.seconds < _GAIN * seconds)
-    return tuple(sorted(faster, key=lambda one: one.seconds))
+def remedies_for(tries: Iterable[Remedy], seconds: float) -> tuple[Remedy, ...]:
+    """Those that help a step of so many ``seconds``, which they are compared with."""
+    return tuple(replace(one, before_seconds=seconds) for one in that_help(tries, seconds))
 
 
 def seconds_of(found: Prepared) -> float:
@@ -55,7 +53,7 @@ def seconds_of(found: Prepared) -> float:
 
 def helped(error: BudgetError, remedies: Iterable[Remedy]) -> BudgetError:
     """``error``, with what fits."""
-    known = that_help(remedies, inf)
+    known = remedies_for(remedies, inf)
     return error.saying(f"{error.message}. It fits with {'; with '.join(map(str, known))}") if known else error
 
 

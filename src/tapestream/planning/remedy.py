@@ -1,9 +1,26 @@
 """`Remedy`: a change with which a step takes less time, tried by the judge."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol, TypeVar
 
 from tapestream.units import format_nbytes, format_seconds
+
+_GAIN = 0.99  # of the seconds: less is no remedy
+
+
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+T = TypeVar("T", bound=_Timed)
+
+
+def that_help(tried: Iterable[T], seconds: float) -> list[T]:
+    """Those that save more than 1% of ``seconds``, the fastest first."""
+    return sorted((one for one in tried if one.seconds < _GAIN * seconds), key=lambda one: one.seconds)
 
 
 @dataclass(frozen=True, slots=True)
