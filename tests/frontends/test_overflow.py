@@ -193,6 +193,23 @@ def test_gradients_go_with_their_home(tmp_path: Path) -> None:
     ts.unstream(model)
 
 
+def test_gradients_that_stay_on_the_device_now_leave_no_bytes_at_home(tmp_path: Path) -> None:
+    """A plan that keeps a gradient on the device counts on the bytes that another plan has used for it in RAM."""
+    plain, model = deep().to(DEVICE), tight(deep(), tmp_path)
+    theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)
+    found, handle = stepped(model, optimizer, 3), handle_of(model)
+    copies = handle.store.copies
+    value = next(v for v, tier in copies.regions if v.kind is Kind.GRADIENT and tier is H)
+    handle.store.settle()
+    handle.store.place(copies.resident | {value})
+    assert (value, H) in copies.regions
+    handle.store.gradients.leave()
+    assert (value, H) not in copies.regions
+    found += stepped(model, optimizer, 3, 4)
+    assert all(map(torch.equal, found, stepped(plain, theirs, 3, 3, 4)))
+    assert_same(all_of(plain), all_of(ts.unstream(model)))
+
+
 def test_forward_only_saves_and_going_on_are_exact(tmp_path: Path) -> None:
     plain, model = deep().to(DEVICE), tight(deep(), tmp_path / "blocks")
     theirs, optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), sgd(model)

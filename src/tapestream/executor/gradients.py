@@ -103,21 +103,21 @@ class GradientBook:
         self._go_home(value)
 
     def leave(self) -> None:
-        """Send home what ``.grad`` has on the device of blocks whose gradients do not live there; give back the bytes
-        at home that no ``.grad`` shows any more: states may need them before the next gradient does."""
+        """Give back the bytes at home that no ``.grad`` shows any more: plans count on them where gradients stay on the
+        device now, and states may need them before the next gradient does. Send home what ``.grad`` has on the device
+        of blocks whose gradients do not live there."""
         for this in self.copies.blocks:
             value = Value(Kind.GRADIENT, this.index)
-            if self.copies.tier_of(value) is Tier.DEVICE:
-                continue
+            home = self.copies.home_of(value)
             shown = self._gradients(this.index)
-            if any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
+            if home is Tier.DEVICE or any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
                 continue
             own = self._own(this.index) if shown else ()
             at_home = [gradient.data_ptr() in own for gradient in shown.values()]
             if not any(at_home) and not self._is_due(value):
-                self.copies.renew(value, self.copies.home_of(value))
-                self.copies.release(value, self.copies.home_of(value))
-            if not all(at_home):
+                self.copies.renew(value, home)
+                self.copies.release(value, home)
+            if not all(at_home) and self.copies.tier_of(value) is not Tier.DEVICE:
                 self._bring_home(value, shown)
 
     def rehome(self, value: Value, target: Tier) -> None:
