@@ -1,5 +1,6 @@
 """Values kept between uses: what the judge accepts, what no longer moves, and what is never kept."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed_chains import DEVICE, HOST, chains, computations, machines
@@ -26,8 +27,10 @@ def test_whatever_is_kept_the_judge_accepts_within_the_budget(data: st.DataObjec
     before = simulate(streaming.issued(stays, None), profile, machine)
     kept = kept_between(streaming.computation, stays, streaming.base, allowed, across=True)
     for budget in (None, Budget(allowed)):
-        schedule = streaming.issued(kept, budget, across=True)
+        schedule, seconds = streaming.timed(kept, budget, across=True)
         after = simulate(schedule, profile, machine)
+        assert seconds == pytest.approx(after.makespan_seconds, rel=1e-12)
+        assert streaming.forwards == after.forwards
         assert after.peak_nbytes[DEVICE] <= allowed
         assert sum(after.bytes_moved.values()) <= sum(before.bytes_moved.values())
         assert after.forwards == before.forwards

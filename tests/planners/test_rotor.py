@@ -3,6 +3,7 @@
 from random import Random
 from time import perf_counter
 
+import numpy as np
 import pytest
 from chains import chains
 from exhaustive import least_seconds
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from tapestream.costs import Budget, Carried, Profile, StageCost
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Tier, distinct_nodes
-from tapestream.planners import planners
+from tapestream.planners import _rotor_tables, planners
 from tapestream.planners._recurrences import least_forwards
+from tapestream.planners._rotor_tables import Fastest, Leanest, Scale
+from tapestream.planners._units import Run, arrange
 from tapestream.simulate import simulate
 
 rotor = planners["rotor"]
@@ -124,9 +127,6 @@ def test_long_chains_in_groups(n, leanest, gradients):
 
 def test_groups_cost_little():
     """Groups against every stage on its own, on a chain that both can treat."""
-    from tapestream.planners._rotor_tables import Fastest, Scale
-    from tapestream.planners._units import Run, arrange
-
     chain = wild(60, Random(5))
     run, _ = Run.of(chain)
     for share in (0.4, 0.1):
@@ -151,3 +151,25 @@ def test_carried_storages_stay_within_the_budget():
     full = stored(chain).peak_nbytes[Tier.DEVICE]
     budget = full - 100
     assert simulate(rotor(chain, budget), chain, None, Budget(budget)).forwards < 24
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=5), gradients=st.booleans(),
+    share=st.floats(0.1, 1.0),
+)  # fmt: skip
+def test_what_is_known_of_equal_units_is_what_would_be_found(
+    runs: list[tuple[int, int]], gradients: bool, share: float
+) -> None:
+    """Problems that a problem one unit later has solved, against all solved by themselves."""
+    kinds = wild(4, Random(3), gradients).stages
+    run, _ = Run.of(Profile(tuple(kinds[kind] for kind, count in runs for _ in range(count)), 10**6))
+    units = arrange(run, 10**6, 128, 24)
+    scale = Scale.of(int(share * 2e7 * len(run)), 200, 1)
+    quick = Fastest(units, scale), Leanest(units)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_rotor_tables, "_alike", lambda units: [1] * len(units))
+        whole = Fastest(units, scale), Leanest(units)
+    assert runs[0][1] <= 2 or gradients or max(quick[0]._alike) > 1  # the first input is of another size
+    assert np.array_equal(quick[0]._seconds, whole[0]._seconds)
+    assert np.array_equal(quick[1]._seconds, whole[1]._seconds)
+    assert np.array_equal(quick[1]._nbytes, whole[1]._nbytes)

@@ -38,5 +38,5 @@ def hide_copies(schedule: Schedule, profile: Profile, budget: Budget | None, mac
     stays = kept_between(computation, stays, base, budget.device_nbytes)
     sizes, lives = dict(block_values(profile)), living_on_host(schedule.resident, stays)
     living = sum(sizes.get(value, 0) for value in lives)
-    actions = issue(computation, stays, profile, base, machine, budget=budget, living_nbytes=living)
+    actions = issue(computation, stays, profile, base, machine, budget=budget, living_nbytes=living).actions
     return Schedule.of(actions, schedule.stages, resident=schedule.resident, planner=schedule.planner)

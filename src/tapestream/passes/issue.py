@@ -8,6 +8,7 @@ every copy is made just in time and waited for at once.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,13 @@ BARRIERS = (Phase(PhaseKind.FORWARD), Phase(PhaseKind.STEP))
 """Where no copy of a parameter block may be under way."""
 
 
+class Issued(NamedTuple):
+    """Actions, and the seconds that the judge will say they take: both go by the same clock."""
+
+    actions: list[Action]
+    seconds: float
+
+
 def issue(
     computation: Sequence[Action],
     stays: Sequence[Stay],
@@ -33,7 +41,7 @@ def issue(
     across: bool = False,
     living_nbytes: int = 0,
     host_nbytes: int | None = None,
-) -> list[Action]:
+) -> Issued:
     """The computation with the copies that ``stays`` ask for.
 
     ``base``: bytes beside blocks (`footprint`). ``budget`` None: no overlap, least memory. ``across``: parameters may
@@ -57,7 +65,7 @@ def issue(
         raise BudgetError(
             f"blocks and what passes through take {walk.most} bytes of HOST, {host_nbytes} are allowed; allow that much"
         )
-    return walk.actions
+    return Issued(walk.actions, walk.clock.now)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +107,7 @@ class _Walk:
         self.limits = {tier: _limit(budget, tier) for tier in (Tier.DEVICE, Tier.HOST)}
         self.clock = Clock(machine, tracing=False)
         self.occupied = Occupancy(base, stays).nbytes
+        self.host = base.host if base.host.any() else None  # what states and saved tensors take of it, if any do
         self.actions: list[Action] = []
         self.moving: list[_Transit] = []  # on their way out, or in with a stop; in order of their first copies
         self.leaving = 0  # device bytes of values on their way out
@@ -140,6 +149,7 @@ class _Walk:
         """Everything that the action at ``position`` needs, and what else may start by now."""
         self._make_room(position)
         self._retire(position)
+        before = len(self.actions)
         wanted = self.starting.get(position, ())
         for i in wanted:
             if i not in self.transit:
@@ -150,8 +160,9 @@ class _Walk:
             self._look_ahead(position)
             for i in wanted:
                 self._arrive(i, position)
-            self._retire(position)
-            self._look_ahead(position)
+            if len(self.actions) > before:  # else nothing has changed
+                self._retire(position)
+                self._look_ahead(position)
 
     def send(self, position: int) -> None:
         """Values whose stay ends with the action at ``position`` go home or are dropped."""
@@ -284,13 +295,15 @@ class _Walk:
         stay = self.stays[i]
         if stay.start <= position:
             return True
-        ahead = max(int(self.occupied[position : stay.start].max()), int(self.occupied[position]) + self.leaving)
-        return ahead + stay.nbytes <= self.limits[Tier.DEVICE]
+        room = self.limits[Tier.DEVICE] - stay.nbytes
+        if int(self.occupied[position]) + self.leaving > room or int(self.occupied[stay.start - 1]) > room:
+            return False
+        return int(self.occupied[position : stay.start].max()) <= room
 
     def _stages(self, stay: Stay, position: int) -> bool:
         """Whether the host has room to pass a stay through, with a value on its way out beside it."""
-        host = self.living + int(self.base.host[position : stay.start + 1].max())
-        return host + self.staged + stay.nbytes + self.reserve <= self.limits[Tier.HOST]
+        beside = 0 if self.host is None else int(self.host[position : stay.start + 1].max())
+        return self.living + beside + self.staged + stay.nbytes + self.reserve <= self.limits[Tier.HOST]
 
     def _make_room(self, position: int) -> None:
         """Wait for copies out until what is left fits beside the action at ``position``."""

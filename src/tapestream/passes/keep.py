@@ -7,7 +7,6 @@ schedule updates, and for nothing else.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from tapestream.passes.memory import Footprint, Nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
 
 _ROUNDS = 8
+_AT_ONCE = 256  # choices of which those are dropped that do not fit
 _STEEP = 6  # the price of room at an action is how full it is, to this power
 
 
@@ -73,13 +73,16 @@ def kept_between(
     choices = list(_choices(computation, stays, across, gaps))
     empty = Occupancy(base, stays).nbytes
     allowed = int(empty.max()) + sum(stay.nbytes for stay in stays) if allowed_nbytes is None else allowed_nbytes
-    price = np.ones(len(computation))
+    room, price = _Room(gaps, choices), np.ones(len(computation))
     best: tuple[int, set[int]] = (0, set())
     before: set[int] | None = None
     for _ in range(_ROUNDS):
         held, taken = empty.copy(), set[int]()
-        for choice in _cheapest_first(choices, gaps, price):
-            _take(choice, gaps, held, taken, allowed)
+        order = room.cheapest_first(price)
+        for first in range(0, len(order), _AT_ONCE):
+            some = order[first : first + _AT_ONCE]
+            for number in some[room.may_fit(some, held, taken, allowed)].tolist():
+                _take(choices[number], gaps, held, taken, allowed)
         best = max(best, (_spared(choices, gaps, taken), taken), key=lambda found: found[0])
         if len(taken) == len(gaps) or taken == before:  # nothing is left to take, or prices lead here again
             break
@@ -88,24 +91,58 @@ def kept_between(
     return _joined(stays, [gaps[gap] for gap in sorted(best[1])], len(computation) - 1)
 
 
-def _cheapest_first(choices: Sequence[_Choice], gaps: Sequence[_Gap], price: NDArray[np.float64]) -> list[_Choice]:
-    """By the price of room for each copy spared."""
-    total = np.concatenate([[0.0], np.cumsum(price)]).tolist()
-    prices = [sum([total[stop] - total[start] for start, stop in gap.spans]) for gap in gaps]
-    return sorted(choices, key=lambda choice: sum([prices[gap] for gap in choice.gaps]) / choice.saves)
+class _Room:
+    """What choices need, as arrays: where each span of each gap begins and ends, and the gaps of each choice."""
+
+    def __init__(self, gaps: Sequence[_Gap], choices: Sequence[_Choice]) -> None:
+        spans = [(start, stop, number) for number, gap in enumerate(gaps) for start, stop in gap.spans]
+        table = np.array(spans, dtype=np.int64).reshape(-1, 3)
+        self._ends, self._gap_of_span = table[:, :2], table[:, 2].copy()
+        self._long = self._ends[:, 0] < self._ends[:, 1]
+        self._nbytes = np.array([gap.nbytes for gap in gaps], dtype=np.int64)
+        self._gaps = np.array([gap for choice in choices for gap in choice.gaps], dtype=np.int64)
+        self._choice_of_gap = np.repeat(np.arange(len(choices)), [len(choice.gaps) for choice in choices])
+        self._saves = np.array([choice.saves for choice in choices], dtype=np.int64)
+
+    def cheapest_first(self, price: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Numbers of choices, by the price of room for each copy spared."""
+        total = np.concatenate([[0.0], np.cumsum(price)])
+        spans = total[self._ends[:, 1]] - total[self._ends[:, 0]]
+        prices = np.bincount(self._gap_of_span, spans, minlength=len(self._nbytes))
+        choices = np.bincount(self._choice_of_gap, prices[self._gaps], minlength=len(self._saves))
+        return np.argsort(choices / self._saves, kind="stable")
+
+    def may_fit(self, some: NDArray[np.int64], held: Nbytes, taken: set[int], allowed: int) -> NDArray[np.bool_]:
+        """Of ``some`` choices, those that fit beside what is ``held`` now, each by itself: of the others nothing that
+        is kept besides will make room."""
+        asked = np.zeros(len(self._saves), dtype=bool)
+        asked[some] = True
+        wanted = asked[self._choice_of_gap]
+        left = np.zeros(len(self._nbytes), dtype=bool)
+        left[self._gaps[wanted]] = True
+        left[list(taken)] = False
+        spans = np.flatnonzero(left[self._gap_of_span] & self._long)
+        gap, ends = self._gap_of_span[spans], self._ends[spans].ravel()
+        most = np.maximum.reduceat(np.append(held, 0), ends)[::2] if len(ends) else ends
+        left[:] = False
+        left[gap[most + self._nbytes[gap] > allowed]] = True
+        asked[self._choice_of_gap[wanted & left[self._gaps]]] = False
+        return asked[some]
 
 
 def _take(choice: _Choice, gaps: Sequence[_Gap], held: Nbytes, taken: set[int], allowed: int) -> None:
     """Keep what is left of a choice if there is room."""
     left = [gap for gap in choice.gaps if gap not in taken]
     spans = [(start, stop, gaps[gap].nbytes) for gap in left for start, stop in gaps[gap].spans if start < stop]
-    # The ends first: where all is full, they say so at once.
-    if any(held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed for start, stop, nbytes in spans):
-        return
-    if all(held[start:stop].max() + nbytes <= allowed for start, stop, nbytes in spans):
-        taken.update(left)
-        for start, stop, nbytes in spans:
-            held[start:stop] += nbytes
+    for start, stop, nbytes in spans:  # the ends first: where all is full, they say so at once
+        if held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed:
+            return
+    for start, stop, nbytes in spans:
+        if held[start:stop].max() + nbytes > allowed:
+            return
+    taken.update(left)
+    for start, stop, nbytes in spans:
+        held[start:stop] += nbytes
 
 
 def _spared(choices: Sequence[_Choice], gaps: Sequence[_Gap], taken: set[int]) -> int:
@@ -154,17 +191,20 @@ def _joined(stays: Sequence[Stay], taken: Sequence[_Gap], end: int) -> list[Stay
     for index, stay in enumerate(stays):
         if index in swallowed:
             continue
+        if index not in follows and index not in from_before and index not in wraps:
+            joined.append(stay)
+            continue
         last = index
         while last in follows:
             last = follows[last]
-        found = replace(stay, stop=stays[last].stop, leave=stays[last].leave, free=stays[last].free)
+        found = stay._replace(stop=stays[last].stop, leave=stays[last].leave, free=stays[last].free)
         if stay.value.kind is Kind.GRADIENT and last != index:
-            found = replace(found, stop=end, free=(Tier.DEVICE,))
+            found = found._replace(stop=end, free=(Tier.DEVICE,))
         if index in from_before and last in wraps:
             found = Stay(stay.value, stay.nbytes, 0, end)
         elif index in from_before:
-            found = replace(found, start=0, arrive=(), leave=from_before[index], free=())
+            found = found._replace(start=0, arrive=(), leave=from_before[index], free=())
         elif last in wraps:
-            found = replace(found, stop=end, leave=(), free=(found.leave[-1],))
+            found = found._replace(stop=end, leave=(), free=(found.leave[-1],))
         joined.append(found)
     return joined

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ from tapestream.ir import (
 from tapestream.passes.memory import Footprint, Nbytes, block_values
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """One uninterrupted presence of a value on the device.
 
     ``start`` and ``stop``: positions of the first and last action of the computation that it is there for.

@@ -2,17 +2,31 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
-from tapestream.ir import Action, Backward, Forward, Kind, Phase, PhaseKind, Record, Schedule, Tier, Update, Value
+from tapestream.ir import (
+    Action,
+    Backward,
+    Forward,
+    Kind,
+    Offload,
+    Phase,
+    PhaseKind,
+    Prefetch,
+    Record,
+    Schedule,
+    Tier,
+    Update,
+    Value,
+)
 from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
 from tapestream.passes.issue import issue
-from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, updates_of
+from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, stage_nbytes, updates_of
 from tapestream.passes.residency import UpdateMode
 from tapestream.passes.stays import Stay, blocks_of, cut_forwards, living_on_host, needs
 
@@ -31,7 +45,8 @@ class Streaming:
     """A computation, cut where blocks change and with its updates, before it is said which values are resident.
 
     ``routes``: of the values of each kind from their home; ``from_disk``: of those that overflow. ``seconds``: of all
-    computation before each action, and at the end.
+    computation before each action, and at the end. ``forwards``: runs of stages, recorded ones included;
+    ``passing_nbytes``: of states and saved tensors that cross links.
     """
 
     schedule: Schedule
@@ -46,6 +61,8 @@ class Streaming:
     runs: dict[Value, list[_Run]]
     sizes: dict[Value, int]
     seconds: NDArray[np.float64]
+    forwards: int
+    passing_nbytes: int
     moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict, compare=False)  # as asked for so far
 
     @classmethod
@@ -73,15 +90,19 @@ class Streaming:
         if homes.overflowing:
             with suppress(InputError):  # a machine without a disk: nothing can overflow
                 below = _route(machine, Tier.DISK)
+        forwards = sum(map(_forwards, computation))
+        copies = (action.value for action in computation if isinstance(action, Offload | Prefetch))
+        passing = sum(stage_nbytes(value, profile) for value in copies)
         return cls(
-            schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds
-        )
+            schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds,
+            forwards, passing,
+        )  # fmt: skip
 
     def stays(self, resident: frozenset[Value]) -> list[Stay]:
         """When each value is on the device."""
         return [stay for value in self.sizes for stay in self.stays_of(value, resident=value in resident)]
 
-    def issued(
+    def timed(
         self,
         stays: Sequence[Stay],
         budget: Budget | None,
@@ -89,20 +110,25 @@ class Streaming:
         across: bool = False,
         on_disk: frozenset[Value] = frozenset(),
         host_nbytes: int | None = None,
-    ) -> Schedule:
-        """The schedule that does this, with copies as early as ``budget`` allows (None: just in time).
+    ) -> tuple[Schedule, float]:
+        """The schedule that does this, with copies as early as ``budget`` allows (None: just in time), and its seconds.
 
         ``across``: parameters may arrive for the step phase before it begins. ``on_disk``: values that live there,
         whatever their kind's home. Raises BudgetError where the host has to hold more than ``host_nbytes``.
         """
         where = self._lying(stays, on_disk)
         lives = living_on_host(where, stays)
-        actions = issue(
+        actions, seconds = issue(
             self.computation, stays, self.profile, self.base, self.machine,
             budget=budget, across=across, living_nbytes=sum(self.sizes[value] for value in lives),
             host_nbytes=host_nbytes,
         )  # fmt: skip
-        return Schedule.of(actions, self.schedule.stages, resident=where, planner=self.schedule.planner)
+        schedule = Schedule.of(actions, self.schedule.stages, resident=where, planner=self.schedule.planner)
+        return schedule, seconds
+
+    def issued(self, stays: Sequence[Stay], budget: Budget | None, *, across: bool = False) -> Schedule:
+        """The schedule of `timed`, with nothing on the disk that is not at home there."""
+        return self.timed(stays, budget, across=across)[0]
 
     def on_host(self, stays: Sequence[Stay]) -> frozenset[Value]:
         """The values that the host has a place for, with none on the disk."""
@@ -119,7 +145,7 @@ class Streaming:
         for stay in stays:
             if stay.value in on_disk:
                 free = tuple(Tier.DISK if tier is Tier.HOST else tier for tier in stay.free)
-                stay = replace(stay, arrive=stay.arrive and self.from_disk, leave=stay.leave and back, free=free)
+                stay = stay._replace(arrive=stay.arrive and self.from_disk, leave=stay.leave and back, free=free)
             found.append(stay)
         return found
 
@@ -166,6 +192,11 @@ class Streaming:
         else:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
             yield Stay(value, nbytes, runs[-1].start, last, route, free=(Tier.DEVICE, route[0]))
+
+
+def _forwards(action: Action) -> int:
+    """Stages that an action runs forward."""
+    return action.stop - action.start if isinstance(action, Forward) else int(isinstance(action, Record))
 
 
 def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_Run]]:

@@ -7,14 +7,14 @@ beside the kept state, then (a, j-1). The published recurrence has every input h
 are the gradients that stay: when a problem is begun those of all units after b are there, so its bytes count them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tapestream.planners._units import Units
+from tapestream.planners._units import Unit, Units
 
 Floats: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = NDArray[np.int64]
@@ -70,6 +70,7 @@ class _Tables:
         units = chain.units
         # [b]: bytes of the gradients made by units after b
         self._done = [sum(after.gradient_nbytes for after in units[b + 1 :]) for b in range(len(units))]
+        self._alike = _alike(units)
         self._ahead: list[Floats] = []  # [a][i]: seconds from unit a forward to a+1+i
         self._peaks: list[Bytes] = []  # [a][i]: bytes at the peak on that way
         for a, unit in enumerate(units):
@@ -91,6 +92,12 @@ class _Tables:
         n = len(self.chain.units)
         return (2 if self.chain.reads_output else 1), n, n
 
+    def _same(self, held: int, a: int, b: int) -> tuple[int, int, int] | None:
+        """A problem solved before that has the same solution: one unit later, where all units are alike."""
+        if b + 1 < a + self._alike[a] and (not held or self.chain.units[a].reads_output):
+            return held, a + 1, b + 1
+        return None
+
     def _problems(self) -> Iterator[tuple[int, int, int]]:
         """Every problem after those that it is made of."""
         units = self.chain.units
@@ -111,7 +118,11 @@ class Fastest(_Tables):
         self._steps = np.arange(scale.capacity + 1)
         rows = np.empty((len(chain.units), scale.capacity + 1))
         for problem in self._problems():
-            self._options(*problem, rows).min(axis=0, out=self._seconds[problem])
+            same = self._same(*problem)
+            if same is not None:
+                self._seconds[problem] = self._seconds[same]
+            else:
+                self._options(*problem, rows).min(axis=0, out=self._seconds[problem])
 
     @property
     def seconds(self) -> float:
@@ -174,6 +185,10 @@ class Leanest(_Tables):
         self._nbytes = np.zeros(self._shape(), dtype=np.int64)
         self._seconds = np.zeros(self._shape())
         for problem in self._problems():
+            same = self._same(*problem)
+            if same is not None:
+                self._nbytes[problem], self._seconds[problem] = self._nbytes[same], self._seconds[same]
+                continue
             nbytes, seconds = self._options(*problem)
             best = _least(nbytes, seconds)
             self._nbytes[problem], self._seconds[problem] = nbytes[best], seconds[best]
@@ -210,6 +225,16 @@ class Leanest(_Tables):
             nbytes[1:] = np.maximum(beside + (0 if held else unit.input_nbytes), self._nbytes[left])
             seconds[1:] = self._ahead[a][: b - a] + self._seconds[right] + self._seconds[left]
         return nbytes, seconds
+
+
+def _alike(units: Sequence[Unit]) -> list[int]:
+    """[a]: how many units from ``a`` on differ in nothing but their place, and leave no gradients behind."""
+    bare = [replace(unit, first=0, stop=unit.stop - unit.first) for unit in units]
+    found = [1] * len(units)
+    for a in reversed(range(len(units) - 1)):
+        if bare[a] == bare[a + 1] and not units[a].gradient_nbytes:
+            found[a] += found[a + 1]
+    return found
 
 
 def _least(nbytes: Bytes, seconds: Floats) -> int:

@@ -201,6 +201,11 @@ class _Search:
     def _fastest(self) -> Found:
         return min(self.found, key=lambda one: (one.seconds, one.simulation.peak_nbytes[Tier.DEVICE]))
 
+    @property
+    def _leanest(self) -> Found:
+        found = leanest(self.found, self.terms.profile.runs)
+        return replace(found, fastest_seconds=min(one.fastest for one in self.found))
+
     def _unbeatable(self, found: Found) -> str:
         """Why nothing can be faster; empty where something may be."""
         simulation = found.simulation
@@ -231,7 +236,7 @@ class _Search:
         """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
         terms = self.terms
         if self.found:
-            found = self._refined(leanest(self.found, terms.profile.runs)) if self._moving else self._fastest
+            found = self._refined(self._leanest) if self._moving else self._fastest
             return Plan(
                 found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
                 "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Forward, Record, Schedule, Tier, Value
+from tapestream.ir import Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values
@@ -73,23 +73,23 @@ class Candidate:
         moving = self.streaming.overflowed(self.stays, on_disk) if on_disk else self.stays
         return replace(self, on_disk=on_disk, moving=moving)
 
-    def issued(self, budget: Budget | None, host_nbytes: int | None) -> Schedule:
-        """The schedule, with copies as early as ``budget`` allows (None: just in time). Raises BudgetError where the
-        host has to hold more than ``host_nbytes``."""
-        return self.streaming.issued(
+    def timed(self, budget: Budget | None, host_nbytes: int | None) -> tuple[Schedule, float]:
+        """The schedule, with copies as early as ``budget`` allows (None: just in time), and its seconds. Raises
+        BudgetError where the host has to hold more than ``host_nbytes``."""
+        return self.streaming.timed(
             self.moving, budget, across=self.across, on_disk=self.on_disk, host_nbytes=host_nbytes
         )
 
     @property
     def forwards(self) -> int:
         """Runs of stages, recorded ones included."""
-        runs = (action for action in self.streaming.computation if isinstance(action, Forward | Record))
-        return sum(run.stop - run.start if isinstance(run, Forward) else 1 for run in runs)
+        return self.streaming.forwards
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes that cross links in a step."""
-        return sum(stay.nbytes * (max(0, len(path) - 1)) for stay in self.moving for path in (stay.arrive, stay.leave))
+        ways = ((stay.nbytes, path) for stay in self.moving for path in (stay.arrive, stay.leave))
+        return self.streaming.passing_nbytes + sum(nbytes * max(0, len(path) - 1) for nbytes, path in ways)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,9 +182,13 @@ class Places:
             self.memory.nbytes[target] += nbytes
         self.memory.touch(target)
         copies = self.profile.stages[number].saved_storages if kind is Kind.SAVED else 1
-        job = self.clock.issue(name_of(value), source, target, nbytes, copies)
+        job = self.clock.issue(self._name(value), source, target, nbytes, copies)
         self.flights[value] = Flight(source, target, job)
         self.moved[source, target] = self.moved.get((source, target), 0) + nbytes
+
+    def _name(self, value: Value) -> str:
+        """For a timeline; nothing where none is drawn, as that takes time."""
+        return "" if self.clock.spans is None else name_of(value)
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Wait."""
@@ -193,7 +197,7 @@ class Places:
             self.check(value)
             broken(f"{self.whereabouts(value.kind, number)}, not in flight to {tier.name}")
         del self.flights[value]
-        self.clock.wait(name_of(value), flight.source, flight.target, flight.job)
+        self.clock.wait(self._name(value), flight.source, flight.target, flight.job)
         if value.kind is not Kind.STATE or tier is not DEVICE:
             copies = self.current[value.kind]
             copies[number] = copies.get(number, 0) | 1 << tier

@@ -1,6 +1,6 @@
 """`Division`: the device budget divided between the segments of one call, and the plans that keep to it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +9,15 @@ from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.below import NEVER_MOVE
 from tapestream.frontends.given import fit_given_plan
+from tapestream.frontends.module.plans.needs import (
+    blocks_nbytes,
+    kept_nbytes,
+    least_beside,
+    loses,
+    most_needed,
+    seconds_of,
+    shares_of,
+)
 from tapestream.frontends.module.plans.shared import Shared
 from tapestream.frontends.module.plans.terms import Positioned, Terms
 from tapestream.ir.actions import Kind, Tier, Value
@@ -18,6 +27,8 @@ from tapestream.passes.residence import idle_nbytes
 from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
+
+_HARDLY = 0.005  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +54,20 @@ class Division:
         """One for each segment. Raises BudgetError with a device budget that works."""
         if not self._guests:
             return self._chains(self._hosts, self.allowed, self.outside, self.resident)
-        ample = None if self.resident is not None else self._ample()
-        if ample is not None and not any(map(_loses, ample)):
+        ample = self._ample() if self.resident is None and self._all_may_fit else None
+        if ample is not None and not any(map(loses, ample)):
             return ample
+        tight, refused = None, None
         try:
             tight = self._tight()
-        except BudgetError:
-            if ample is None:
-                raise
-            return ample
-        return tight if ample is None or _seconds(tight) < _seconds(ample) else ample
+        except BudgetError as error:
+            refused = error
+        if ample is None and self.resident is None and not (tight is not None and self._hardly_slower(tight)):
+            ample = self._ample()
+        found = [plans for plans in (ample, tight) if plans is not None]
+        if refused is not None and not found:
+            raise refused
+        return min(found, key=seconds_of)
 
     def peak_nbytes(self, plans: Sequence[Plan]) -> int:
         """Most device bytes that a step by ``plans``, which are those of `plans`, holds."""
@@ -66,7 +81,7 @@ class Division:
         if beside == self.outside:
             return beside + sum(plan.peak_nbytes - beside for plan in plans), plans
         lying = beside - self.outside + sum(map(self._idle_nbytes, hosts))
-        turns = [(plan.peak_nbytes - _kept_nbytes(plan.profile) + lying, [plan]) for plan in guests]
+        turns = [(plan.peak_nbytes - kept_nbytes(plan.profile) + lying, [plan]) for plan in guests]
         return max([(beside + sum(plan.peak_nbytes - beside for plan in hosts), hosts), *turns], key=lambda one: one[0])
 
     @property
@@ -82,17 +97,39 @@ class Division:
 
     def _ample(self) -> list[Plan] | None:
         """Plans with all block values of guests on the device throughout, None where that does not fit."""
+        guests = self._ample_guests()
+        try:
+            hosts = self._chains(self._hosts, self.allowed - self._taken(guests), self.outside, None)
+        except BudgetError:
+            return None
+        return self._in_order(guests, dict(zip(self._hosts, hosts, strict=True)))
+
+    def _ample_guests(self) -> dict[int, Plan]:
         guests: dict[int, Plan] = {}
         for number in self._guests:
             profile = self.profiles[number]
             every = frozenset(value for value, _ in block_values(profile))
             guests[number] = self._guest(profile, None, every)
-        taken = sum(plan.peak_nbytes - self.outside for plan in guests.values())
-        try:
-            hosts = self._chains(self._hosts, self.allowed - taken, self.outside, None)
-        except BudgetError:
-            return None
-        return self._in_order(guests, dict(zip(self._hosts, hosts, strict=True)))
+        return guests
+
+    def _taken(self, guests: Mapping[int, Plan]) -> int:
+        """Bytes that the hosts do without."""
+        return sum(plan.peak_nbytes - self.outside for plan in guests.values())
+
+    @property
+    def _all_may_fit(self) -> bool:
+        """Whether the device has room for all values of blocks and what is saved of every run."""
+        needs = (kept_nbytes(profile) + blocks_nbytes(profile) for profile in self.profiles)
+        return self.outside + sum(needs) <= self.allowed
+
+    def _hardly_slower(self, tight: Sequence[Plan]) -> bool:
+        """Whether guests that come and go take hardly more time than ones that stay, which is all that could be gained:
+        hosts are planned with at least the bytes that they would have beside those, so that they are as fast at
+        least."""
+        guests = self._ample_guests()
+        left, lying = self.allowed - self.outside - self._taken(guests), self._left_by_guests()
+        gain = sum(tight[number].seconds - plan.seconds for number, plan in guests.items())
+        return left <= lying and gain <= _HARDLY * seconds_of(tight)
 
     # -- with nothing of the guests on the device but while they run -------------------------------------------------
 
@@ -100,10 +137,8 @@ class Division:
         """Plans of which guests take what the hosts leave, when it is their turn."""
         room = self.allowed - self.outside
         resident = frozenset[Value]() if self.resident is None else self.resident
-        least = {number: self._least_of_guest(self.profiles[number], resident) for number in self._guests}
-        kept = {number: _kept_nbytes(self.profiles[number]) for number in self._guests}
-        together = sum(kept.values())
-        needed = max(least[number] + together - kept[number] for number in least)
+        least, kept = self._least_of_guests(resident), self._kept_by_guests()
+        together, needed = sum(kept.values()), most_needed(least, kept)
         raised = {host: self._with_turn(host, least, kept) for host in self._hosts}
         try:
             hosts = self._chains(
@@ -120,6 +155,17 @@ class Division:
             number: self._guest(self.profiles[number], self.outside + least[number], resident) for number in least
         }
         return self._in_order(guests, dict(zip(self._hosts, hosts, strict=True)))
+
+    def _left_by_guests(self) -> int:
+        """Most bytes of values that hosts may leave on the device while guests come and go."""
+        needed = most_needed(self._least_of_guests(frozenset()), self._kept_by_guests())
+        return self.allowed - self.outside - needed
+
+    def _least_of_guests(self, resident: frozenset[Value]) -> dict[int, int]:
+        return {number: self._least_of_guest(self.profiles[number], resident) for number in self._guests}
+
+    def _kept_by_guests(self) -> dict[int, int]:
+        return {number: kept_nbytes(self.profiles[number]) for number in self._guests}
 
     def _with_turn(self, host: int, least: dict[int, int], kept: dict[int, int]) -> Profile:
         """The profile of ``host`` where guests that follow it, up to the next host, run in its turn."""
@@ -176,7 +222,7 @@ class Division:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
             return [fit_given_plan(terms.given, chosen[0], self._budget(chosen[0], allowed))]
         shares = self._divided(chosen, allowed, outside, resident)
-        lying = [None] * len(chosen) if idle is None or resident is not None else _shares(chosen, idle)
+        lying = [None] * len(chosen) if idle is None or resident is not None else shares_of(chosen, idle)
         return [
             self._plan(profile, outside + nbytes, resident, left)
             for profile, nbytes, left in zip(chosen, shares, lying, strict=True)
@@ -193,7 +239,7 @@ class Division:
         room = allowed - outside
         if len(profiles) == 1 and room > 0:
             return [room]  # the planner's own message is the best one
-        least = [_least(partial(self._plan, profile, resident=resident), outside) for profile in profiles]
+        least = [least_beside(partial(self._plan, profile, resident=resident), outside) for profile in profiles]
         if sum(least) > room:
             raise BudgetError(
                 f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
@@ -202,7 +248,7 @@ class Division:
                 f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
                 least_nbytes=outside + sum(least),
             )
-        return [a + b for a, b in zip(least, _shares(profiles, room - sum(least)), strict=True)]
+        return [a + b for a, b in zip(least, shares_of(profiles, room - sum(least)), strict=True)]
 
     def _plan(
         self, profile: Profile, nbytes: int | None, resident: frozenset[Value] | None = None, idle: int | None = None
@@ -254,59 +300,20 @@ class Division:
         )  # fmt: skip
 
     def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
-        return _least(lambda nbytes: self._guest(profile, nbytes, resident), self.outside)
+        return least_beside(lambda nbytes: self._guest(profile, nbytes, resident), self.outside)
 
     def _budget(self, profile: Profile, nbytes: int | None, *, guest: bool = False) -> Budget:
         """On the host, guests take no more than their values do, and hosts leave them that. Where what finds no room
         there goes to the disk, each of several hosts has as much of it as its values have of all."""
         host = self.terms.budget.host_nbytes
         if host is not None:
-            theirs = sum(map(_blocks_nbytes, (self.profiles[number] for number in self._guests)))
+            theirs = sum(map(blocks_nbytes, (self.profiles[number] for number in self._guests)))
             host = min(host, theirs) if guest else max(host - theirs, host // 2)
         if host is not None and not guest and home_tiers(self.terms.home).overflowing:
-            own, every = _blocks_nbytes(profile), sum(_blocks_nbytes(self.profiles[number]) for number in self._hosts)
+            own, every = blocks_nbytes(profile), sum(blocks_nbytes(self.profiles[number]) for number in self._hosts)
             host = own + host - every if host >= every else host * own // every
         return Budget(nbytes, host=host, disk=self.terms.budget.disk_nbytes)
 
     def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:
         merged = {number: plan for plans in found for number, plan in plans.items()}
         return [merged[number] for number in range(len(self.segments))]
-
-
-def _least(plan: Callable[[int], Plan], outside: int) -> int:
-    """Bytes beside ``outside`` that ``plan``, given a budget, cannot do without."""
-    try:
-        plan(outside + 1)
-    except BudgetError as error:
-        if error.least_nbytes is None:
-            raise  # the host or the disk is too small
-        return error.least_nbytes - outside
-    return 1
-
-
-def _kept_nbytes(profile: Profile) -> int:
-    """Bytes that a segment holds from its forward to its backward, when nothing of it is recomputed."""
-    return profile.initial_nbytes + sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
-
-
-def _blocks_nbytes(profile: Profile) -> int:
-    return sum(nbytes for _, nbytes in block_values(profile))
-
-
-def _loses(plan: Plan) -> bool:
-    """Whether it recomputes or moves anything, so that with more room it could be faster."""
-    return bool(plan.simulation.bytes_moved) or plan.simulation.forwards > plan.profile.runs
-
-
-def _seconds(plans: Sequence[Plan]) -> float:
-    return sum(plan.seconds for plan in plans)
-
-
-def _shares(profiles: Sequence[Profile], nbytes: int) -> list[int]:
-    needs = [
-        sum(cost.saved_nbytes + cost.output_nbytes for cost in profile.stages)
-        + sum(b.parameters_nbytes + b.buffers_nbytes + b.gradient_nbytes for b in profile.blocks)
-        for profile in profiles
-    ]
-    total = max(1, sum(needs))
-    return [nbytes * need // total for need in needs]
