@@ -5,12 +5,22 @@ nothing, so the verdict is on the processor's seconds, which others on the machi
 traced in a run of its own, over the first 100,000 actions. Makespans are the judge's, beside a lower bound that no
 schedule within the device budget beats: what the device cannot hold when the turn comes, and the link cannot carry out
 and back, runs its forward once more (`tapestream.planners.least_seconds`).
+
+Rows of the command are whole processes, start included: models that fit neither the card nor RAM, and one whose blocks
+are loops over tokens. One without an answer after two minutes is a miss, and its seconds are those two minutes.
 """
 
+import os
 import random
+import shlex
+import subprocess
+import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
+from time import perf_counter
 
 from benchmarks.common import Row, Settings, alternate, save, settings, yes
 from tapestream.costs import Link, Machine, Profile, StageCost
@@ -21,6 +31,23 @@ from tapestream.simulate import simulate
 TITLE = "Time and memory of planning"
 SHARE = 0.25  # of the bytes with everything stored
 _LISTED = 100_000
+_PATIENCE = 120.0  # seconds for an answer of the command
+_TIERS = "--dtype bf16 --gpu 24GiB --ram 64GiB --disk 16TiB --batch 4 --seq 2048 --update backward"
+_ASKED: dict[str, tuple[str, float]] = {
+    "GPT of 100 blocks, no room": (f"plan gpt --layers 100 --width 4096 {_TIERS}", 10),
+    "GPT of 300 blocks, no room": (f"plan gpt --layers 300 --width 4096 {_TIERS}", 10),
+    "GPT of 1,000 blocks, no room": (f"plan gpt --layers 1000 --width 2048 {_TIERS}", 10),
+    "GPT of 100,000 blocks, no room": (f"plan gpt --layers 100000 --width 256 {_TIERS}", 10),
+    "the shape of Llama-405B, disk": (
+        "plan ./llama-405b --dtype bf16 --gpu 80GiB --ram 512GiB --disk 16TiB --batch 1 --seq 4096 "
+        "--update backward", 10,
+    ),
+    "Mamba-130m, 2,048 tokens": ("plan ./mamba-130m --gpu 4GiB --batch 1 --seq 2048", 10),
+    "Gemma-2 9B, every planner": (
+        "plan ./gemma-2 --dtype bf16 --gpu 48GiB --ram 128GiB --disk 1TiB --batch 4 --seq 2048 --compare", 20,
+    ),
+}  # fmt: skip
+"""What is asked, and within how many seconds an answer is claimed."""
 _CLOSED = {
     "store_all": {}, "periodic": {}, "bisection": {}, "revolve": {"slots": 20}, "binomial": {"slots": 20},
     "periodic_disk_revolve": {"slots": 20}, "double": {}, "async_multistage": {"slots": 20},
@@ -52,6 +79,48 @@ def rows(chosen: Settings) -> Iterator[Row]:
         for name in ("rotor", "joint"):
             if name in planners:
                 yield _within(name, chain, chosen, seconds)
+
+    asked = list(_ASKED.items())[:1] if quick else list(_ASKED.items())
+    with tempfile.TemporaryDirectory(prefix="planning-speed-") as folder:
+        _write_configurations(Path(folder))
+        for what, (command, limit) in asked:
+            yield _answer(what, command, limit, Path(folder))
+
+
+def _write_configurations(folder: Path) -> None:
+    """The shapes of published models."""
+    from transformers import Gemma2Config, LlamaConfig, MambaConfig
+
+    shapes = {
+        "llama-405b": LlamaConfig(
+            hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+        ),
+        "mamba-130m": MambaConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50280),
+        "gemma-2": Gemma2Config(
+            hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=256, vocab_size=256000,
+        ),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        shape.save_pretrained(folder / name)
+
+
+def _answer(what: str, command: str, claim: float, folder: Path) -> Row:
+    words = [sys.executable, "-m", "tapestream.cli.app", *shlex.split(command)]
+    began, before = perf_counter(), os.times()
+    try:
+        done = subprocess.run(words, cwd=folder, capture_output=True, timeout=_PATIENCE, check=False)
+        fits = "yes" if done.returncode == 0 else "no"
+    except subprocess.TimeoutExpired:
+        fits = "no answer"
+    seconds, after = perf_counter() - began, os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {
+        "planner": "auto" if "--compare" not in command else "all", "what": what, "seconds": round(seconds, 2),
+        "processor seconds": round(cpu, 2), "fits": fits, "claim": f"under {claim:g}",
+        "met": yes(fits == "yes" and seconds < claim), "command": f"tapestream {command}",
+    }  # fmt: skip
 
 
 def unequal(n: int, seed: int = 0) -> Profile:

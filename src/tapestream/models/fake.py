@@ -103,15 +103,16 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def fake_tensors(device: str) -> Iterator[FakeMeter]:
-    """Tensors made inside are fakes that behave as on the CPU, metered; attention as fused as ``device`` has it."""
+def fake_tensors(device: str, model: nn.Module | None = None) -> Iterator[FakeMeter]:
+    """Tensors made inside are fakes that behave as on the CPU, metered; attention as fused as ``device`` has it. Those
+    of ``model`` are fakes inside, too, ties kept; the meter takes them for ones that were there before."""
     meter = FakeMeter()
     attention = _DropoutWithinKernel() if device == "cuda" else contextlib.nullcontext()
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)  # what goes wrong is raised too
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), meter, attention:
+        with FakeTensorMode(allow_non_fake_inputs=True), _fake_inside(model), meter, attention:
             yield meter
     finally:
         log.setLevel(before)
@@ -123,12 +124,14 @@ def faked(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_inside(model: nn.Module) -> Iterator[None]:
-    """Parameters, buffers and other tensors of ``model`` are fakes inside, ties kept; to be used in `fake_tensors`."""
+def _fake_inside(model: nn.Module | None) -> Iterator[None]:
+    """Parameters, buffers and other tensors of ``model`` are fakes inside."""
     made: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     places: Iterator[dict[str, Any]] = (
-        held for module in model.modules() for held in (module._parameters, module._buffers, vars(module))
+        held
+        for module in (() if model is None else model.modules())
+        for held in (module._parameters, module._buffers, vars(module))
     )
     for held in places:
         for name, value in list(held.items()):

@@ -23,15 +23,15 @@ from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, 
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.models.alike import Alike
-from tapestream.models.fake import FakeMeter, fake_inside, fake_tensors, faked, storages
+from tapestream.models.fake import FakeMeter, fake_tensors, faked, storages
 from tapestream.models.outline import Outline, Segment, Works
-from tapestream.planning.profile import collector_off
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import may_change, tensors_in
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State, take_apart
 from tapestream.storage.meter import MemoryMeter
+from tapestream.system.collector import collector_off
 
 
 def outline(
@@ -76,7 +76,7 @@ def _outlined(
     """The Outline with these modules streamed, and the parameter blocks that code uses outside of their calls."""
     groups, uses = parameter_groups(model, blocks, wide)
     modules = [*blocks, *wide]
-    with fake_tensors(device) as meter, fake_inside(model):
+    with fake_tensors(device, model) as meter:
         observed = _Outlining(model, meter, modules, uses, len(blocks))
         with _lazily(head, observed), _watched(modules, observed.observe), collector_off(), torch.enable_grad():
             try:

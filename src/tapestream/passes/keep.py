@@ -17,7 +17,8 @@ from tapestream.passes.issue import BARRIERS
 from tapestream.passes.memory import Footprint, Nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
 
-_ROUNDS = 8
+_ROUNDS = (8, 3)
+_MANY = 2000  # choices, for which the fewer rounds must do
 _AT_ONCE = 256  # choices of which those are dropped that do not fit
 _STEEP = 6  # the price of room at an action is how full it is, to this power
 
@@ -76,7 +77,7 @@ def kept_between(
     room, price = _Room(gaps, choices), np.ones(len(computation))
     best: tuple[int, set[int]] = (0, set())
     before: set[int] | None = None
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS[len(choices) > _MANY]):
         held, taken = empty.copy(), set[int]()
         order = room.cheapest_first(price)
         for first in range(0, len(order), _AT_ONCE):

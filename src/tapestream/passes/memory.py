@@ -4,10 +4,10 @@ Follows the rules of docs/ir.md for states, saved tensors and cotangents, and kn
 judge alone decides that.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntFlag
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +35,13 @@ from tapestream.ir import (
 Nbytes = NDArray[np.int64]
 
 
-class _Hold(IntFlag):
-    LIVE = 1
-    KEPT = 2
-    INPUT = 4
-    OUTPUT = 8
+class _Hold:
+    """Bits (an IntFlag's operators are Python code, and these are used for every action)."""
+
+    LIVE: Final = 1
+    KEPT: Final = 2
+    INPUT: Final = 4
+    OUTPUT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class _Walk:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.holds: defaultdict[int, _Hold] = defaultdict(lambda: _Hold(0))
+        self.holds: dict[int, int] = {}
         self.carried: Counter[int] = Counter()
         self.live: int | None = None
         self.keeping: int | None = None
@@ -186,19 +188,21 @@ class _Walk:
             self.host += sign * nbytes
         return self.device
 
-    def _hold(self, k: int, hold: _Hold) -> None:
-        if not self.holds[k]:
+    def _hold(self, k: int, hold: int) -> None:
+        before = self.holds.get(k, 0)
+        if not before:
             self.device += self.profile.state_nbytes(k) + self._carry(k, 1)
-        self.holds[k] |= hold
+        self.holds[k] = before | hold
 
-    def _drop(self, k: int, hold: _Hold) -> None:
-        before = self.holds.get(k, _Hold(0))
+    def _drop(self, k: int, hold: int) -> None:
+        before = self.holds.get(k, 0)
         if not before & hold:
             return
-        self.holds[k] = before & ~hold
-        if not self.holds[k]:
-            del self.holds[k]
-            self.device -= self.profile.state_nbytes(k) + self._carry(k, -1)
+        if before != hold:
+            self.holds[k] = before & ~hold
+            return
+        del self.holds[k]
+        self.device -= self.profile.state_nbytes(k) + self._carry(k, -1)
 
     def _carry(self, k: int, sign: int) -> int:
         """Bytes of the carried storages that come or go as state k does."""

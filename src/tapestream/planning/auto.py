@@ -17,6 +17,7 @@ from tapestream.planning.choices import Terms
 from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
+from tapestream.system.collector import collector_off
 from tapestream.units import format_nbytes
 
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
@@ -73,6 +74,7 @@ def _has_lower_tier(machine: Machine | None) -> bool:
     return any((tier, Tier.DEVICE) in links and (Tier.DEVICE, tier) in links for tier in (Tier.HOST, Tier.DISK))
 
 
+@collector_off()
 def make_plan(
     profile: Profile,
     budget: Budget | str | int | None = None,

@@ -18,7 +18,7 @@ from tapestream.simulate import Simulation, simulate
 AS_FAST = 1.03  # plans within 3% of the fastest count as equally fast
 SHORT = 200  # stages; longer chains get less of a search
 _MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
-_SIMULATIONS = (24, 4)  # at most, for each planner
+_SIMULATIONS = (24, 3)  # at most, for each planner
 _PATIENCE = 5  # simulations that found nothing faster: bounds grow, so that it is ever less likely
 
 

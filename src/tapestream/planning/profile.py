@@ -1,7 +1,6 @@
 """Profiling: one careful run of every stage gives its bytes, seconds and traits, without side effects."""
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from tapestream.runner.stage import Stage, Traits
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.unneeded import End, Reading
 from tapestream.storage.meter import MemoryWatch, watch_memory
+from tapestream.system.collector import collector_off
 
 _LONG_SECONDS = 2e-4  # of the end of a recompute: to leave out a shorter one costs more than it saves
 _SETTLED, _MOST_KINDS = set[object](), 1000
@@ -97,18 +97,6 @@ def profile_stages(
                 progress(k + 1, len(stages))
     carried = travellers.carried(costs)
     return Profile(tuple(costs), 0, carried=carried), traits, state
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Memory is measured inside: what the cycle collector frees in between is none of the stage's."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @as_recompute()

@@ -16,7 +16,7 @@ from tapestream.costs import StageCost
 from tapestream.errors import GradientError
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body, Source, StepTraits, Sweep
-from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.planning.profile import undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
@@ -26,6 +26,7 @@ from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import storages
 from tapestream.storage.meter import MemoryWatch, watch_memory
+from tapestream.system.collector import collector_off
 
 # These count where a budget is one of RAM.
 _TENSOR_NBYTES = 700

@@ -17,7 +17,7 @@ from tapestream.executor.loop.sweep import NAME
 from tapestream.executor.loop.traits import StepTraits, Sweep
 from tapestream.frontends.loop.inputs import Called, Feed
 from tapestream.frontends.loop.watch import Mask, Split, Watched, requires_of, watch
-from tapestream.planning.profile import collector_off, undisturbed
+from tapestream.planning.profile import undisturbed
 from tapestream.planning.repeating import KeepsState, check_runs_alike
 from tapestream.runner.ambient import Autocast, HostGenerators, TorchGenerators, as_recompute
 from tapestream.runner.belongings import Belongings, Change, undo
@@ -30,6 +30,7 @@ from tapestream.runner.modes import unhooked
 from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import replica, tensors_in
+from tapestream.system.collector import collector_off
 
 
 @dataclass(frozen=True, slots=True)

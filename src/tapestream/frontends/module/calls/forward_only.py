@@ -16,10 +16,10 @@ from tapestream.frontends.module.calls.measured import Gauge, Measured, look_at_
 from tapestream.frontends.module.plans.prepare import outside_nbytes
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.planning.exceeded import limit_of
-from tapestream.planning.profile import collector_off
 from tapestream.runner.private import tensors_in
 from tapestream.runner.state import storages
 from tapestream.storage.meter import watch_memory
+from tapestream.system.collector import collector_off
 from tapestream.units import format_nbytes
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from tapestream.frontends.module.observing.reused import Reused
 from tapestream.frontends.module.observing.written import parameters_unwritten
 from tapestream.frontends.module.swap import own_call
 from tapestream.ir.actions import Tier
-from tapestream.planning.profile import Profiled, collector_off, profile_stage
+from tapestream.planning.profile import Profiled, profile_stage
 from tapestream.planning.travellers import Travellers
 from tapestream.runner.ambient import Autocast, unchanged_generators
 from tapestream.runner.belongings import unchanged
@@ -41,6 +41,7 @@ from tapestream.runner.stage import Stage, Traits, is_compiled
 from tapestream.runner.state import State, storages, take_apart
 from tapestream.runner.trees import tree_leaves
 from tapestream.storage.meter import MemoryMeter, MemoryWatch, watch_memory
+from tapestream.system.collector import collector_off
 
 
 class StaysPut(Exception):
