@@ -1,5 +1,6 @@
-"""`Outside`: updates of parameters outside the blocks, which never leave the device."""
+"""`Outside`: updates of parameters outside the blocks, which are where they are: on the device, tables below it."""
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -47,7 +48,9 @@ class Outside:
         for parameter, target in self._targets.items():  # one at a time: no plan has room for all wide gradients
             if target is not parameter and parameter.grad is not None:
                 self._step_wide(groups, parameter, target)
-        self._step(groups, [p for p in narrow if p in self._state])
+        known = [p for p in narrow if p in self._state]
+        self._step(groups, [p for p in known if p.device.type != "cpu"])
+        self._step(groups, [p for p in known if p.device.type == "cpu"])
         for parameter in narrow:
             if parameter not in self._state:  # it makes state of its own, as that of blocks is made
                 self._step(groups, [parameter])
@@ -60,8 +63,10 @@ class Outside:
             members.setdefault(self._group_of[target], []).append(target)
             if target in self._state:
                 state[target] = self._state[target]
-        if members:
-            self._inner.step(groups, members, state)
+        below = any(p.device.type == "cpu" for targets in members.values() for p in targets)
+        if members:  # torch makes sparse tensors on the default device, whatever they are made of
+            with torch.device("cpu") if below else contextlib.nullcontext():
+                self._inner.step(groups, members, state)
         self._state.update({target: state.get(target, {}) for targets in members.values() for target in targets})
 
     def _note(self) -> None:

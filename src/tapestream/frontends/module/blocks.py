@@ -26,8 +26,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     if blocks is None:
         found = repeated_children(model)
     else:
-        named = [blocks] if isinstance(blocks, (type, str)) or not isinstance(blocks, Iterable) else blocks
-        found = list(dict.fromkeys(block for name in named for block in _named(model, name)))
+        found = named_modules(model, blocks)
     if not found:
         raise InputError(
             f"no blocks were found in {type(model).__name__}: it has no ModuleList or Sequential whose children hold "
@@ -54,6 +53,12 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[nn.M
     return found
 
 
+def named_modules(model: nn.Module, names: BlockNames, argument: str = "blocks") -> list[nn.Module]:
+    """The modules that ``names``, the value of ``argument``, names, each once. Raises InputError for other names."""
+    named = [names] if isinstance(names, (type, str)) or not isinstance(names, Iterable) else names
+    return list(dict.fromkeys(module for name in named for module in _named(model, name, argument)))
+
+
 def parts_around(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules inside ``model`` that hold some of ``blocks`` and can be called themselves."""
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -62,13 +67,13 @@ def parts_around(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
     return [module for module in around if not _is_list(module) and any(id(one) in own for one in module.modules())]
 
 
-def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn.Module]:
+def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str, argument: str) -> list[nn.Module]:
     if isinstance(name, nn.Module):
         return [name]
     if not isinstance(name, (str, type)):
         raise InputError(
-            f"blocks= names {name!r}, of type {type(name).__name__}; give modules, their classes, or names of either: "
-            "blocks=['layers'], or list(model.layers)[:3] for the first three"
+            f"{argument}= names {name!r}, of type {type(name).__name__}; give modules, their classes, or names of "
+            f"either: {argument}=['layers'], or list(model.layers)[:3] for the first three"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(name, str) and name in modules:
@@ -79,7 +84,7 @@ def _named(model: nn.Module, name: nn.Module | type[nn.Module] | str) -> list[nn
         asked = name if isinstance(name, str) else name.__name__
         classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:12])
         raise InputError(
-            f"blocks= names {asked!r}, but {type(model).__name__} has no module or class of that name; its classes "
+            f"{argument}= names {asked!r}, but {type(model).__name__} has no module or class of that name; its classes "
             f"are {classes}, and names are those of named_modules()"
         )
     return found

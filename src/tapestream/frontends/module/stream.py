@@ -16,6 +16,7 @@ from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.calls.later import calling
 from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.homes.home import Home, tiers_for
+from tapestream.frontends.module.homes.tables import check_place_for, find_tables
 from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
@@ -48,6 +49,7 @@ def stream(
     loss_chunks: Chunks | None = None,
     head: str | None = None,
     longest: Any = None,
+    tables: BlockNames | None = None,
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
@@ -70,6 +72,10 @@ def stream(
     logits are made only when something else reads them, with that call's weights. Reading them after
     ``optimizer.step()`` raises GradientError.
 
+    ``tables``: ``nn.Embedding`` modules (named as ``blocks`` are) that stay off the device: in RAM below a GPU, on the
+    disk where RAM has no room or is the device. Rows are looked up there. Frozen ones, or ones made with
+    ``sparse=True``, whose gradients are then sparse tensors of the CPU, stepped there by SGD, Adagrad or SparseAdam.
+
     ``longest``: the longest batch that will come, as `plan` takes one. It is kept, and planned before the first call.
     Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
     StorageError or BudgetError if the home cannot hold the blocks. A call that no plan fits raises BudgetError before
@@ -83,10 +89,14 @@ def stream(
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
     moves = blocks is None and tiers[Kind.PARAMETERS] is not Tier.DEVICE
+    looked_up = find_tables(model, found, tables)
+    check_place_for(looked_up, where, folder)
+    wide = [module for module in wide_modules(model, found) if module not in looked_up] if moves else []
     handle = Streamed(
-        model, found, wide_modules(model, found) if moves else [], device=where, budget=Budget.of(budget), home=tiers,
+        model, found, wide, device=where, budget=Budget.of(budget), home=tiers,
         folder=folder, planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine,
         weights=weights, progress=progress, longest=Longest(longest),
+        tables=looked_up,
     )  # fmt: skip
     _swap(handle, linear, loss_chunks)
     return model
@@ -105,7 +115,7 @@ def unstream(model: nn.Module) -> nn.Module:
         object.__delattr__(block, _SITE)
     if handle.head is not None:
         swap_back(handle.head)
-    for part in handle.parts:
+    for part in (*handle.parts, *handle.homes.tables.modules):
         swap_back(part)
         object.__delattr__(part, _WHOLE)
     swap_back(model)
@@ -143,6 +153,9 @@ def _swap(handle: Streamed, linear: nn.Linear | None, chunks: Chunks | None) -> 
     for part in handle.parts:
         object.__setattr__(part, _WHOLE, handle)
         swaps.swap(part, _call_part)
+    for table in handle.homes.tables.modules:
+        object.__setattr__(table, _WHOLE, handle)
+        swaps.swap(table, _call_table)
     object.__setattr__(handle.model, _HANDLE, handle)
     swaps.swap(handle.model, _call_model)
 
@@ -154,6 +167,11 @@ def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
 def _call_part(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handle: Streamed = getattr(self, _WHOLE)
     return handle.call_model(self, original, args, kwargs)
+
+
+def _call_table(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    handle: Streamed = getattr(self, _WHOLE)
+    return handle.homes.tables.call(original, args, kwargs)
 
 
 def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,7 @@ class Streamed:
         weights: Source | None,
         progress: Callable[[str, int, int], None] | None,
         longest: Longest,
+        tables: Sequence[nn.Embedding] = (),
     ) -> None:
         self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
@@ -94,7 +95,7 @@ class Streamed:
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
-            weights=weights, progress=self.progress)  # fmt: skip
+            weights=weights, progress=self.progress, tables=tables)  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)
@@ -329,8 +330,9 @@ class Streamed:
         run_step(self)
 
     def outside_parameters(self) -> list[nn.Parameter]:
-        """Parameters that belong to no block: they stay on the device."""
+        """Parameters that belong to no block and are no tables: they stay on the device."""
         inside = {id(p) for block in self.store.blocks for p in block.parameters}
+        inside |= set(map(id, self.homes.tables.parameters))
         return [p for p in self.model.parameters() if id(p) not in inside]
 
     def home_nbytes(self) -> dict[Tier, int]:

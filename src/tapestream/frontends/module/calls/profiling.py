@@ -23,6 +23,7 @@ def observe_call(
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
+            tables=handle.homes.tables,
         )  # fmt: skip
         try:
             with checkpointing_off():

@@ -18,6 +18,7 @@ from tapestream.frontends.available import host_limit, host_nbytes
 from tapestream.frontends.below import Below
 from tapestream.frontends.module.homes.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.homes.real import Maker
+from tapestream.frontends.module.homes.tables import Tables
 from tapestream.frontends.module.homes.weights import Source, Weights
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import HomeTiers
@@ -55,6 +56,7 @@ class Homes:
         engine: str,
         weights: Source | None,
         progress: Callable[[str, int, int], None],
+        tables: Sequence[nn.Embedding] = (),
     ) -> None:
         self._path, self._budget, self._host_nbytes = folder, budget, host_limit(budget)
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
@@ -66,7 +68,7 @@ class Homes:
             saved = None if weights is None else Weights(weights, model, blocks)
             blocks = [*blocks, *wide]
             check_own_bytes(model, blocks)
-            maker = Maker(model, blocks, saved)
+            maker = Maker(model, [*blocks, *tables], saved)
             self.engine = make_engine(engine, device)
             undo.callback(self.engine.close)
             self._folder = None if folder is None else DiskFolder(folder)
@@ -80,6 +82,12 @@ class Homes:
                 device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
             )
             undo.callback(self.states.close)
+            self.tables = Tables(tables, self.pool, device)
+            undo.callback(self.tables.close)
+            for table in tables:
+                maker.block(table, device)
+                self.tables.adopt(table, self.tables.tier(table, folder is not None))
+            self._host_nbytes -= self.tables.nbytes(Tier.HOST)  # for blocks
             unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
             below = self._check_room(home, groups, blocks, unit)
             maker.outside(device)
@@ -104,8 +112,11 @@ class Homes:
             self._undo = undo.pop_all()
 
     def limited(self, budget: Budget) -> Budget:
-        """``budget`` with what the host may hold, where what finds no room there goes to the disk."""
-        if budget.host_nbytes is not None or not self.store.homes.overflowing:
+        """``budget`` with what the host may hold beside tables, where it says that, or what finds no room there goes to
+        the disk."""
+        if (budget.host_nbytes is None or not self.tables.modules) and (
+            budget.host_nbytes is not None or not self.store.homes.overflowing
+        ):
             return budget
         return Budget(budget.device_nbytes, host=self._host_nbytes, disk=budget.disk_nbytes, calls=budget.calls)
 
@@ -128,7 +139,7 @@ class Homes:
             for part in range(block.updates if kind is Kind.OPTIMIZER_STATE else 1)
         )
         if homes.overflowing:
-            room += max(0, self._host_nbytes - self.pool.held_nbytes(Tier.HOST))
+            room += max(0, self.pool.room_nbytes(Tier.HOST) or 0)
         if self._folder is not None:
             self._folder.check_room(total - room, "gradients and the optimizer's state")
 
