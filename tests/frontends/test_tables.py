@@ -2,7 +2,9 @@
 
 Plain PyTorch runs on the CPU here: the simulated GPU computes as that does, but has no sparse kernels."""
 
+import ast
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,4 +202,43 @@ def test_tables_count_against_ram(tmp_path: Path) -> None:
     model(next(batches()).to(DEVICE)).square().mean().backward()
     assert handle.last is not None
     assert handle.last.plan.budget.host_nbytes == 3 * table // 2
+    ts.unstream(model)
+
+
+def test_a_table_that_is_thawed_is_named_before_anything_runs(tmp_path: Path) -> None:
+    model = streamed(made(), tmp_path, tables=["places"] if not GPU else ["words", "places"], budget="8MiB")
+    words = next(batches()).to(DEVICE)
+    model(words).square().mean().backward()
+    model.places.requires_grad_(True)
+    with pytest.raises(ts.InputError, match="frozen, and is trained now"):
+        model(words)
+    with torch.no_grad():
+        model(words)
+    model.places.requires_grad_(False)
+    model(words).square().mean().backward()
+    ts.unstream(model)
+
+
+@pytest.mark.skipif(GPU, reason="sparse gradients lie in RAM, which is not the device")
+def test_sparse_gradients_count_where_ram_is_the_device(tmp_path: Path) -> None:
+    outside = []
+    for trained in (True, False):
+        model = streamed(made(), tmp_path)
+        model.words.requires_grad_(trained)
+        model(next(batches())).square().mean().backward()
+        outside.append(handle_of(model).last.profiles[0].outside_nbytes)
+        ts.unstream(model)
+    assert outside[0] - outside[1] >= 3 * WORDS * WIDTH * 4
+
+
+def test_what_a_refusal_says_of_a_table_works_when_followed(tmp_path: Path) -> None:
+    model, words = made(), next(batches()).to(DEVICE)
+    streamed(model, tmp_path, budget="1MiB", tables=None)
+    with pytest.raises(ts.BudgetError, match="keeps them off the device") as caught:
+        model(words)
+    said = re.search(r"tables=(\[.*?\])", str(caught.value))
+    assert said is not None
+    ts.unstream(model)
+    streamed(model, tmp_path, budget="1MiB", tables=ast.literal_eval(said[1]))
+    model(words).square().mean().backward()
     ts.unstream(model)

@@ -130,6 +130,8 @@ def rounded_nbytes(nbytes: int, device: torch.device) -> int:
 
 def tensor_nbytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor like this one takes on its device, with memory of its own."""
+    if tensor.layout is torch.sparse_coo:  # as gradients of embeddings may be
+        return tensor_nbytes(tensor._indices()) + tensor_nbytes(tensor._values())
     return tensor.nbytes if tensor.is_cpu else rounded_nbytes(tensor.nbytes, tensor.device)
 
 

@@ -1,7 +1,8 @@
 """`Answer`: the plans of one training step, one for each segment, and what they take together."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tapestream.costs import Machine
 from tapestream.frontends.module.plans.divide import Division
@@ -13,10 +14,12 @@ from tapestream.units import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Plans of chains of blocks and of modules beside them, each within its part of the device (``division``)."""
+    """Plans of chains of blocks and of modules beside them, each within its part of the device (``division``).
+    ``tables``: bytes in tiers below it of tables whose rows are looked up there."""
 
     division: Division
     plans: tuple[Plan, ...]
+    tables: Mapping[Tier, int] = field(default_factory=dict)
 
     @property
     def chains(self) -> tuple[Plan, ...]:
@@ -26,7 +29,10 @@ class Answer:
 
     def allowed_nbytes(self, tier: Tier) -> int | None:
         """Most bytes that may be held in ``tier``, None for no limit."""
-        return self.division.allowed if tier is Tier.DEVICE else self.division.terms.budget.nbytes(tier)
+        if tier is Tier.DEVICE:
+            return self.division.allowed
+        left = self.division.terms.budget.nbytes(tier)
+        return None if left is None else left + self.tables.get(tier, 0)
 
     @property
     def seconds(self) -> float:
@@ -88,7 +94,7 @@ class Answer:
         """Most bytes held in ``tier``."""
         if tier is Tier.DEVICE:
             return self.division.peak_nbytes(self.plans)
-        return sum(plan.simulation.peak_nbytes[tier] for plan in self.plans)
+        return self.tables.get(tier, 0) + sum(plan.simulation.peak_nbytes[tier] for plan in self.plans)
 
     @property
     def fills(self) -> dict[str, int]:

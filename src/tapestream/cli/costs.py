@@ -24,12 +24,14 @@ def costs_of(subject: Subject, device: str) -> "Costs":
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A step of ``batch`` samples. ``moves``: whether blocks may leave the device; ``loss_chunks``: in how many the
-    loss is computed (None: one); ``lora``: rank of the adapters that are trained in place of weights (None: none)."""
+    loss is computed (None: one); ``lora``: rank of the adapters that are trained in place of weights (None: none);
+    ``tables``: names of embeddings that stay off the device."""
 
     batch: int
     moves: bool = True
     loss_chunks: Chunks | None = None
     lora: int | None = None
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Costs:
             model = self.model if asked.lora is None else _made(self.subject, asked.lora)
             self.known[asked] = outline(
                 model, args, kwargs, device=self.device, blocks=self.subject.blocks or None, moves=asked.moves,
-                loss_chunks=asked.loss_chunks,
+                loss_chunks=asked.loss_chunks, tables=asked.tables or None,
             )  # fmt: skip
         return self.known[asked]
 

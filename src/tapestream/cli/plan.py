@@ -39,6 +39,7 @@ class PlanOptions:
     home: str
     loss_chunks: Chunks | None
     lora: int | None
+    tables: tuple[str, ...]
     suggest: bool
     save: Path | None
     plot: Path | None
@@ -55,7 +56,7 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
         costs.outline, subject.batch, wanted.optimizer, wanted.update, hardware.device,
         budget=hardware.budget, gpu=hardware.device_nbytes, ram=None if on_cpu else hardware.ram.nbytes,
         disk=hardware.disk.nbytes, home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
-        lora=wanted.lora,
+        lora=wanted.lora, tables=wanted.tables,
     )  # fmt: skip
     (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
@@ -133,7 +134,7 @@ def _document(
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
         "optimizer": question.optimizer, "update": question.update,
-        "loss_chunks": question.loss_chunks, "lora": question.lora,
+        "loss_chunks": question.loss_chunks, "lora": question.lora, "tables": list(question.tables),
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "budgets": [] if refusal is None else [one._asdict() for one in refusal.budgets],
@@ -267,7 +268,8 @@ def _most(fills: Mapping[str, int]) -> str:
 def _more(question: Question) -> str:
     """What is not as usual."""
     chunks = "" if question.loss_chunks is None else f", loss in chunks ({question.loss_chunks})"
-    return chunks + ("" if question.lora is None else f", LoRA of rank {question.lora}")
+    looked_up = f", rows of {', '.join(question.tables)} looked up" if question.tables else ""
+    return chunks + ("" if question.lora is None else f", LoRA of rank {question.lora}") + looked_up
 
 
 def _count(numbers: int) -> str:

@@ -14,6 +14,7 @@ from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import KINDS, HomeTiers, home_tiers
+from tapestream.models.group_costs import kept_nbytes
 from tapestream.models.outline import Outline
 from tapestream.optim.parts import passed_nbytes
 from tapestream.units import format_nbytes
@@ -31,7 +32,7 @@ class Question:
     """A model, how it is trained, and the machine. Sizes in bytes (None: as much as it takes). ``speeds``:
     of links, and of computing where they are known.
 
-    ``outline``: of a step. ``lora``, ``loss_chunks``: see `Variant`.
+    ``outline``: of a step. ``lora``, ``loss_chunks``, ``tables``: see `Variant`.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
     on the device fits into it, the disk otherwise.
     """
@@ -49,10 +50,19 @@ class Question:
     speeds: Machine
     loss_chunks: Chunks | None = None
     lora: int | None = None
+    tables: tuple[str, ...] = ()
 
     def outlined(self) -> Outline:
         """The step, whatever it is trained with."""
-        return self.outline(Variant(self.batch, self.home is not Tier.DEVICE, self.loss_chunks, self.lora))
+        moves = self.home is not Tier.DEVICE
+        return self.outline(Variant(self.batch, moves, self.loss_chunks, self.lora, self.tables))
+
+    @property
+    def tables_nbytes(self) -> dict[Tier, int]:
+        """Bytes of tables, with what an optimizer keeps for them, where they lie: in RAM below a GPU, else on the
+        disk."""
+        nbytes = sum(p.nbytes + kept_nbytes(p, self.optimizer) for p in self.outlined().tables)
+        return {Tier.DISK if self.device == "cpu" else Tier.HOST: nbytes}
 
     @property
     def in_chunks(self) -> "Question | None":
@@ -115,14 +125,28 @@ class Question:
                 f"a budget of {format_nbytes(self.budget)} was asked for on a device of {format_nbytes(self.gpu)}; "
                 f"allow {format_nbytes(self.gpu)} at most"
             )
-        profiles = self.profiles()
+        beside = self._beside_tables()
+        profiles = beside.profiles()
         try:
-            return self._planned(profiles, planner)
+            return beside._planned(profiles, planner)
         except BudgetError:
-            finer = self.profiles(finer=True)
+            finer = beside.profiles(finer=True)
             if finer == profiles:
                 raise
-        return self._planned(finer, planner)
+        return beside._planned(finer, planner)
+
+    def _beside_tables(self) -> "Question":
+        """The same with the room that tables leave. Raises BudgetError where there is none."""
+        left = {Tier.HOST: self.ram, Tier.DISK: self.disk}
+        for tier, nbytes in self.tables_nbytes.items():
+            room = left[tier]
+            if room is not None and room < nbytes:
+                raise BudgetError(
+                    f"the tables and what their optimizer keeps take {format_nbytes(nbytes)} of {_PLACES[tier][0]}, "
+                    f"which has {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
+                )
+            left[tier] = None if room is None else room - nbytes
+        return replace(self, ram=left[Tier.HOST], disk=left[Tier.DISK])
 
     def _planned(self, profiles: tuple[Profile, ...], planner: str) -> Answer:
         self._check_room(self.home_nbytes(profiles))
@@ -135,11 +159,12 @@ class Question:
         )  # fmt: skip
         outside, shared = profiles[0].outside_nbytes, find_shared(outline.segments, outline.uses)
         division = Division(terms, outline.segments, profiles, self.budget, outside, shared)
-        answer = Answer(division, tuple(division.plans()))
+        answer = Answer(division, tuple(division.plans()), self.tables_nbytes)
         for tier, room in ((Tier.HOST, self.ram), (Tier.DISK, self.disk)):
-            if room is not None and answer.peak_nbytes(tier) > room:  # each part by itself fits
+            taken = answer.peak_nbytes(tier) - answer.tables.get(tier, 0)
+            if room is not None and taken > room:  # each part by itself fits
                 raise BudgetError(
-                    f"the {len(profiles)} parts of a step together take {format_nbytes(answer.peak_nbytes(tier))} of "
+                    f"the {len(profiles)} parts of a step together take {format_nbytes(taken)} of "
                     f"{_PLACES[tier][0]}, which has {format_nbytes(room)}; give more there ({_PLACES[tier][1]})"
                 )
         return answer
@@ -175,6 +200,8 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
     chunked = question.in_chunks
     if chunked is not None:
         yield {"--loss-chunks": "auto"}, chunked
+    for name in question.outlined().look_up:
+        yield {"--tables": name}, replace(question, tables=(*question.tables, name))
     other = "backward" if question.update == "step" else "step"
     yield {"--update": other}, replace(question, update=other)
     smaller = _smaller_batch(question)

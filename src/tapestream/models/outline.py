@@ -57,7 +57,8 @@ class Outline:
     ``modules``: blocks and, from position ``wide`` on, embeddings, heads and others that come and go like them;
     ``uses``: the group of each; ``groups``: parameters that move together; ``outside``: parameters that do not.
     ``before_nbytes``: tape and constants of what runs before and between blocks; ``turn_nbytes``: of what runs after
-    them; ``turn_work``: operations of both, forward and backward.
+    them; ``turn_work``: operations of both, forward and backward. ``tables``: parameters that stay off the device;
+    ``look_up``: names of embeddings that might, of a quarter of a block and 1 MiB at least.
     """
 
     segments: tuple[Segment, ...]
@@ -70,11 +71,13 @@ class Outline:
     before_nbytes: int
     turn_nbytes: int
     turn_work: Work
+    tables: tuple[nn.Parameter, ...] = ()
+    look_up: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
         """Numbers that the model holds, shared ones once."""
-        return sum(p.numel() for p in (*(p for group in self.groups for p in group), *self.outside))
+        return sum(p.numel() for p in (*(p for group in self.groups for p in group), *self.outside, *self.tables))
 
     @property
     def flops(self) -> int:

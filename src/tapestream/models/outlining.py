@@ -17,8 +17,9 @@ from tapestream.costs import StageCost
 from tapestream.costs.rates import Work
 from tapestream.errors import InputError, TapestreamError
 from tapestream.frontends.loss import Chunks
-from tapestream.frontends.module.blocks import find_blocks
+from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.homes.adopt import parameter_groups, parameters_of
+from tapestream.frontends.module.homes.tables import find_tables, may_be_table
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
@@ -43,25 +44,38 @@ def outline(
     blocks: Sequence[nn.Module | type | str] | None = None,
     moves: bool = True,
     loss_chunks: Chunks | None = None,
+    tables: BlockNames | None = None,
 ) -> Outline:
     """The Outline of ``model(*args, **kwargs)`` and its backward. Tensors may lie on meta: only their shapes count.
 
     Every block runs on fake tensors; those whose graphs save tensors of the same shapes are measured once. A scalar
     that the model returns is taken as the loss, otherwise the sum of all that it returns. ``device="cuda"``: attention
     as fused as GPUs have it. ``moves``: whether blocks may leave the device, embeddings and heads with them where
-    ``blocks`` are not named. ``loss_chunks``: as `tapestream.stream` takes it; the head is the model's own
-    ``get_output_embeddings()``. The model's tensors are afterwards as before.
+    ``blocks`` are not named. ``loss_chunks``, ``tables``: as `tapestream.stream` takes them; the head is the model's
+    own ``get_output_embeddings()``. The model's tensors are afterwards as before.
     Raises InputError for a model without blocks, for one without such a head where the loss is to be in chunks, and for
     one that cannot run without the values of its tensors.
     """
     found = find_blocks(model, blocks)
-    wide = wide_modules(model, found) if moves and blocks is None else []
+    looked_up = find_tables(model, found, tables)
+    wide = wide_modules(model, found, looked_up) if moves and blocks is None else []
     head = None if loss_chunks is None else (find_head(model, None, found), loss_chunks)
     while True:
         outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide, head)
         if not direct:
-            return outlined
+            return _with_tables(outlined, model, found, looked_up)
         wide = [m for k, m in enumerate(wide, len(found)) if outlined.uses[k] not in direct]
+
+
+def _with_tables(
+    found: Outline, model: nn.Module, blocks: Sequence[nn.Module], tables: Sequence[nn.Embedding]
+) -> Outline:
+    """``found`` with these tables off the device, and the names of others that might be."""
+    away = {id(p): p for module in tables for p in module.parameters()}
+    names = (name for name, module in model.named_modules() if module not in tables)
+    others = [name for name in names if may_be_table(model, blocks, name)]
+    outside = tuple(p for p in found.outside if id(p) not in away)
+    return replace(found, outside=outside, tables=tuple(away.values()), look_up=tuple(others))
 
 
 def _outlined(

@@ -34,6 +34,12 @@ Gpu = Annotated[str | None, typer.Option(help="Memory of the GPU.")]
 Ram = Annotated[str | None, typer.Option(help="RAM of the machine; by default this machine's.")]
 Disk = Annotated[str | None, typer.Option(help="Free disk space; by default that of --folder on this machine.")]
 Lora = Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")]
+Tables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tables", help="Name of an embedding that stays off the device, whose rows are looked up; may be repeated."
+    ),
+]
 LossChunks = Annotated[
     str | None, typer.Option(help="Chunks in which the loss is computed: auto, or how many; by default all at once.")
 ]
@@ -47,6 +53,11 @@ Flops = Annotated[
 ]
 MemoryRate = Annotated[
     str | None, typer.Option(help="Speed of the device's own memory; by default 1TB/s, on cpu 5GB/s.")
+]
+
+
+MachineFile = Annotated[
+    Path | None, typer.Option(help="File with speeds, RAM and disk that `tapestream machine --save` wrote.")
 ]
 
 
@@ -65,6 +76,7 @@ def plan(
     update: Update = "step",
     loss_chunks: LossChunks = None,
     lora: Lora = None,
+    tables: Tables = None,
     device: PlannedDevice = None,
     budget: Budget = None,
     gpu: Gpu = None,
@@ -78,9 +90,7 @@ def plan(
     disk_write: DiskWrite = None,
     flops: Flops = None,
     memory_rate: MemoryRate = None,
-    machine: Annotated[
-        Path | None, typer.Option(help="File with speeds, RAM and disk that `tapestream machine --save` wrote.")
-    ] = None,
+    machine: MachineFile = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
@@ -106,5 +116,5 @@ def plan(
     chunks = checks.chunks(loss_chunks)
     planned(
         target, wish, asked,
-        PlanOptions(optimizer, update, home, chunks, lora, suggest, save, plot, compare, json_),
+        PlanOptions(optimizer, update, home, chunks, lora, tuple(tables or ()), suggest, save, plot, compare, json_),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from tapestream.frontends.module.blocks import BlockNames, find_blocks
 from tapestream.frontends.module.calls.later import calling
 from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.homes.home import Home, tiers_for
-from tapestream.frontends.module.homes.tables import check_place_for, find_tables
+from tapestream.frontends.module.homes.tables import find_tables
 from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
@@ -66,38 +66,29 @@ def stream(
     these one block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()``
     (both with a warning). Names and dtypes are the model's; Hugging Face ones take all that ``from_pretrained`` reads.
 
-    ``loss_chunks``: the number of chunks of rows in which the model's cross entropy is computed (None: one, with all
-    logits), by `linear_cross_entropy`, which says what "auto" is and whose bits these are. ``head``: the layer that
-    makes the logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``). With gradients on, returned
-    logits are made only when something else reads them, with that call's weights. Reading them after
-    ``optimizer.step()`` raises GradientError.
+    ``loss_chunks``: chunks of rows in which the model's cross entropy is computed (None: one, with all logits), by
+    `linear_cross_entropy`, which says what "auto" is and whose bits these are. ``head``: the layer that makes the
+    logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``). With gradients on, returned logits are
+    made when something else reads them; after ``optimizer.step()`` that raises GradientError. ``tables``: embeddings of
+    which few rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on
+    the disk, and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one.
 
-    ``tables``: ``nn.Embedding`` modules (named as ``blocks`` are) that stay off the device: in RAM below a GPU, on the
-    disk where RAM has no room or is the device. Rows are looked up there. Frozen ones, or ones made with
-    ``sparse=True``, whose gradients are then sparse tensors of the CPU, stepped there by SGD, Adagrad or SparseAdam.
-
-    ``longest``: the longest batch that will come, as `plan` takes one. It is kept, and planned before the first call.
-    Plans are made at the first call. Raises InputError for a model, home, folder or argument that cannot be used,
-    StorageError or BudgetError if the home cannot hold the blocks. A call that no plan fits raises BudgetError before
-    it changes anything; with ``longest``, the first call does if that would not fit.
+    Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or BudgetError for
+    what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which changes nothing.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
-    where = _checked_device(device)
-    found = _checked_blocks(model, blocks)
+    where, found = _checked_device(device), _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
-    moves = blocks is None and tiers[Kind.PARAMETERS] is not Tier.DEVICE
-    looked_up = find_tables(model, found, tables)
-    check_place_for(looked_up, where, folder)
-    wide = [module for module in wide_modules(model, found) if module not in looked_up] if moves else []
+    looked_up = find_tables(model, found, tables, where, folder)
+    stays = blocks is not None or tiers[Kind.PARAMETERS] is Tier.DEVICE
+    wide = [] if stays else wide_modules(model, found, looked_up)
     handle = Streamed(
-        model, found, wide, device=where, budget=Budget.of(budget), home=tiers,
-        folder=folder, planner=planner, knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine,
-        weights=weights, progress=progress, longest=Longest(longest),
-        tables=looked_up,
-    )  # fmt: skip
+        model, found, wide, device=where, budget=Budget.of(budget), home=tiers, folder=folder, planner=planner,
+        knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights, progress=progress,
+        longest=Longest(longest), tables=looked_up)  # fmt: skip
     _swap(handle, linear, loss_chunks)
     return model
 
@@ -171,7 +162,8 @@ def _call_part(self: nn.Module, original: Callable[..., Any], *args: Any, **kwar
 
 def _call_table(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handle: Streamed = getattr(self, _WHOLE)
-    return handle.homes.tables.call(original, args, kwargs)
+    assert isinstance(self, nn.Embedding)
+    return handle.homes.tables.call(self, original, args, kwargs)
 
 
 def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -84,10 +84,7 @@ class Homes:
             undo.callback(self.states.close)
             self.tables = Tables(tables, self.pool, device)
             undo.callback(self.tables.close)
-            for table in tables:
-                maker.block(table, device)
-                self.tables.adopt(table, self.tables.tier(table, folder is not None))
-            self._host_nbytes -= self.tables.nbytes(Tier.HOST)  # for blocks
+            self._adopt_tables(maker)
             unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
             below = self._check_room(home, groups, blocks, unit)
             maker.outside(device)
@@ -95,14 +92,10 @@ class Homes:
             self.store.copies.on_disk = below
             undo.callback(self._disown)
             for number, members in enumerate(groups):
-                modules = [blocks[position] for position in members]
-                for module in modules:
-                    maker.block(module, device)
-                self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
+                self._adopt(number, [blocks[position] for position in members], maker, unit)
                 progress("moving blocks home", number + 1, len(groups))
-            for position, use in enumerate(uses):
-                if use is None:
-                    maker.block(blocks[position], device)
+            for position in (position for position, use in enumerate(uses) if use is None):
+                maker.block(blocks[position], device)
             maker.tell()
             for adopted in self.store.blocks:
                 mark(adopted.parameters)
@@ -110,6 +103,17 @@ class Homes:
             if not _lean(device, home, budget):
                 keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
+
+    def _adopt(self, number: int, modules: Sequence[nn.Module], maker: Maker, unit: int) -> None:
+        for module in modules:
+            maker.block(module, self.store.device)
+        self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
+
+    def _adopt_tables(self, maker: Maker) -> None:
+        for table in self.tables.modules:
+            maker.block(table, self.tables.device)
+            self.tables.adopt(table, self.tables.tier(table, disk=self._folder is not None))
+        self._host_nbytes -= self.tables.nbytes(Tier.HOST)  # for blocks
 
     def limited(self, budget: Budget) -> Budget:
         """``budget`` with what the host may hold beside tables, where it says that, or what finds no room there goes to

@@ -11,17 +11,26 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
 from tapestream.frontends.module.blocks import BlockNames, named_modules
 from tapestream.frontends.module.homes.adopt import check_movable, check_own_bytes
+from tapestream.frontends.module.homes.wide import least_wide_nbytes
 from tapestream.frontends.module.swap import class_of
 from tapestream.ir.actions import Tier
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
 
 
-def find_tables(model: nn.Module, blocks: Sequence[nn.Module], names: BlockNames | None) -> list[nn.Embedding]:
-    """The modules that ``names`` names as `find_blocks` takes them, None for none.
+def find_tables(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    names: BlockNames | None,
+    device: torch.device | None = None,
+    folder: Any = None,
+) -> list[nn.Embedding]:
+    """The modules that ``names`` names as `find_blocks` takes them, None for none: frozen ones, and ones made with
+    ``sparse=True``, whose gradients are sparse tensors of the CPU, where SGD, Adagrad and SparseAdam step them by rows.
 
     Raises InputError for a module that is no ``nn.Embedding``, lies inside a block, shares its weight with another
-    module, or makes dense gradients, which are as large as the table.
+    module, or makes dense gradients, which are as large as the table; and where ``device`` (None: not asked) is RAM and
+    no ``folder`` on a disk is given.
     """
     found = [] if names is None else named_modules(model, names, "tables")
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -47,13 +56,20 @@ def find_tables(model: nn.Module, blocks: Sequence[nn.Module], names: BlockNames
                 "it with sparse=True, freeze it (requires_grad_(False)), or leave it out"
             )
         tables.append(module)
+    if tables and device is not None and folder is None and not is_accelerator(device):
+        raise InputError("tables= keeps tables off the device, and here that is RAM: give folder=, a folder on a disk")
     return tables
 
 
-def check_place_for(tables: Sequence[nn.Embedding], device: torch.device, folder: Any) -> None:
-    """Raise InputError where RAM is the device and there is no disk."""
-    if tables and folder is None and not is_accelerator(device):
-        raise InputError("tables= keeps tables off the device, and here that is RAM: give folder=, a folder on a disk")
+def may_be_table(model: nn.Module, blocks: Sequence[nn.Module], name: str) -> bool:
+    """Whether it is worth a try, and `find_tables` would take the module of that name."""
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Embedding) or module.weight.nbytes < least_wide_nbytes(blocks):
+        return False
+    try:
+        return bool(find_tables(model, blocks, [module]))
+    except InputError:
+        return False
 
 
 class Tables:
@@ -64,14 +80,20 @@ class Tables:
     """
 
     def __init__(self, modules: Sequence[nn.Embedding], pool: Pool, device: torch.device) -> None:
-        self.modules, self._pool, self._device = modules, pool, device
+        self.modules, self._pool, self.device = modules, pool, device
         self._regions: list[Region] = []
+        self._rows: dict[int, int] = {}  # bytes of what the last call looked up, by the id of a table that is trained
         self._looking = False  # up rows, in a call
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Of all of them."""
         return tuple(p for module in self.modules for p in module.parameters())
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the device that the sparse gradients of one backward take: 0 on a GPU."""
+        return 0 if is_accelerator(self.device) else sum(self._rows.values())
 
     def check_use(self, leaves: Iterable[Any]) -> None:
         """Raise InputError where a function that is no call of a table, and has failed, was given one: on the device,
@@ -99,15 +121,23 @@ class Tables:
             shown.copy_(weight.detach())
             weight.data = shown
 
-    def tier(self, module: nn.Embedding, disk: bool) -> Tier:
+    def tier(self, module: nn.Embedding, *, disk: bool) -> Tier:
         """Where a table is to lie: RAM below a GPU, as far as the budget goes, else the ``disk``, if there is one."""
-        if not is_accelerator(self._device):
+        if not is_accelerator(self.device):
             return Tier.DISK
         room = self._pool.room_nbytes(Tier.HOST)
         return Tier.DISK if disk and room is not None and room < 2 * module.weight.nbytes else Tier.HOST
 
-    def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of one of them."""
+    def call(
+        self, module: nn.Embedding, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of ``module``. Raises InputError where it is trained with dense gradients by now."""
+        trained = module.weight.requires_grad and torch.is_grad_enabled()
+        if trained and not module.sparse:
+            raise InputError(
+                f"a {class_of(module).__name__} that tables= names was frozen, and is trained now: its gradients would "
+                "be as large as the table. Freeze it again, or call tapestream.unstream(model) and stream it without"
+            )
         below = torch.device("cpu")
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(below), (args, kwargs))
         self._looking, before = True, self._looking
@@ -115,7 +145,9 @@ class Tables:
             rows = original(*args, **kwargs)
         finally:
             self._looking = before
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), rows)
+        if trained:
+            self._rows[id(module)] = sum(t.nbytes for t in pytree.tree_leaves(rows) if isinstance(t, torch.Tensor))
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), rows)
 
     def close(self) -> None:
         """Give every table memory of its own again."""

@@ -17,27 +17,33 @@ _LEAST_NBYTES = 2**20  # below, moving a module costs more than its bytes are wo
 _SHARE = 4  # of the bytes of the largest block
 
 
-def wide_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def wide_modules(model: nn.Module, blocks: Sequence[nn.Module], but: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """The modules to be streamed like ``blocks``, in the model's order.
 
     Those are modules without children whose own parameters take 1 MiB and a quarter of the largest block, and whose
     call is a function of them: an Embedding that makes sparse gradients or renormalises its weight stays outside, as
-    does what cannot be moved.
+    does what cannot be moved, and ``but`` these.
     """
     inside = {id(m) for block in blocks for m in block.modules()}
-    largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
-    least = max(_LEAST_NBYTES, largest // _SHARE)
+    least = least_wide_nbytes(blocks)
     return [
         module
         for module in model.modules()
         if id(module) not in inside
         and module is not model
+        and module not in but
         and not any(True for _ in module.children())
         and sum(p.nbytes for p in module.parameters()) >= least
         and not getattr(module, "sparse", False)
         and getattr(module, "max_norm", None) is None
         and _can_move(model, module)
     ]
+
+
+def least_wide_nbytes(blocks: Sequence[nn.Module]) -> int:
+    """Bytes from which on a module is worth moving."""
+    largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
+    return max(_LEAST_NBYTES, largest // _SHARE)
 
 
 def adds_once(module: nn.Module) -> bool:

@@ -1,6 +1,11 @@
 """What a refused call could do with less."""
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from tapestream.errors import BudgetError
+from tapestream.frontends.module.homes.tables import may_be_table
 from tapestream.frontends.module.observing.observed import Observed
 from tapestream.frontends.module.plans.terms import Terms
 from tapestream.units import format_nbytes
@@ -24,6 +29,18 @@ def without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> Bud
         if nbytes and 20 * nbytes >= (error.least_nbytes or 0):
             error = error.saying(f"{error.message}. Blocks leave {format_nbytes(nbytes)} of that in {where}")
     return error
+
+
+def without_tables(error: BudgetError, model: nn.Module, blocks: Sequence[nn.Module]) -> BudgetError:
+    """``error``, with what helps where embeddings outside the blocks, of which a call reads a few rows, take much."""
+    found = [name for name, module in model.named_modules() if may_be_table(model, blocks, name)]
+    nbytes = sum(p.nbytes for name in found for p in model.get_submodule(name).parameters())
+    if error.least_nbytes is None or 4 * nbytes < error.least_nbytes:
+        return error
+    return error.saying(
+        f"{error.message}. {format_nbytes(nbytes)} are rows of which a call reads few: stream(..., tables={found!r}) "
+        "keeps them off the device"
+    )
 
 
 def advised(error: BudgetError, outside: int, turn_nbytes: int, *, in_chunks: bool, named: bool) -> BudgetError:

@@ -15,7 +15,7 @@ from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
 from tapestream.frontends.module.observing.returned import Returned, Turn
-from tapestream.frontends.module.plans.advice import advised, after_nbytes, without_cache
+from tapestream.frontends.module.plans.advice import advised, after_nbytes, without_cache, without_tables
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.batch import Sized
 from tapestream.frontends.module.plans.divide import Division
@@ -128,6 +128,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
             return prepare(handle, observed)
         left = left_nbytes(one for segment in segments for one in segment.traits)
         error = without_cache(error, observed.left_nbytes, left)
+        error = without_tables(error, handle.model, handle.blocks[: handle.wide])
         after = after_nbytes(terms_of(handle), observed)
         named = callable(getattr(handle.model, "get_output_embeddings", None))
         raise advised(error, outside, after, in_chunks=handle.head is not None, named=named) from None
@@ -280,7 +281,7 @@ def outside_nbytes(handle: "Streamed") -> int:
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
     scalars = 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
-    total += sum(tensor_nbytes(b) for b in handle.model.buffers())
+    total += sum(tensor_nbytes(b) for b in handle.model.buffers()) + handle.homes.tables.gradient_nbytes
     return total + scalars + workspaces_nbytes(handle.device)
 
 
