@@ -77,7 +77,7 @@ def trained(model: nn.Module, *optimizers: torch.optim.Optimizer, at_once: int =
 
 
 def streamed(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
-    options = {"budget": "1MiB", "tables": ["words", "places"], **options}
+    options = {"budget": "4MiB", "tables": ["words", "places"], **options}
     return ts.stream(model, device=DEVICE, folder=folder, **options)
 
 
@@ -158,6 +158,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
         (["inner"], "inside a block"),
         (["tied"], "tied weights"),
         (7, "tables= names 7"),
+        ([nn.Embedding(4, 4)], "not part of the model"),
     ],
 )
 def test_what_cannot_be_looked_up_is_refused_by_name(tables: Any, said: str, tmp_path: Path) -> None:
@@ -203,6 +204,79 @@ def test_tables_count_against_ram(tmp_path: Path) -> None:
     assert handle.last is not None
     assert handle.last.plan.budget.host_nbytes == 3 * table // 2
     ts.unstream(model)
+
+
+@pytest.mark.parametrize("use", ["norm", "product", "later"])
+def test_a_weight_that_other_code_reads_is_refused_in_any_call(use: str, tmp_path: Path) -> None:
+    class Read(Reader):
+        calls = 0
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            assert self.words.weight.dtype == torch.float32
+            found = super().forward(words).sum()
+            if use == "norm":
+                return found + self.words.weight.norm().to(found.device)
+            if use == "product":
+                return found + (torch.ones(1, WIDTH, device=DEVICE) @ self.words.weight.T).sum()
+            return found if self.calls < 5 else found + torch.ones(1, ROWS, device=DEVICE).mm(self.words.weight).sum()
+
+    with torch.device("cpu"):
+        model = streamed(Read(), tmp_path)
+    words = next(batches()).to(DEVICE)
+    with pytest.raises(ts.InputError, match="an Embedding that tables= names is used outside of its calls"):
+        trained_often(model, words)
+    ts.unstream(model)
+
+
+def trained_often(model: nn.Module, words: torch.Tensor) -> None:
+    for _ in range(8):
+        model(words).backward()
+
+
+def test_lookups_of_one_call_add_up_and_state_counts_where_ram_is_the_device(tmp_path: Path) -> None:
+    class Twice(Reader):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return super().forward(words) + super().forward(words.flip(0))
+
+    def outside(model: nn.Module, **optimizer: Any) -> int:
+        streamed(model, tmp_path)
+        if optimizer:
+            ts.optimizer(model, torch.optim.Adagrad, **optimizer)
+        model(next(batches()).to(DEVICE)).square().mean().backward()
+        found = handle_of(model).last
+        ts.unstream(model)
+        return found.profiles[0].outside_nbytes if not GPU else -(found.plan.budget.host_nbytes or 0)
+
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        once, twice = outside(Reader()), outside(Twice())
+        kept = outside(Reader(), lr=0.1)
+    if not GPU:
+        made = 3 * WORDS * (WIDTH * 4 + 8)
+        assert twice - once >= made
+        assert kept - once >= ROWS * WIDTH * 4
+
+
+def test_an_optimizer_that_takes_no_sparse_gradients_is_refused_at_once(tmp_path: Path) -> None:
+    model = streamed(made(), tmp_path)
+    with pytest.raises(ts.InputError, match=r"words makes sparse gradients, which AdamW .* does not take"):
+        ts.optimizer(model, torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ts.InputError, match="SparseAdam"):
+        ts.optimizer(model, torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    ts.optimizer(model, torch.optim.SGD, lr=0.1)
+    ts.unstream(model)
+
+
+def test_a_table_belongs_to_one_streamed_model(tmp_path: Path) -> None:
+    first, second = made(), made()
+    second.words = first.words
+    streamed(first, tmp_path / "one")
+    with pytest.raises(ts.InputError, match="another streamed model"):
+        streamed(second, tmp_path / "other")
+    ts.unstream(first)
+    streamed(second, tmp_path / "other")
+    ts.unstream(second)
 
 
 def test_a_table_that_is_thawed_is_named_before_anything_runs(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ Change: TypeAlias = dict[str, str]
 
 _QUICK = "revolve"  # where only the yes or no counts, one planner is enough
 _TRIES = 4
+_BY_ROWS = ("sgd", "adagrad")
 _PLACES = {Tier.HOST: ("RAM", "--ram"), Tier.DISK: ("disk", "--disk")}
 
 
@@ -59,10 +60,18 @@ class Question:
 
     @property
     def tables_nbytes(self) -> dict[Tier, int]:
-        """Bytes of tables, with what an optimizer keeps for them, where they lie: in RAM below a GPU, else on the
-        disk."""
-        nbytes = sum(p.nbytes + kept_nbytes(p, self.optimizer) for p in self.outlined().tables)
-        return {Tier.DISK if self.device == "cpu" else Tier.HOST: nbytes}
+        """Bytes of tables where they lie: in RAM below a GPU, with what an optimizer keeps for them, or on the disk."""
+        nbytes = sum(p.nbytes for p in self.outlined().tables)
+        return {Tier.DISK: nbytes} if self.device == "cpu" else {Tier.HOST: nbytes + self._kept_for_tables}
+
+    @property
+    def _kept_for_tables(self) -> int:
+        return sum(kept_nbytes(p, self.optimizer) for p in self.outlined().tables)
+
+    @property
+    def tables_to_try(self) -> list[str]:
+        """Names of embeddings that might be looked up: frozen ones, and others with an optimizer that steps rows."""
+        return [name for name, trained in self.outlined().look_up.items() if not trained or self.optimizer in _BY_ROWS]
 
     @property
     def in_chunks(self) -> "Question | None":
@@ -94,6 +103,7 @@ class Question:
             budget_nbytes=self.budget,
             passed_nbytes=passed_nbytes,
             finer=finer,
+            beside_nbytes=self._kept_for_tables if self.device == "cpu" else 0,
             home=Tier.HOST if self.home is None else self.home,
         )
 
@@ -200,7 +210,7 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
     chunked = question.in_chunks
     if chunked is not None:
         yield {"--loss-chunks": "auto"}, chunked
-    for name in question.outlined().look_up:
+    for name in question.tables_to_try:
         yield {"--tables": name}, replace(question, tables=(*question.tables, name))
     other = "backward" if question.update == "step" else "step"
     yield {"--update": other}, replace(question, update=other)

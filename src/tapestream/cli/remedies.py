@@ -59,7 +59,7 @@ def _candidates(question: Question) -> Iterator[tuple[Change, Question, int]]:
     for runs in (2, 4) if gathers else ():
         if question.batch % runs == 0:
             yield {"--batch": str(question.batch // runs)}, replace(question, batch=question.batch // runs), runs
-    for name in question.outlined().look_up:
+    for name in question.tables_to_try:
         yield {"--tables": name}, replace(question, tables=(*question.tables, name)), 1
     if question.lora is None:
         yield {"--lora": "16"}, replace(question, lora=16), 1

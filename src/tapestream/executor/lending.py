@@ -80,7 +80,8 @@ def lending_hooks(
         if found is None or stay:  # detached: an output would hold the node that saves it
             return _Saved(tensor.detach(), tensor._version, found is not None)
         value, start = found
-        return _Place(value, tensor.data_ptr() - start, tensor.shape, tensor.stride(), tensor.dtype)
+        first = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize  # also without elements
+        return _Place(value, int(first) - start, tensor.shape, tensor.stride(), tensor.dtype)
 
     def unpack(saved: Any) -> torch.Tensor:
         watch.check(name)

@@ -140,8 +140,10 @@ class Updates:
 
     def _state(self, block: int, part: int) -> list[torch.Tensor]:
         copies, state = self._copies, Value(Kind.OPTIMIZER_STATE, block, part)
-        if not copies.blocks[block].nbytes_of(state.kind, part):
-            return []
+        this = copies.blocks[block]
+        if not this.nbytes_of(state.kind, part):  # no state, or that of parameters without elements
+            nothing = torch.empty(0, dtype=torch.uint8, device=copies.device)
+            return this.state_parts[part].views(nothing) if this.state_parts else []
         made = copies.has(state, Tier.DEVICE)
         if not made and copies.holds(state, copies.home_of(state)):  # a plan did not know of its home
             copies.copy_now(state, copies.home_of(state), Tier.DEVICE)

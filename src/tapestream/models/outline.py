@@ -1,6 +1,6 @@
 """`Outline`: what one training step of a model takes, whatever optimizer and machine, as profiles for planners."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -58,7 +58,8 @@ class Outline:
     ``uses``: the group of each; ``groups``: parameters that move together; ``outside``: parameters that do not.
     ``before_nbytes``: tape and constants of what runs before and between blocks; ``turn_nbytes``: of what runs after
     them; ``turn_work``: operations of both, forward and backward. ``tables``: parameters that stay off the device;
-    ``look_up``: names of embeddings that might, of a quarter of a block and 1 MiB at least.
+    ``look_up``: names of embeddings that might, of a quarter of a block and 1 MiB at least, and whether they are
+    trained.
     """
 
     segments: tuple[Segment, ...]
@@ -72,7 +73,7 @@ class Outline:
     turn_nbytes: int
     turn_work: Work
     tables: tuple[nn.Parameter, ...] = ()
-    look_up: tuple[str, ...] = ()
+    look_up: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -98,6 +99,7 @@ class Outline:
         budget_nbytes: int | None = None,
         passed_nbytes: int | None = None,
         finer: bool = False,
+        beside_nbytes: int = 0,
         home: HomeLike = Tier.HOST,
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
@@ -105,14 +107,14 @@ class Outline:
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
         it); None leaves that of a block in one. ``passed_nbytes``: of the host, where state passes it on its way to a
-        disk. ``home``: where gradients go.
+        disk. ``beside_nbytes``: what else is on the device throughout. ``home``: where gradients go.
         Raises InputError for an unknown optimizer.
         """
         costs = block_costs(
             self.groups, optimizer, rates.memory_bytes_per_second, budget_nbytes=budget_nbytes,
             passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE,
         )  # fmt: skip
-        outside = self.buffers_nbytes + self.before_nbytes
+        outside = self.buffers_nbytes + self.before_nbytes + beside_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         step = Step(
             replace(self.terms(update), home=home), self.segments, self.uses, costs,

@@ -73,9 +73,13 @@ def _with_tables(
     """``found`` with these tables off the device, and the names of others that might be."""
     away = {id(p): p for module in tables for p in module.parameters()}
     names = (name for name, module in model.named_modules() if module not in tables)
-    others = [name for name in names if may_be_table(model, blocks, name)]
+    trained = {
+        name: any(p.requires_grad for p in model.get_submodule(name).parameters())
+        for name in names
+        if may_be_table(model, blocks, name)
+    }
     outside = tuple(p for p in found.outside if id(p) not in away)
-    return replace(found, outside=outside, tables=tuple(away.values()), look_up=tuple(others))
+    return replace(found, outside=outside, tables=tuple(away.values()), look_up=trained)
 
 
 def _outlined(

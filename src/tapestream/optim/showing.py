@@ -112,11 +112,12 @@ class Showing:
 
     def _made_views(self, block: ParameterBlock, part: int) -> list[torch.Tensor]:
         value = Value(Kind.OPTIMIZER_STATE, block.index, part)
-        if not block.state_parts[part].nbytes:
-            return []
+        if not block.state_parts[part].nbytes:  # no state, or that of parameters without elements
+            return block.state_parts[part].views(torch.empty(0, dtype=torch.uint8, device=self._store.device))
         return self._store.updates.state_views(block.index, part, self._store.memory_of(value))
 
     def _views(self, block: ParameterBlock, part: int) -> list[torch.Tensor]:
         """The same of a whole part; nothing where no update has made it yet."""
         value = Value(Kind.OPTIMIZER_STATE, block.index, part)
-        return self._made_views(block, part) if self._store.exists(value) else []
+        made = self._store.exists(value) or not block.state_parts[part].nbytes
+        return self._made_views(block, part) if made else []

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.optim.streamed import StreamedOptimizer
 
@@ -32,14 +33,54 @@ def optimizer(
     GradScaler raise GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they
     are. The updates equal those of the same torch implementation on the plain model, bit for bit.
 
-    Raises InputError for unknown options, for an optimizer that looks across tensors or cannot be tried, and for other
+    Raises InputError for sparse gradients (``nn.Embedding(..., sparse=True)``) and an optimizer that takes none, for
+    unknown options, for an optimizer that looks across tensors or cannot be tried, and for other
     parameters than those of an optimizer that was never stepped (use ``groups``); StorageError if the disk cannot hold
     its state.
     """
     handle = handle_of(model)
+    _check_sparse(model, optimizer_class, groups, options)
     chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]
     made = StreamedOptimizer(
         handle, optimizer_class, chosen, update=update, master=master, options=options, takes_all=groups is None
     )
     handle.homes.check_room_for_updates(handle.budget, gradients=update == "step")
     return made
+
+
+def _check_sparse(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]] | None,
+    options: dict[str, Any],
+) -> None:
+    """Raise InputError where a step would fail on a sparse gradient, when blocks have been updated already."""
+    among = None if groups is None else {id(p): group for group in groups for p in group.get("params", ())}
+    for name, module in model.named_modules():
+        if not getattr(module, "sparse", False) or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        weight = module.weight
+        if not weight.requires_grad or (among is not None and id(weight) not in among):
+            continue
+        group = {} if among is None else {key: value for key, value in among[id(weight)].items() if key != "params"}
+        if not _takes_sparse(optimizer_class, {**options, **group}):
+            raise InputError(
+                f"{name} makes sparse gradients, which {optimizer_class.__name__} with these options does not take: "
+                "give groups= without its weight, and step that with torch.optim.SparseAdam, SGD or Adagrad beside it"
+            )
+
+
+def _takes_sparse(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
+    """Tried on a small tensor. What fails otherwise is found, and named, elsewhere."""
+    place = torch.device("cpu")
+    with place, torch.enable_grad():
+        small = nn.Parameter(torch.ones(4, 2, device=place))
+        row, values = torch.ones(1, 1, dtype=torch.long, device=place), torch.ones(1, 2, device=place)
+        small.grad = torch.sparse_coo_tensor(row, values, (4, 2), device=place, check_invariants=False)
+        try:
+            optimizer_class([small], **options).step()
+        except RuntimeError:
+            return False
+        except Exception:
+            return True
+    return True

@@ -152,12 +152,15 @@ def _swap(handle: Streamed, linear: nn.Linear | None, chunks: Chunks | None) -> 
 
 
 def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return handle_of(self).call_model(self, original, args, kwargs)
+    handle = handle_of(self)
+    with handle.homes.tables.watched():
+        return handle.call_model(self, original, args, kwargs)
 
 
 def _call_part(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handle: Streamed = getattr(self, _WHOLE)
-    return handle.call_model(self, original, args, kwargs)
+    with handle.homes.tables.watched():
+        return handle.call_model(self, original, args, kwargs)
 
 
 def _call_table(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +173,10 @@ def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
     site: Site = getattr(self, _SITE)
     if isinstance(self, nn.Linear) and self is site.handle.head and is_lazy(self, args, kwargs):
         return original(*args, **kwargs)  # what reads the logits is a call of this block
+    use = site.handle.homes.tables.use
+    if use is not None:
+        with use.left():
+            return site.handle.call_block(site.position, original, args, kwargs)
     return site.handle.call_block(site.position, original, args, kwargs)
 
 

@@ -4,25 +4,17 @@ Plain autograd adds what reaches a tensor latest use first. The uses inside of a
 for their sum to go on from that of later uses, these are given what the block hands on in place of the tensor itself.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tapestream.errors import InputError
-from tapestream.frontends.module.homes.between import BetweenBlocks
+from tapestream.frontends.module.homes.between import BetweenBlocks, is_about_itself
 
 WRITTEN = "changed in place; its views would not see that: write into a clone() of it"
-_DERIVED = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # attributes that are functions of the tensor
 _NUMBERS = frozenset(("__index__", "__int__", "__invert__"))  # that change nothing, unlike __iadd__
-# What asks about the graph of the tensor itself.
-_ITS_OWN = frozenset(
-    ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
-     "detach_", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__")
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -65,23 +57,6 @@ class Following(BetweenBlocks):
             return tensor
         return found.now if tensor.data_ptr() == found.now.data_ptr() else tensor
 
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """A block runs inside, and what follows is seen."""
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-    @contextlib.contextmanager
-    def until(self) -> Iterator[None]:
-        """A call runs inside."""
-        try:
-            yield
-        finally:
-            self.__exit__(None, None, None)
-
     def check(self) -> None:
         """Raise InputError where something was changed in place after it, or a view of it, was used again."""
         if self._changed or any(found.changed for found in self._noted.values()):
@@ -109,7 +84,7 @@ class Following(BetweenBlocks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.asleep or not self._noted or _is_about_itself(func):
+        if torch.compiler.is_compiling() or self.asleep or not self._noted or is_about_itself(func):
             return func(*args, **kwargs)
         given: dict[int, torch.Tensor] = {}
         written = _writes(func) or kwargs.get("inplace") is True
@@ -139,13 +114,6 @@ class Following(BetweenBlocks):
         if base is not None:
             self._noted[id(base)].given = True
         return given.get(id(result), result)
-
-
-def _is_about_itself(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _DERIVED
-    return name in _ITS_OWN
 
 
 def _writes(func: Any) -> bool:

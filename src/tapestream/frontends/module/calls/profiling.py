@@ -23,10 +23,9 @@ def observe_call(
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
-            tables=handle.homes.tables,
         )  # fmt: skip
         try:
-            with checkpointing_off():
+            with checkpointing_off(), handle.homes.tables.observed():
                 found = handle.observation.run(original, *copies_of((args, kwargs)))
             staying = found.used_directly
         except StaysPut as one:

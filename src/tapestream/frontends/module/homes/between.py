@@ -1,8 +1,25 @@
 """A function mode that sees what runs between the blocks of a call, and nothing inside of them."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+_DERIVED = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # attributes that are functions of the tensor
+# What asks about the graph of the tensor itself.
+_ITS_OWN = frozenset(
+    ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
+     "detach_", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__")
+)  # fmt: skip
+
+
+def is_about_itself(func: Any) -> bool:
+    """Whether a function asks its tensor about itself, and makes nothing of its numbers."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _DERIVED
+    return name in _ITS_OWN
 
 
 class BetweenBlocks(TorchFunctionMode):
@@ -27,3 +44,20 @@ class BetweenBlocks(TorchFunctionMode):
         if now is self:
             self.entered = False
             super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block runs inside, and what follows is seen."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    @contextlib.contextmanager
+    def until(self) -> Iterator[None]:
+        """A call runs inside."""
+        try:
+            yield
+        finally:
+            self.__exit__(None, None, None)

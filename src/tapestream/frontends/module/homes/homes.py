@@ -97,9 +97,9 @@ class Homes:
             for position in (position for position, use in enumerate(uses) if use is None):
                 maker.block(blocks[position], device)
             maker.tell()
-            for adopted in self.store.blocks:
-                mark(adopted.parameters)
-                undo.callback(unmark, adopted.parameters)
+            for owned in (*(block.parameters for block in self.store.blocks), self.tables.parameters):
+                mark(owned)
+                undo.callback(unmark, owned)
             if not _lean(device, home, budget):
                 keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
@@ -115,14 +115,20 @@ class Homes:
             self.tables.adopt(table, self.tables.tier(table, disk=self._folder is not None))
         self._host_nbytes -= self.tables.nbytes(Tier.HOST)  # for blocks
 
-    def limited(self, budget: Budget) -> Budget:
-        """``budget`` with what the host may hold beside tables, where it says that, or what finds no room there goes to
-        the disk."""
+    def limited(self, budget: Budget, kept_nbytes: int = 0) -> Budget:
+        """``budget`` with what the host may hold beside tables, and ``kept_nbytes`` of optimizer state for them, where
+        it says that, or what finds no room there goes to the disk."""
         if (budget.host_nbytes is None or not self.tables.modules) and (
             budget.host_nbytes is not None or not self.store.homes.overflowing
         ):
             return budget
-        return Budget(budget.device_nbytes, host=self._host_nbytes, disk=budget.disk_nbytes, calls=budget.calls)
+        host = self._host_nbytes - kept_nbytes
+        if host < 1:
+            raise BudgetError(
+                f"tables and what the optimizer keeps for them take {1 - host} bytes more of RAM than is allowed; "
+                "allow so much more, and room for blocks (Budget(host=...)), or name fewer tables"
+            )
+        return Budget(budget.device_nbytes, host=host, disk=budget.disk_nbytes, calls=budget.calls)
 
     @property
     def folder(self) -> DiskFolder | None:

@@ -72,13 +72,12 @@ def parameters_of(store: BlockStore, positions: Iterable[int]) -> dict[int, int]
 class DirectUse(BetweenBlocks):
     """Notices functions that make tensors of ``parameters`` where no streamed module is called.
 
-    ``parameters``: by ``id``, the number of its block; ``found``: blocks whose parameters were used so. ``check``: is
-    given what a function that has failed was given.
+    ``parameters``: by ``id``, the number of its block; ``found``: blocks whose parameters were used so.
     """
 
-    def __init__(self, parameters: Mapping[int, int], check: Callable[[Iterable[Any]], None] | None = None) -> None:
+    def __init__(self, parameters: Mapping[int, int]) -> None:
         super().__init__()
-        self.parameters, self.check = parameters, check
+        self.parameters = parameters
         self.found: set[int] = set()
 
     def keeps(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -93,12 +92,7 @@ class DirectUse(BetweenBlocks):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        try:
-            result = func(*args, **(kwargs or {}))
-        except RuntimeError:
-            if self.check is not None:
-                self.check(pytree.tree_leaves((args, kwargs)))
-            raise
+        result = func(*args, **(kwargs or {}))
         if self.asleep:
             return result
         leaves = pytree.tree_leaves((args, kwargs))

@@ -17,7 +17,6 @@ from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.check import check_deterministic
-from tapestream.frontends.module.homes.tables import Tables
 from tapestream.frontends.module.homes.wide import DirectUse, parameters_of, reads_parameters
 from tapestream.frontends.module.lazy_logits import LazyLogits
 from tapestream.frontends.module.observing.arguments import BlockRun, ChangedContainer, Link
@@ -69,15 +68,13 @@ class Observation:
         passed: set[int],
         wide: int,
         verify: bool,
-        tables: Tables,
     ) -> None:
         """``called``: the model, or what the user has called of it; ``passed``: positions of blocks known to pass
         tensors on in objects; ``wide``: the position of the first of the blocks that are modules outside of the
         repeated ones."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
-        self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))), tables.check_use)
-        self._watches = bool(self._direct.parameters or tables.modules)
+        self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))))
         self._profiled, self._passed = Profiled(), Passed(passed)
         self.segments: list[Segment] = []
         self._link, self._reused = Link(), Reused()
@@ -180,7 +177,7 @@ class Observation:
         assert self._watch is not None
         self._held = held
         self._outside = contextlib.ExitStack()
-        if self._watches:
+        if self._wide < len(self.blocks):
             self._outside.enter_context(self._direct)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())

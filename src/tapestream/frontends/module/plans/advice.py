@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from tapestream.errors import BudgetError
+from tapestream.frontends.module.homes.homes import Homes
 from tapestream.frontends.module.homes.tables import may_be_table
 from tapestream.frontends.module.observing.observed import Observed
 from tapestream.frontends.module.plans.terms import Terms
@@ -31,15 +32,17 @@ def without_cache(error: BudgetError, given_nbytes: int, own_nbytes: int) -> Bud
     return error
 
 
-def without_tables(error: BudgetError, model: nn.Module, blocks: Sequence[nn.Module]) -> BudgetError:
+def without_tables(error: BudgetError, model: nn.Module, blocks: Sequence[nn.Module], homes: Homes) -> BudgetError:
     """``error``, with what helps where embeddings outside the blocks, of which a call reads a few rows, take much."""
-    found = [name for name, module in model.named_modules() if may_be_table(model, blocks, name)]
+    known = [name for name, module in model.named_modules() if module in homes.tables.modules]
+    found = [name for name, _ in model.named_modules() if name not in known and may_be_table(model, blocks, name)]
     nbytes = sum(p.nbytes for name in found for p in model.get_submodule(name).parameters())
-    if error.least_nbytes is None or 4 * nbytes < error.least_nbytes:
+    if error.least_nbytes is None or not found or 4 * nbytes < error.least_nbytes:
         return error
+    folder = ", folder='a/folder/on/a/disk'" if homes.tables.below_is_disk and homes.folder is None else ""
     return error.saying(
-        f"{error.message}. {format_nbytes(nbytes)} are rows of which a call reads few: stream(..., tables={found!r}) "
-        "keeps them off the device"
+        f"{error.message}. {format_nbytes(nbytes)} are rows of which a call reads few: "
+        f"stream(..., tables={known + found!r}{folder}) keeps them off the device"
     )
 
 

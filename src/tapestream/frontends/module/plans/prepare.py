@@ -128,7 +128,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
             return prepare(handle, observed)
         left = left_nbytes(one for segment in segments for one in segment.traits)
         error = without_cache(error, observed.left_nbytes, left)
-        error = without_tables(error, handle.model, handle.blocks[: handle.wide])
+        error = without_tables(error, handle.model, handle.blocks[: handle.wide], handle.homes)
         after = after_nbytes(terms_of(handle), observed)
         named = callable(getattr(handle.model, "get_output_embeddings", None))
         raise advised(error, outside, after, in_chunks=handle.head is not None, named=named) from None
@@ -212,7 +212,8 @@ def whole_of(handle: "Streamed", *, strict: bool) -> Within:
 
 def terms_of(handle: "Streamed") -> Terms:
     """On what terms the calls of this model are planned."""
-    budget = handle.homes.limited(handle.budget)
+    tables = handle.homes.tables
+    budget = handle.homes.limited(handle.budget, 0 if tables.below_is_disk else tables_kept_nbytes(handle))
     return Terms(
         handle.blocks, handle.wide, budget, handle.machine, handle.store.homes, handle.update,
         planner=handle.planner, knobs=handle.knobs, given=handle.given,
@@ -282,7 +283,13 @@ def outside_nbytes(handle: "Streamed") -> int:
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
     scalars = 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
     total += sum(tensor_nbytes(b) for b in handle.model.buffers()) + handle.homes.tables.gradient_nbytes
+    total += tables_kept_nbytes(handle) if handle.homes.tables.below_is_disk else 0
     return total + scalars + workspaces_nbytes(handle.device)
+
+
+def tables_kept_nbytes(handle: "Streamed") -> int:
+    """Bytes of optimizer state of tables, which is tensors of the CPU."""
+    return sum(map(handle.state_nbytes, handle.homes.tables.parameters))
 
 
 def _update_speed(handle: "Streamed") -> float:
