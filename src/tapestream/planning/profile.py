@@ -34,6 +34,7 @@ from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.left import left_by
 from tapestream.runner.modes import as_a_stage
+from tapestream.runner.own_frames import leave_own_frames
 from tapestream.runner.passable import check_modules, check_passable
 from tapestream.runner.runner import Runner
 from tapestream.runner.stage import Stage, Traits
@@ -285,7 +286,10 @@ def _called(
     snapshot: Snapshot, looks: bool,
 ) -> tuple[Any, Observation]:  # fmt: skip
     """The stage's result, with ``reading`` on; not where something is compiled, which would be again for a mode."""
-    tree, reads = state.tree(inputs), contextlib.nullcontext() if stage.is_compiled() else reading
+    tree, compiled = state.tree(inputs), stage.is_compiled()
+    if compiled:
+        leave_own_frames()
+    reads = contextlib.nullcontext() if compiled else reading
     try:
         with observed(inputs, stage.modules, calls=looks) as seen, reads:
             snapshot.observations.append(seen)
