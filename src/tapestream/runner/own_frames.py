@@ -31,7 +31,8 @@ def _leave(name: str) -> None:
     """Those of one module."""
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     for code in _codes(sys.modules[name]):
-        _set_strategy(code, skip)
+        if code.co_name != "__call__":  # that of a streamed model looks whether it is compiled, and refuses
+            _set_strategy(code, skip)
 
 
 def _codes(module: types.ModuleType) -> Iterator[types.CodeType]:
