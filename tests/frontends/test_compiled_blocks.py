@@ -96,3 +96,18 @@ def test_what_is_compiled_is_what_plain_pytorch_compiles(kind: str, home: str, t
     torch._dynamo.reset()
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_whose_blocks_are_compiled_is_still_not_compiled_as_a_whole(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = Net("a class of the user's")
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    ts.stream(model, device=DEVICE, budget="1MiB", folder=tmp_path)
+    trained(model)
+    with pytest.raises(ts.InputError, match="was asked"):
+        torch.compile(model, backend="eager")(torch.randn(2, 8, WIDTH, device=DEVICE))
+    trained(model)
+    ts.unstream(model)
+    torch._dynamo.reset()
