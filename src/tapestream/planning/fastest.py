@@ -101,7 +101,7 @@ def leanest(found: Sequence[T], stages: int) -> T:
     return min(near or found, key=lambda one: (*_work(one, stages), one.seconds) if near else (0, 0, one.seconds))
 
 
-def _work(found: Weighed, stages: int) -> tuple[int, int]:
+def _work(found: Weighed | Candidate, stages: int) -> tuple[int, int]:
     return -(-4 * found.forwards // stages), found.moved_nbytes
 
 
@@ -139,8 +139,7 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
 def _leaner(candidate: Candidate, tried: Sequence[Found | Timed], terms: Terms) -> bool:
     """Whether a candidate that is not the fastest may be taken all the same."""
     stages = terms.profile.runs
-    work = -(-4 * candidate.forwards // stages), candidate.moved_nbytes
-    return work < _work(leanest(tried, stages), stages)
+    return _work(candidate, stages) < _work(leanest(tried, stages), stages)
 
 
 def _taken(tried: list[Found | Timed], terms: Terms) -> Found:

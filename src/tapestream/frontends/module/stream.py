@@ -152,15 +152,12 @@ def _swap(handle: Streamed, linear: nn.Linear | None, chunks: Chunks | None) -> 
 
 
 def _call_model(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handle = handle_of(self)
-    with handle.homes.tables.watched():
-        return handle.call_model(self, original, args, kwargs)
+    return handle_of(self).call_model(self, original, args, kwargs)
 
 
 def _call_part(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handle: Streamed = getattr(self, _WHOLE)
-    with handle.homes.tables.watched():
-        return handle.call_model(self, original, args, kwargs)
+    return handle.call_model(self, original, args, kwargs)
 
 
 def _call_table(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -128,7 +128,7 @@ class Streamed:
         """A call of the model, or of what is inside of it where no call is under way: ``called``."""
         if self._bypass or self.entered is not None:
             return original(*args, **kwargs)
-        with entering(self, called):
+        with self.homes.tables.watched(), entering(self, called):
             return self._enter(original, args, kwargs)
 
     def _enter(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

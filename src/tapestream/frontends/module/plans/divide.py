@@ -57,17 +57,17 @@ class Division:
         ample = self._ample() if self.resident is None and self._all_may_fit else None
         if ample is not None and not any(map(loses, ample)):
             return ample
-        tight, refused = None, None
         try:
             tight = self._tight()
-        except BudgetError as error:
-            refused = error
-        if ample is None and self.resident is None and not (tight is not None and self._hardly_slower(tight)):
+        except BudgetError:
+            if ample is None and self.resident is None:
+                ample = self._ample()
+            if ample is None:
+                raise
+            return ample
+        if ample is None and self.resident is None and not self._hardly_slower(tight):
             ample = self._ample()
-        found = [plans for plans in (ample, tight) if plans is not None]
-        if refused is not None and not found:
-            raise refused
-        return min(found, key=seconds_of)
+        return tight if ample is None or seconds_of(tight) < seconds_of(ample) else ample
 
     def peak_nbytes(self, plans: Sequence[Plan]) -> int:
         """Most device bytes that a step by ``plans``, which are those of `plans`, holds."""
