@@ -171,7 +171,7 @@ class Tables:
             return
         self.use = WeightUse({id(p): module for module in self.modules for p in module.parameters()})
         try:
-            with self.use, self.use.until():
+            with self.use:
                 yield
         finally:
             self.use = None
