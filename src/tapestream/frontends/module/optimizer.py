@@ -8,6 +8,7 @@ from torch import nn
 
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
+from tapestream.optim.groups import as_groups
 from tapestream.optim.streamed import StreamedOptimizer
 
 
@@ -39,8 +40,8 @@ def optimizer(
     its state.
     """
     handle = handle_of(model)
-    _check_sparse(model, optimizer_class, groups, options)
-    chosen: Sequence[Any] = groups if groups is not None else [p for p in model.parameters() if p.requires_grad]
+    chosen = as_groups(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
+    _check_sparse(model, optimizer_class, chosen, options)
     made = StreamedOptimizer(
         handle, optimizer_class, chosen, update=update, master=master, options=options, takes_all=groups is None
     )
@@ -51,18 +52,18 @@ def optimizer(
 def _check_sparse(
     model: nn.Module,
     optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[dict[str, Any]] | None,
+    groups: Sequence[dict[str, Any]],
     options: dict[str, Any],
 ) -> None:
     """Raise InputError where a step would fail on a sparse gradient, when blocks have been updated already."""
-    among = None if groups is None else {id(p): group for group in groups for p in group.get("params", ())}
+    among = {id(p): group for group in groups for p in group["params"]}
     for name, module in model.named_modules():
         if not getattr(module, "sparse", False) or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         weight = module.weight
-        if not weight.requires_grad or (among is not None and id(weight) not in among):
+        if not weight.requires_grad or id(weight) not in among:
             continue
-        group = {} if among is None else {key: value for key, value in among[id(weight)].items() if key != "params"}
+        group = {key: value for key, value in among[id(weight)].items() if key != "params"}
         if not _takes_sparse(optimizer_class, {**options, **group}):
             raise InputError(
                 f"{name} makes sparse gradients, which {optimizer_class.__name__} with these options does not take: "
