@@ -11,6 +11,7 @@ from tapestream.executor.engines import make_engine
 from tapestream.executor.interpreter import Interpreter
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir import (
+    MEMORIES,
     Action,
     Backward,
     Forward,
@@ -112,7 +113,7 @@ def test_gradients_through_travelling_states_are_exact(engine: str, tier: Tier, 
     for mine, plain in zip(found, expected, strict=True):
         assert mine is not None
         assert torch.equal(mine, plain)
-    assert all(pool.held_nbytes(one) == 0 for one in Tier)
+    assert all(pool.held_nbytes(one) == 0 for one in MEMORIES)
 
 
 def test_a_state_changed_in_place_before_it_travels_is_refused(tmp_path: Path) -> None:

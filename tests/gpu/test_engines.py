@@ -7,7 +7,7 @@ import torch
 
 from tapestream.errors import GradientError, InputError
 from tapestream.executor.engines import make_engine
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage import DiskFolder, Pool
 
 CUDA = torch.device("cuda")
@@ -149,7 +149,7 @@ def test_copies_run_beside_compute(pool):
 
 def test_rules_hold_on_the_device_too(pool):
     engine = make_engine("cuda", CUDA)
-    device, host, disk = (pool.allocate(tier, 4096) for tier in Tier)
+    device, host, disk = (pool.allocate(tier, 4096) for tier in MEMORIES)
     with pytest.raises(InputError, match="DEVICE -> DISK; copy to HOST"):
         engine.copy(device, disk)
     ticket = engine.copy(device, host)

@@ -171,7 +171,7 @@ def test_cut_text_is_refused(schedule: Schedule, data: st.DataObject) -> None:
         ("stages 6", "stages 1_0", 2, "a whole number"),
         ("planner two", "planer two", 3, "'planner'"),
         ("halves\\n\\xe9", "halves\\xe", 3, "the planner's name"),
-        ("0 HOST", "0 ROOM", 4, "a tier (DEVICE, HOST, DISK)"),
+        ("0 HOST", "0 ROOM", 4, "a tier (DEVICE, SHARD, HOST, DISK)"),
         ("PARAMETERS 0", "WEIGHTS 0", 4, "a kind of value"),
         ("1.2 DISK", "1. DISK", 5, "a whole number"),
         ("1.2 DISK", "1.2 DISK HOST", 5, "nothing more in this line"),

@@ -8,6 +8,7 @@ from typing import Any
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
 from tapestream.errors import TapestreamError
 from tapestream.ir import (
+    MEMORIES,
     Action,
     Backward,
     Forward,
@@ -30,7 +31,7 @@ from tapestream.planning.auto import make_plan
 from tapestream.planning.plan import Plan
 from tapestream.simulate import simulate
 
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = MEMORIES
 PAIRS = {"card": 1.1, "ram": 1.1, "link": 1.2, "disk": 1.2, "flops": 1.2}
 """What more of a resource is."""
 

@@ -7,6 +7,7 @@ import pytest
 from tapestream.costs import Budget, Link, Machine, Profile, StageCost
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import (
+    MEMORIES,
     Action,
     Backward,
     Forward,
@@ -20,14 +21,13 @@ from tapestream.ir import (
     Record,
     Restore,
     Schedule,
-    Tier,
     Value,
     Wait,
 )
 from tapestream.simulate import simulate
 from tapestream.simulate.report import report
 
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = MEMORIES
 FORWARD, BACKWARD = Phase(PhaseKind.FORWARD), Phase(PhaseKind.BACKWARD)
 
 

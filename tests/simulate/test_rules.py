@@ -7,6 +7,7 @@ import pytest
 from tapestream.costs import BlockCost, Carried, Link, Machine, Profile, StageCost
 from tapestream.errors import InputError, ScheduleError
 from tapestream.ir import (
+    MEMORIES,
     Action,
     Backward,
     Forward,
@@ -28,7 +29,7 @@ from tapestream.ir import (
 )
 from tapestream.simulate import simulate
 
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = MEMORIES
 FORWARD, BACKWARD, STEP = (Phase(kind) for kind in PhaseKind)
 STATE, SAVED, COTANGENT = Kind.STATE, Kind.SAVED, Kind.COTANGENT
 PARAMETERS, GRADIENT, OPTIMIZER = Kind.PARAMETERS, Kind.GRADIENT, Kind.OPTIMIZER_STATE

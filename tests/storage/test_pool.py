@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapestream.errors import BudgetError, InputError, StorageError
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage import DiskFolder, Pool, page_locked
 from tapestream.storage.meter import track_memory
 from tapestream.storage.regions import settle_uses
@@ -65,7 +65,7 @@ def test_disk_without_a_folder_is_refused():
         make().allocate(Tier.DISK, 1)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", list(MEMORIES))
 def test_a_released_region_serves_the_next_request_of_its_size(folder, tier):
     pool = make(folder)
     region = pool.allocate(tier, 8192)
@@ -101,7 +101,7 @@ def test_released_memory_really_goes():
 
 
 def test_limits(folder):
-    for tier in Tier:
+    for tier in MEMORIES:
         pool = make(folder, **{tier.name: 10_000})
         kept = [pool.allocate(tier, 4096), pool.allocate(tier, 4096)]
         with pytest.raises(BudgetError, match=f"4096 bytes.*{tier.name}.*8192 bytes are held.*10000 allowed.*12288"):

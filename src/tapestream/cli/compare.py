@@ -11,7 +11,7 @@ from tapestream.cli.machine import name as called
 from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Subject
 from tapestream.cli.told import told
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.planners import planners
 from tapestream.planning import tradeoff
 from tapestream.planning.compare import POINTS, Outcome, curves, outcomes, spaced
@@ -73,7 +73,7 @@ def _figures(one: Outcome[Answer]) -> dict[str, Any]:
         figures |= {
             "seconds_per_step": answer.seconds, "overhead": answer.overhead,
             "waiting_seconds": answer.waiting_seconds, "forwards": answer.forwards,
-            "peak_nbytes": {tier.name.lower(): answer.peak_nbytes(tier) for tier in Tier},
+            "peak_nbytes": {tier.name.lower(): answer.peak_nbytes(tier) for tier in MEMORIES},
             "moved_nbytes": answer.moved_nbytes,
         }  # fmt: skip
     else:
@@ -84,7 +84,7 @@ def _figures(one: Outcome[Answer]) -> dict[str, Any]:
 def print_table(question: Question, subject: Subject, found: Sequence[Outcome[Answer]]) -> None:
     """The table, and below it why planners do not apply."""
     answers = [one.plan for one in found if one.plan is not None]
-    tiers = [tier for tier in Tier if tier is Tier.DEVICE or any(answer.peak_nbytes(tier) for answer in answers)]
+    tiers = [tier for tier in MEMORIES if tier is Tier.DEVICE or any(answer.peak_nbytes(tier) for answer in answers)]
     names = (called(tier, question.device) for tier in tiers)
     columns = ("planner", "a step", "overhead", "forwards", *names, "moved", "planned in")
     rows = [_row(one, tiers) for one in found]

@@ -20,7 +20,7 @@ from tapestream.cli.targets import TargetOptions
 from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.units import DAY, format_nbytes, format_seconds
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
@@ -156,7 +156,7 @@ def _figures(
         f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
         "tiers": {
             tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
-            for tier in Tier
+            for tier in MEMORIES
         },
         "fills": found.fills,
         "disk_written_nbytes_per_step": found.written_nbytes,
@@ -205,7 +205,7 @@ def _print(
 
 def _remedy_figures(one: Helping, hardware: Hardware) -> dict[str, Any]:
     """``seconds``: for as many samples as were asked for."""
-    peaks = {tier.name.lower(): one.answer.peak_nbytes(tier) for tier in Tier}
+    peaks = {tier.name.lower(): one.answer.peak_nbytes(tier) for tier in MEMORIES}
     return {"change": _by_option(one.change, hardware), "runs": one.runs, "seconds": one.seconds, "peak_nbytes": peaks}
 
 
@@ -215,12 +215,13 @@ def _print_remedies(document: dict[str, Any], device: str, asked: bool) -> None:
         (
             _text(found["change"]) + (f", {found['runs']} times" if found["runs"] > 1 else ""),
             format_seconds(found["seconds"]),
-            *(format_nbytes(found["peak_nbytes"][tier.name.lower()]) for tier in Tier),
+            *(format_nbytes(found["peak_nbytes"][tier.name.lower()]) for tier in MEMORIES),
         )
         for found in document["remedies"]
     ]
     if rows:
-        show.table("What would help", rows, ("with", "the same samples take", *(name(tier, device) for tier in Tier)))
+        tiers = (name(tier, device) for tier in MEMORIES)
+        show.table("What would help", rows, ("with", "the same samples take", *tiers))
     elif asked:
         show.line("Nothing that was tried saves more than 1%.")
 
@@ -230,7 +231,7 @@ def _text(change: Change) -> str:
 
 
 def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware: Hardware) -> list[tuple[str, str]]:
-    tiers = ((tier, answer["tiers"][tier.name.lower()]) for tier in Tier)
+    tiers = ((tier, answer["tiers"][tier.name.lower()]) for tier in MEMORIES)
     seconds, waiting = format_seconds(answer["seconds_per_step"]), format_seconds(answer["waiting_seconds"])
     written, a_day = answer["disk_written_nbytes_per_step"], answer["disk_written_nbytes_per_day"]
     called = name(Tier.DEVICE, question.device)

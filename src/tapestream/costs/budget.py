@@ -1,7 +1,7 @@
 """`Budget`: bytes allowed in each tier."""
 
 from tapestream.errors import InputError
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.units import format_nbytes, parse_nbytes
 
 
@@ -41,15 +41,15 @@ class Budget:
         return budget if isinstance(budget, Budget) else cls(budget)
 
     def nbytes(self, tier: Tier) -> int | None:
-        """Bytes allowed in ``tier``, None for no limit."""
-        return (self.device_nbytes, self.host_nbytes, self.disk_nbytes)[tier]
+        """Bytes allowed in ``tier``, None for no limit. (Shards on the device are in the device's.)"""
+        return (self.device_nbytes, None, self.host_nbytes, self.disk_nbytes)[tier]
 
     def with_device(self, nbytes: int | None) -> "Budget":
         """The same with ``nbytes`` bytes of device, None for no limit."""
         return Budget(nbytes, host=self.host_nbytes, disk=self.disk_nbytes, calls=self.calls)
 
     def _key(self) -> tuple[int | None, ...]:
-        return (*map(self.nbytes, Tier), self.calls)
+        return (*map(self.nbytes, MEMORIES), self.calls)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Budget) and self._key() == other._key()
@@ -60,7 +60,7 @@ class Budget:
     def __repr__(self) -> str:
         parts = [
             f"{tier.name.lower()}={'no limit' if nbytes is None else format_nbytes(nbytes)}"
-            for tier in Tier
+            for tier in MEMORIES
             if (nbytes := self.nbytes(tier)) is not None or tier is Tier.DEVICE
         ]
         parts += [f"calls={self.calls}"] if self.calls > 1 else []

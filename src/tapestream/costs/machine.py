@@ -44,13 +44,18 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The links by (source, target), and a name for people; of the device, how many FLOP/s it makes, how many bytes a
-    second it reads and writes of its memory, and what it takes to start one operation (each None if unknown)."""
+    second it reads and writes of its memory, and what it takes to start one operation (each None if unknown).
+
+    ``peers``: what the shards of other ranks come by, and parts of gradients go by; a rank receives, and sends, so many
+    bytes a second of its own. Such copies go one after the other, whatever their direction.
+    """
 
     links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
     flops_per_second: float | None = None
     name: str = ""
     memory_bytes_per_second: float | None = None
     launch_seconds: float | None = None
+    peers: Link | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.links, Mapping) or not all(isinstance(link, Link) for link in self.links.values()):
@@ -60,6 +65,8 @@ class Machine:
                 raise InputError(
                     f"Machine: a link goes from one Tier to another, such as (Tier.HOST, Tier.DEVICE), not {ends!r}"
                 )
+        if not isinstance(self.peers, Link | None):
+            raise InputError(f"Machine: peers is a Link or None, not {self.peers!r}")
         for name in ("flops_per_second", "memory_bytes_per_second"):
             if getattr(self, name) is not None:
                 speed("Machine", name, getattr(self, name))
@@ -72,14 +79,25 @@ class Machine:
         return replace(usual, **{name: value for name, value in known if value is not None})
 
     def link(self, source: Tier, target: Tier) -> Link:
-        """The link from ``source`` to ``target``. Raises InputError if the machine has none."""
-        found = self.links.get((source, target))
+        """The link from ``source`` to ``target``: between a shard and the whole, that to other ranks. Raises InputError
+        if the machine has none."""
+        if source.memory is target.memory:
+            return self._to_peers()
+        found = self.links.get((source.memory, target.memory))
         if found is None:
             raise InputError(
                 f"the machine has no link from {source.name} to {target.name}; measure one with "
                 "tapestream.measure_machine(folder=...) or give Machine(links={...})"
             )
         return found
+
+    def _to_peers(self) -> Link:
+        if self.peers is None:
+            raise InputError(
+                "the machine has no link to other ranks, among which blocks are divided; measure one with "
+                "tapestream.measure_machine() in each of them, or give Machine(peers=Link(...))"
+            )
+        return self.peers
 
     def route(self, home: Tier) -> tuple[Tier, ...]:
         """The tiers that a value passes from ``home`` up to the device, both included."""

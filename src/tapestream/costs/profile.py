@@ -7,6 +7,7 @@ from typing import overload
 from tapestream.costs.checks import duration, whole
 from tapestream.costs.stage import BlockCost, Carried, StageCost
 from tapestream.errors import InputError
+from tapestream.ir.actions import Kind, Tier, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class Profile:
     an index into it. ``carried``: storages that several states share. ``outside_nbytes``: device bytes held all the
     time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes``, ``turn_seconds``: additional
     bytes at the peak, and seconds, of what runs between the last forward and the first backward (head, loss). ``ends``:
-    if several chains meet in that turn (see `join`), the last state of each chain but the last.
+    if several chains meet in that turn (see `join`), the last state of each chain but the last. ``shards``: among so
+    many ranks the bytes of parameter blocks are divided: each has a shard of them at home, and whole copies on its
+    device while stages run.
     """
 
     stages: Sequence[StageCost]
@@ -53,12 +56,14 @@ class Profile:
     turn_nbytes: int = 0
     turn_seconds: float = 0.0
     ends: tuple[int, ...] = ()
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise InputError("Profile: at least one stage is needed")
         for name in ("initial_nbytes", "outside_nbytes", "turn_nbytes"):
             whole("Profile", name, getattr(self, name))
+        whole("Profile", "shards", self.shards, 1)
         duration("Profile", "turn_seconds", self.turn_seconds)
         if not isinstance(self.stages, (tuple, UniformStages)):
             object.__setattr__(self, "stages", tuple(self.stages))
@@ -177,13 +182,18 @@ class Profile:
         """Bytes of the cotangent of state k."""
         return self.initial_nbytes if k == 0 else self.stages[k - 1].cotangent_bytes
 
+    def block_nbytes(self, value: Value, tier: Tier) -> int:
+        """Bytes of the copy of a parameter block's value in ``tier``: all of them on the device, a shard elsewhere.
+        Optimizer state is that of this rank's shard wherever it is."""
+        return sharded(self.blocks[value.index].nbytes_of(value.kind, value.part), value.kind, tier, self.shards)
+
     def without_blocks(self) -> "Profile":
         """The same chain, with parameters that cost nothing: what planners that only recompute look at."""
         if isinstance(self.stages, UniformStages):
             stages: Sequence[StageCost] = UniformStages(replace(self.stages.cost, block=None), self.stages.count)
         else:
             stages = tuple(replace(cost, block=None) for cost in self.stages)
-        return replace(self, stages=stages, blocks=())
+        return replace(self, stages=stages, blocks=(), shards=1)
 
     def with_gradients_staying(self) -> "Profile":
         """The same, but the gradient of each block stays from the first backward that makes it. For planners of chains
@@ -194,7 +204,19 @@ class Profile:
         if isinstance(self.stages, UniformStages):
             return self.without_blocks()
         first = {cost.block: k for k, cost in enumerate(self.stages) if cost.block is not None}
-        made = {k: self.blocks[block].gradient_nbytes for block, k in first.items()}
+        made = {k: self.block_nbytes(Value(Kind.GRADIENT, block), Tier.SHARD) for block, k in first.items()}
         stages = (replace(cost, block=None, gradient_nbytes=cost.gradient_nbytes + made.get(k, 0))
                   for k, cost in enumerate(self.stages))  # fmt: skip
-        return replace(self, stages=tuple(stages), blocks=())
+        return replace(self, stages=tuple(stages), blocks=(), shards=1)
+
+
+SUMMED_AT_ONCE = 2**25
+"""Bytes of a gradient that come from all ranks at a time, to be summed. Large enough for the network, small beside a
+device."""
+
+
+def sharded(nbytes: int, kind: Kind, tier: Tier, shards: int) -> int:
+    """Bytes of a copy in ``tier`` of a block's ``nbytes``, of which each of ``shards`` ranks has an equal part."""
+    if shards == 1 or tier is Tier.DEVICE or kind is Kind.OPTIMIZER_STATE:
+        return nbytes
+    return -(-nbytes // shards)

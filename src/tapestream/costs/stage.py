@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from tapestream.costs.checks import duration, whole
 from tapestream.errors import InputError
+from tapestream.ir.actions import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class BlockCost:
     ``gradient_nbytes`` is 0 for frozen blocks, and for chains whose gradients go straight to the user.
     ``buffers_nbytes``: what runs read and no update changes: the frozen parameters of a block with trained ones.
     ``state_parts``: bytes of each part of the optimizer state (none: one part). Each part moves by itself and has an
-    Update of its own. ``update_extra_nbytes``: transient bytes of one such Update.
+    Update of its own. ``update_extra_nbytes``: transient bytes of one such Update. Of a block that is divided among
+    ranks (`Profile.shards`), what is said of optimizer state and updates is said of one rank's shard.
     """
 
     parameters_nbytes: int
@@ -133,6 +135,18 @@ class BlockCost:
     def parts(self) -> tuple[int, ...]:
         """Bytes of each part of the optimizer state. There is one Update for each."""
         return self.state_parts or (self.optimizer_state_nbytes,)
+
+    def nbytes_of(self, kind: Kind, part: int = 0) -> int:
+        """Bytes of one value: of a whole copy, or of a part of the optimizer state."""
+        match kind:
+            case Kind.PARAMETERS:
+                return self.parameters_nbytes
+            case Kind.BUFFERS:
+                return self.buffers_nbytes
+            case Kind.GRADIENT:
+                return self.gradient_nbytes
+            case _:
+                return self.parts[part]
 
     def part_seconds(self, part: int) -> float:
         """Seconds of the Update of one part, in proportion to its bytes."""

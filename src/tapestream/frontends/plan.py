@@ -26,7 +26,7 @@ from tapestream.frontends.module.stream import handle_of, is_streamed, stream, u
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.suggested import head_of, helped, remedies_for, seconds_of, tried, tried_with
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
 from tapestream.planning.remedy import Remedy
@@ -205,7 +205,7 @@ def report(model: nn.Module | Program) -> Report:
     if handle.last is None:
         raise InputError("report: this model has not been called with gradients yet; run a training step first")
     moved, waited = handle.homes.statistics_since()
-    held = {tier: handle.pool.peak_nbytes(tier) for tier in Tier}
+    held = {tier: handle.pool.peak_nbytes(tier) for tier in MEMORIES}
     on_accelerator, plans = is_accelerator(handle.device), list(handle.last.plans)
     plans[handle.last.main] = found = _with_paces(handle.last, handle.longest)
     return Report(

@@ -1,6 +1,7 @@
 """Actions, schedules and their text form. Standard library only."""
 
 from tapestream.ir.actions import (
+    MEMORIES,
     Action,
     Backward,
     Forward,
@@ -35,7 +36,7 @@ from tapestream.ir.text import dumps, loads
 from tapestream.ir.timeline import Span, Timeline
 
 __all__ = [
-    "Action", "Backward", "Forward", "Free", "Keep", "KeepInside", "Kind", "Node", "Offload", "Phase", "PhaseKind",
-    "Prefetch", "Record", "Repeat", "Restore", "Schedule", "Series", "Shift", "Span", "Tier", "Timeline", "Update",
-    "Value", "Wait", "children_of", "distinct_nodes", "dumps", "iterate", "loads", "series", "shifted",
+    "MEMORIES", "Action", "Backward", "Forward", "Free", "Keep", "KeepInside", "Kind", "Node", "Offload", "Phase",
+    "PhaseKind", "Prefetch", "Record", "Repeat", "Restore", "Schedule", "Series", "Shift", "Span", "Tier", "Timeline",
+    "Update", "Value", "Wait", "children_of", "distinct_nodes", "dumps", "iterate", "loads", "series", "shifted",
 ]  # fmt: skip

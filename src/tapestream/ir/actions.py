@@ -11,13 +11,28 @@ from typing import NamedTuple, TypeAlias
 
 
 class Tier(IntEnum):
-    """A memory tier, fastest first. With ``device="cpu"`` DEVICE is RAM and the tier below is DISK."""
+    """A place for copies, fastest first. With ``device="cpu"`` DEVICE is RAM and the tier below is DISK.
+
+    SHARD is for blocks whose bytes are divided among ranks: a copy there is this rank's own shard, on its device. The
+    tiers below hold shards too; copies on DEVICE are whole.
+    """
 
     DEVICE = 0
-    HOST = 1
-    DISK = 2
+    SHARD = 1
+    HOST = 2
+    DISK = 3
 
     __hash__ = int.__hash__  # enum's own is Python code, and the judge looks up tiers and kinds all the time
+
+    @property
+    def memory(self) -> "Tier":
+        """Whose bytes a copy takes."""
+        return _MEMORY_OF[self]
+
+
+_MEMORY_OF = (Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK)
+MEMORIES = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""The tiers that are memories of their own."""
 
 
 class Kind(Enum):

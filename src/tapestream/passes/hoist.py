@@ -19,7 +19,8 @@ def hoist(schedule: Schedule, profile: Profile, budget: Budget | None, machine: 
     optimal; where the judge finds it slower (links that hate traffic in both directions), ``schedule`` itself is
     returned.
 
-    For schedules of `stream_parameters`; copies of states stay where they are. O(actions x look-ahead).
+    For schedules of `stream_parameters`; copies of states stay where they are, and so do those of blocks that are
+    divided among ranks. O(actions x look-ahead).
     """
     hoisted = hide_copies(schedule, profile, budget, machine)
     if hoisted is schedule:
@@ -30,6 +31,8 @@ def hoist(schedule: Schedule, profile: Profile, budget: Budget | None, machine: 
 
 def hide_copies(schedule: Schedule, profile: Profile, budget: Budget | None, machine: Machine | None) -> Schedule:
     """`hoist` before the judge is asked whether it helped; ``schedule`` itself when it copies no parameter block."""
+    if profile.shards > 1:  # issued early from the beginning
+        return schedule
     computation, stays = read_stays(schedule, profile)
     if not any(stay.arrive or stay.leave for stay in stays):
         return schedule

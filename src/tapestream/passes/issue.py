@@ -6,7 +6,6 @@ every copy is made just in time and waited for at once.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from tapestream.errors import BudgetError
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
 from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
+from tapestream.passes.transit import Gathers, Transit
 from tapestream.simulate.clock import Clock, Job
 
 BARRIERS = (Phase(PhaseKind.FORWARD), Phase(PhaseKind.STEP))
@@ -68,27 +68,6 @@ def issue(
     return Issued(walk.actions, walk.clock.now)
 
 
-@dataclass(slots=True, eq=False)
-class _Transit:
-    """A value on its way along ``path``; the copy into ``path[hop]`` is ``job``; ``ended``: it is there."""
-
-    stay: int
-    value: Value
-    nbytes: int
-    path: tuple[Tier, ...]
-    hop: int = 0
-    job: Job | None = None
-    ended: bool = False
-
-    @property
-    def outward(self) -> bool:
-        return self.path[0] is Tier.DEVICE
-
-    @property
-    def last(self) -> bool:
-        return self.hop == len(self.path) - 1
-
-
 class _Walk:
     """What is where while the schedule is being made."""
 
@@ -109,14 +88,16 @@ class _Walk:
         self.occupied = Occupancy(base, stays).nbytes
         self.host = base.host if base.host.any() else None  # what states and saved tensors take of it, if any do
         self.actions: list[Action] = []
-        self.moving: list[_Transit] = []  # on their way out, or in with a stop; in order of their first copies
+        self.moving: list[Transit] = []  # those that go on, see there; in order of their first copies
         self.leaving = 0  # device bytes of values on their way out
         self.staged = 0  # host bytes of values that only pass through
         self.most = living_nbytes + int(base.host.max(initial=0))  # host bytes so far
-        self.reserve = max((stay.nbytes for stay in stays if len(stay.leave) > 2), default=0)
+        self.reserve = max((stay.nbytes_in(Tier.HOST) for stay in stays if Tier.HOST in stay.leave[:-1]), default=0)
         self.others: dict[Value, tuple[Tier, Tier, Job | None]] = {}
         self.done = bytearray(len(stays))
-        self.transit: dict[int, _Transit] = {}
+        self.transit: dict[int, Transit] = {}
+        self.under_way: dict[Value, Transit] = {}  # the latest of each value
+        self.gathers = Gathers(stays)
         self.previous = {later: earlier for earlier, later in successors(stays)}
         self.phase = np.cumsum([0] + [action in BARRIERS for action in computation]).tolist()
         self.queue = sorted((i for i, stay in enumerate(stays) if stay.arrive), key=lambda i: stays[i].start)
@@ -132,6 +113,10 @@ class _Walk:
         for i, stay in enumerate(stays):
             if stay.leave or stay.free:
                 self.ending.setdefault(stay.stop, []).append(i)
+        self.due: dict[int, list[int]] = {}
+        for i, stay in enumerate(stays):
+            if stay.due is not None:
+                self.due.setdefault(stay.due, []).append(i)
 
     def compute(self, action: Action, profile: Profile) -> None:
         """Let the clock run; copies of states and saved tensors pass through their lanes too."""
@@ -150,6 +135,8 @@ class _Walk:
         self._make_room(position)
         self._retire(position)
         before = len(self.actions)
+        for i in self.due.get(position, ()):
+            self._finish(i, position)
         wanted = self.starting.get(position, ())
         for i in wanted:
             if i not in self.transit:
@@ -172,8 +159,7 @@ class _Walk:
                 self.actions.extend(Free(stay.value, tier) for tier in stay.free)
                 self.done[i] = 1
                 continue
-            self.leaving += stay.nbytes
-            transit = _Transit(i, stay.value, stay.nbytes, stay.leave)
+            transit = Transit(i, stay, stay.leave)
             self._hop(transit, position)
             while not self.eager and not transit.ended:
                 self._advance(transit, position)
@@ -185,55 +171,81 @@ class _Walk:
                 self._advance(transit, len(self.occupied) - 1)
 
     def _start(self, i: int, position: int) -> None:
-        """Start the first copy of a stay; wait first until an older copy of the value has left."""
-        stay = self.stays[i]
-        before = self.previous.get(i)
-        while before is not None and not self.done[before]:
-            self._advance(next(t for t in self.moving if t.stay == before), position)
-        self.transit[i] = transit = _Transit(i, stay.value, stay.nbytes, stay.arrive)
+        """Start the first copy of a stay; wait first until an older copy of the value has left, and until the shard is
+        there that it comes of."""
+        stay, shard = self.stays[i], self.gathers.shard_of.get(i)
+        if shard is not None:
+            if shard not in self.transit:
+                self._start(shard, position)
+            self._arrive(shard, position)
+        before, under_way = self.previous.get(i), self.under_way.get(stay.value)
+        if before is not None:
+            self._finish(before, position)
+        while under_way is not None and not under_way.ended:
+            self._advance(under_way, position)
+        self.transit[i] = transit = Transit(i, stay, stay.arrive)
         self._hop(transit, position)
         while self.next < len(self.queue) and self.queue[self.next] in self.transit:
             self.next += 1
+
+    def _finish(self, i: int, position: int) -> None:
+        """Wait until the value of a stay has left."""
+        while not self.done[i]:
+            self._advance(next(t for t in self.moving if t.number == i), position)
 
     def _arrive(self, i: int, position: int) -> None:
         while not self.transit[i].ended:
             self._advance(self.transit[i], position)
 
-    def _advance(self, transit: _Transit, position: int) -> None:
+    def _advance(self, transit: Transit, position: int) -> None:
         """Wait for the copy under way, drop the bytes that it came from, and start the next one."""
         source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
         self.clock.wait("", source, target, transit.job)
-        self.actions.append(Wait(transit.value, target))
+        value = transit.stay.value
+        self.actions.append(Wait(value, target))
         if transit.outward or transit.hop > 1:
-            self.actions.append(Free(transit.value, source))
-            if source is Tier.DEVICE:
-                self.leaving -= transit.nbytes
-            else:
-                self.staged -= transit.nbytes
+            self.actions.append(Free(value, source))
+            if source is Tier.HOST:
+                self.staged, transit.staged = self.staged - transit.staged, 0
+            elif transit.outward:
+                self.leaving, transit.leaving = self.leaving - transit.leaving, 0
+            else:  # the shard that the whole came by
+                self.occupied[position : transit.stay.start] -= transit.stay.shard
         if not transit.last:
             self._hop(transit, position)
             return
         transit.ended = True
         if transit.outward:
-            self.done[transit.stay] = 1
-        if len(transit.path) > 2 or transit.outward:
+            self.done[transit.number] = 1
+        if self._goes_on(transit):
             self.moving.remove(transit)
 
-    def _hop(self, transit: _Transit, position: int) -> None:
+    def _goes_on(self, transit: Transit) -> bool:
+        """Whether something follows the end of its copy: another, or the room of what has left."""
+        return transit.outward or len(transit.path) > 2 or transit.number in self.gathers.shards
+
+    def _hop(self, transit: Transit, position: int) -> None:
         """Start the copy into the next tier of the path."""
-        if transit.hop == 0 and (transit.outward or len(transit.path) > 2):
+        if transit.hop == 0 and self._goes_on(transit):
             self.moving.append(transit)
         transit.hop += 1
-        source, target = transit.path[transit.hop - 1], transit.path[transit.hop]
-        if not transit.last:
+        self.under_way[transit.stay.value] = transit
+        source, target, stay = transit.path[transit.hop - 1], transit.path[transit.hop], transit.stay
+        if transit.outward and source <= Tier.SHARD:
+            summed = stay.after_nbytes if target is Tier.SHARD else 0
+            transit.leaving = stay.nbytes_in(source) + summed
+            self.leaving += transit.leaving
+        if target is Tier.HOST and not transit.last:
             self._make_host_room(transit, position)
-            self.staged += transit.nbytes
+            transit.staged = stay.nbytes_in(target)
+            self.staged += transit.staged
             self.most = max(self.most, self.living + int(self.base.host[position]) + self.staged)
-        elif target is Tier.DEVICE:
-            self.occupied[position : self.stays[transit.stay].start] += transit.nbytes
+        elif target <= Tier.SHARD and not transit.outward:
+            self.occupied[position : stay.start] += stay.nbytes_in(target)
+            self.gathers.begins(stay, target)
         copy = Offload if transit.outward else Prefetch
-        self.actions.append(copy(transit.value, source, target))
-        transit.job = self.clock.issue("", source, target, transit.nbytes)
+        self.actions.append(copy(stay.value, source, target))
+        transit.job = self.clock.issue("", source, target, stay.moved_nbytes(source, target))
 
     def _retire(self, position: int) -> None:
         """Take note of copies that have ended: values that left, values half-way in that may go on."""
@@ -244,10 +256,10 @@ class _Walk:
             if job is None or job.end <= self.clock.now:
                 self._go_on(transit, position)
 
-    def _go_on(self, transit: _Transit, position: int) -> None:
+    def _go_on(self, transit: Transit, position: int) -> None:
         """The copy under way has ended, and perhaps later ones too."""
         while not transit.ended and (transit.job is None or transit.job.end <= self.clock.now):
-            if not transit.outward and not transit.last and not self._may_go_on(transit.stay, position):
+            if not transit.outward and not transit.last and not self._may_go_on(transit, position):
                 break
             self._advance(transit, position)
 
@@ -279,23 +291,28 @@ class _Walk:
         return {lane: place for lane, place in self.heads.items() if place < len(self.lanes[lane])}
 
     def _may_start(self, i: int, position: int) -> bool:
-        """Whether an older copy of the value has left, and there is room."""
-        before, stay = self.previous.get(i), self.stays[i]
+        """Whether an older copy of the value has left, its shard is there, and there is room."""
+        before, stay, shard = self.previous.get(i), self.stays[i], self.gathers.shard_of.get(i)
         if before is not None and not self.done[before]:
             return False
-        return self._stages(stay, position) if len(stay.arrive) > 2 else self._fits(i, position)
+        under_way = self.under_way.get(stay.value)
+        if (under_way is not None and not under_way.ended) or (
+            shard is not None and (shard not in self.transit or not self.transit[shard].ended)
+        ):
+            return False
+        return self._stages(stay, position) if stay.arrive[1] is Tier.HOST else self._fits(stay, 1, position)
 
-    def _may_go_on(self, i: int, position: int) -> bool:
+    def _may_go_on(self, transit: Transit, position: int) -> bool:
         """Whether a stay half-way in may: the device has room, and nothing that is needed earlier waits for it."""
-        waiting = self.next < len(self.queue) and self.stays[self.queue[self.next]].start < self.stays[i].start
-        return not waiting and self._fits(i, position)
+        waiting = self.next < len(self.queue) and self.stays[self.queue[self.next]].start < transit.stay.start
+        return not waiting and self._fits(transit.stay, transit.hop + 1, position)
 
-    def _fits(self, i: int, position: int) -> bool:
-        """Whether the device has room for a stay from now until its start."""
-        stay = self.stays[i]
+    def _fits(self, stay: Stay, hop: int, position: int) -> bool:
+        """Whether the device has room from now on until a stay's start for what comes with so many hops."""
         if stay.start <= position:
             return True
-        room = self.limits[Tier.DEVICE] - stay.nbytes
+        room = self.limits[Tier.DEVICE] - stay.nbytes_in(stay.arrive[hop])
+        room -= self.gathers.before_nbytes(stay)
         if int(self.occupied[position]) + self.leaving > room or int(self.occupied[stay.start - 1]) > room:
             return False
         return int(self.occupied[position : stay.start].max()) <= room
@@ -303,26 +320,27 @@ class _Walk:
     def _stages(self, stay: Stay, position: int) -> bool:
         """Whether the host has room to pass a stay through, with a value on its way out beside it."""
         beside = 0 if self.host is None else int(self.host[position : stay.start + 1].max())
-        return self.living + beside + self.staged + stay.nbytes + self.reserve <= self.limits[Tier.HOST]
+        return self.living + beside + self.staged + stay.nbytes_in(Tier.HOST) + self.reserve <= self.limits[Tier.HOST]
 
     def _make_room(self, position: int) -> None:
         """Wait for copies out until what is left fits beside the action at ``position``."""
         while self.leaving and self.occupied[position] + self.leaving > self.limits[Tier.DEVICE]:
-            self._advance(next(t for t in self.moving if t.outward and t.hop == 1), position)
+            self._advance(next(t for t in self.moving if t.leaving), position)
 
-    def _make_host_room(self, newcomer: _Transit, position: int) -> None:
-        host = self.living + int(self.base.host[position]) + newcomer.nbytes
+    def _make_host_room(self, newcomer: Transit, position: int) -> None:
+        host = self.living + int(self.base.host[position]) + newcomer.stay.nbytes_in(Tier.HOST)
         while host + self.staged > self.limits[Tier.HOST]:
             movable = next(self._movable(newcomer, position), None)
             if movable is None:
                 return
             self._advance(movable, position)
 
-    def _movable(self, newcomer: _Transit, position: int) -> Iterator[_Transit]:
+    def _movable(self, newcomer: Transit, position: int) -> Iterator[Transit]:
         """Values passing through the host that can leave it now."""
         for transit in self.moving:
-            free = transit.outward or transit.last or self._fits(transit.stay, position)
-            if free and transit is not newcomer and len(transit.path) > 2:
+            if not transit.staged or transit is newcomer:
+                continue
+            if transit.outward or transit.last or self._fits(transit.stay, transit.hop + 1, position):
                 yield transit
 
 

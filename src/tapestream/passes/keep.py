@@ -168,7 +168,7 @@ def _choices(computation: Sequence[Action], stays: Sequence[Stay], across: bool,
         if here.value.kind is Kind.GRADIENT:
             if across and here.leave and not together and not there.leave:  # users see it until the step has ended
                 yield gaps.choice(_Gap(earlier, later, here.nbytes, (*spans, (there.stop + 1, end)), 2))
-        elif here.free == (Tier.DEVICE,) and there.arrive and (together or (across and there.leave)):
+        elif here.free == (there.tier,) and there.arrive and (together or (across and there.leave)):
             inner[here.value].append(len(gaps))
             yield gaps.choice(_Gap(earlier, later, here.nbytes, spans))
     for value, indices in visits.items() if across else ():

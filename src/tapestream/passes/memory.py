@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tapestream.costs import Profile
+from tapestream.costs.profile import sharded
 from tapestream.ir import (
     Action,
     Backward,
@@ -216,7 +217,8 @@ class _Walk:
 
 
 def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
-    """Every value of every parameter block that has bytes, with its bytes."""
+    """Every value of every parameter block that has bytes, with those that it has between its uses: where blocks are
+    divided among ranks, a shard's."""
     for index, block in enumerate(profile.blocks):
         for kind, nbytes in (
             (Kind.PARAMETERS, block.parameters_nbytes),
@@ -224,7 +226,7 @@ def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
             (Kind.GRADIENT, block.gradient_nbytes),
         ):
             if nbytes > 0:
-                yield Value(kind, index), nbytes
+                yield Value(kind, index), sharded(nbytes, kind, Tier.SHARD, profile.shards)
         for part, nbytes in enumerate(block.parts):
             if nbytes > 0:
                 yield Value(Kind.OPTIMIZER_STATE, index, part), nbytes

@@ -45,7 +45,7 @@ def stream_parameters(
     ``home``: the tier where values live that are not in ``resident``, or one for each kind; those in it stay on
     the device. ``update``: ``"step"`` sends gradients home and appends a step phase that updates each block once,
     ``"backward"`` updates a block right after its last backward, None leaves gradients (of blocks that have them) at
-    home.
+    home. (Of blocks that are divided among ranks, what stays on the device is their shards.)
     ``accumulate``: gradients of earlier micro-batches exist already, are added to, and nothing is updated. Two
     hops where ``machine`` has no direct link.
 
@@ -61,7 +61,11 @@ def stream_parameters(
     if homes[Kind.PARAMETERS] is Tier.DEVICE:
         resident = frozenset(sizes)
     where = tuple(lying(sizes, homes, resident, accumulate))
-    if update != "backward" and all(value in resident for value, times in traffic(profile, update).items() if times):
+    if (
+        profile.shards == 1
+        and update != "backward"
+        and all(value in resident for value, times in traffic(profile, update).items() if times)
+    ):
         nodes = [schedule.root, *_step_phase(schedule, profile, update)]
         return replace(schedule, root=series(*nodes), resident=where)
     streaming = Streaming.of(schedule, profile, machine, home=homes, update=update, accumulate=accumulate)

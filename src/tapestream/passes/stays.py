@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tapestream.costs import Profile
+from tapestream.costs.profile import SUMMED_AT_ONCE
 from tapestream.ir import (
     Action,
     Backward,
@@ -37,7 +38,8 @@ class Stay(NamedTuple):
     ``start`` and ``stop``: positions of the first and last action of the computation that it is there for.
     ``arrive``: the tiers it passes on its way in (empty: there from the beginning, or made by the action at
     ``start``). ``leave``: the tiers it passes on its way out, written back; ``free``: the tiers where it is
-    dropped instead.
+    dropped instead. Of a block that is divided among ranks: ``shard``: bytes of a shard; ``tier``: whether all of it is
+    there or a shard; ``due``: the action before which it must have left for the tier where it goes.
     """
 
     value: Value
@@ -47,6 +49,41 @@ class Stay(NamedTuple):
     arrive: tuple[Tier, ...] = ()
     leave: tuple[Tier, ...] = ()
     free: tuple[Tier, ...] = ()
+    shard: int = 0
+    tier: Tier = Tier.DEVICE
+    due: int | None = None
+
+    @property
+    def divided(self) -> bool:
+        """Whether all of it is there, of a block that is divided among ranks."""
+        return self.shard > 0 and self.tier is Tier.DEVICE
+
+    def nbytes_in(self, tier: Tier) -> int:
+        """Bytes of its copy in a tier that it passes."""
+        return self.shard if self.divided and tier is not Tier.DEVICE else self.nbytes
+
+    def moved_nbytes(self, source: Tier, target: Tier) -> int:
+        """What a copy between two of those moves: between a shard and the whole, the parts of other ranks."""
+        if self.divided and source.memory is target.memory:
+            return self.nbytes - self.shard
+        return self.nbytes_in(max(source, target))
+
+    def copies(self) -> Iterator[tuple[tuple[Tier, Tier], int]]:
+        """The ends of each copy that it takes, in and out, and the bytes that it moves."""
+        for lane in (*pairwise(self.arrive), *pairwise(self.leave)):
+            yield lane, self.moved_nbytes(*lane)
+
+    @property
+    def before_nbytes(self) -> int:
+        """Bytes that lie beside it when it has arrived: the shard that it came by."""
+        return self.shard if self.divided and Tier.SHARD in self.arrive[1:] else 0
+
+    @property
+    def after_nbytes(self) -> int:
+        """Bytes that lie beside it when it leaves: its sum over ranks, and what comes of it from other ranks."""
+        if not self.divided or not self.leave:
+            return 0
+        return min(self.nbytes, SUMMED_AT_ONCE) + (self.shard if len(self.leave) > 2 else 0)
 
     @property
     def made(self) -> bool:
@@ -68,6 +105,11 @@ class Occupancy:
 
     def add(self, stays: Iterable[Stay], sign: int = 1) -> None:
         """Count some stays more (``sign`` -1: fewer)."""
+        stays = tuple(stays)
+        for stay in stays:
+            if stay.divided:
+                self.before[stay.start] += sign * stay.before_nbytes
+                self.during[stay.stop] += sign * stay.after_nbytes
         rows = [(stay.start, stay.stop + 1, stay.made, sign * stay.nbytes) for stay in stays]
         if len(rows) <= _FEW:
             for start, end, made, nbytes in rows:
@@ -115,6 +157,11 @@ def blocks_of(action: Action, profile: Profile) -> frozenset[int]:
             return frozenset((block,))
         case _:
             return frozenset()
+
+
+def needed_in(action: Action, profile: Profile) -> Tier:
+    """Where ``action`` needs blocks: updates are of shards where blocks are divided among ranks."""
+    return Tier.SHARD if profile.shards > 1 and isinstance(action, Update) else Tier.DEVICE
 
 
 def needs(action: Action, profile: Profile) -> Iterator[Value]:
@@ -226,8 +273,8 @@ def living_on_host(resident: Iterable[tuple[Value, Tier]], stays: Iterable[Stay]
 
 
 def successors(stays: Sequence[Stay]) -> list[tuple[int, int]]:
-    """Pairs of indices of successive stays of one value."""
-    by_value: defaultdict[Value, list[int]] = defaultdict(list)
+    """Pairs of indices of successive stays of one value: of all of it, or of a shard."""
+    by_value: defaultdict[tuple[Value, Tier], list[int]] = defaultdict(list)
     for index, stay in enumerate(stays):
-        by_value[stay.value].append(index)
+        by_value[stay.value, stay.tier].append(index)
     return [pair for indices in by_value.values() for pair in pairwise(indices)]

@@ -11,40 +11,30 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import (
     Action,
-    Backward,
     Forward,
     Kind,
     Offload,
-    Phase,
-    PhaseKind,
     Prefetch,
     Record,
     Schedule,
     Tier,
-    Update,
     Value,
 )
 from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
+from tapestream.passes.divided import Divided
 from tapestream.passes.issue import issue
-from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, stage_nbytes, updates_of
+from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, stage_nbytes
 from tapestream.passes.residency import UpdateMode
-from tapestream.passes.stays import Stay, blocks_of, cut_forwards, living_on_host, needs
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run of neighbouring computations (first and last position) that use one value; whether one updates it."""
-
-    start: int
-    stop: int
-    updates: bool
+from tapestream.passes.runs import Run, runs_of, with_updates
+from tapestream.passes.stays import Stay, cut_forwards, living_on_host
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
     """A computation, cut where blocks change and with its updates, before it is said which values are resident.
 
-    ``routes``: of the values of each kind from their home; ``from_disk``: of those that overflow. ``seconds``: of all
+    ``routes``: of the values of each kind from their home to the device (of blocks that are divided among ranks, to
+    SHARD there); ``from_disk``: of those that overflow. ``sizes``: between uses. ``seconds``: of all
     computation before each action, and at the end. ``forwards``: runs of stages, recorded ones included;
     ``passing_nbytes``: of states and saved tensors that cross links.
     """
@@ -58,7 +48,7 @@ class Streaming:
     accumulate: bool
     computation: list[Action]
     base: Footprint
-    runs: dict[Value, list[_Run]]
+    runs: dict[Value, list[Run]]
     sizes: dict[Value, int]
     seconds: NDArray[np.float64]
     forwards: int
@@ -80,16 +70,17 @@ class Streaming:
         update = None if accumulate else update
         stages = profile.stages
         cut = cut_forwards(schedule, lambda k: stages[k].block != stages[k - 1].block)
-        computation = _with_updates([*cut], profile, update)
-        base, runs = footprint(computation, profile), _runs(computation, profile)
+        computation = with_updates([*cut], profile, update)
+        base, runs = footprint(computation, profile), runs_of(computation, profile)
         sizes = dict(block_values(profile))
         seconds = np.cumsum([0.0, *(compute_seconds(action, profile) for action in computation)])
         homes = home_tiers(home)
-        routes = {kind: _route(machine, homes[kind]) for kind in KINDS}
+        near = Tier.DEVICE if profile.shards == 1 else Tier.SHARD
+        routes = {kind: _route(machine, homes[kind], near) for kind in KINDS}
         below: tuple[Tier, ...] = ()
         if homes.overflowing:
             with suppress(InputError):  # a machine without a disk: nothing can overflow
-                below = _route(machine, Tier.DISK)
+                below = _route(machine, Tier.DISK, near)
         forwards = sum(map(_forwards, computation))
         copies = (action.value for action in computation if isinstance(action, Offload | Prefetch))
         passing = sum(stage_nbytes(value, profile) for value in copies)
@@ -137,15 +128,21 @@ class Streaming:
     def _lying(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> tuple[tuple[Value, Tier], ...]:
         there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
         homes = {kind: route[0] for kind, route in self.routes.items()}
-        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk))
+        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near))
+
+    @property
+    def near(self) -> Tier:
+        """Where values lie on the device between uses: whole, or their shards."""
+        return self.routes[Kind.PARAMETERS][-1]
 
     def overflowed(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> list[Stay]:
         """The same stays, with those values at home on the disk."""
-        back, found = self.from_disk[::-1], []
+        found = []
         for stay in stays:
             if stay.value in on_disk:
                 free = tuple(Tier.DISK if tier is Tier.HOST else tier for tier in stay.free)
-                stay = stay._replace(arrive=stay.arrive and self.from_disk, leave=stay.leave and back, free=free)
+                way = (*self.from_disk, Tier.DEVICE) if stay.divided else self.from_disk
+                stay = stay._replace(arrive=stay.arrive and way, leave=stay.leave and way[::-1], free=free)
             found.append(stay)
         return found
 
@@ -160,7 +157,9 @@ class Streaming:
 
     def _stays(self, value: Value, *, resident: bool) -> Iterator[Stay]:
         route, nbytes, end = self.routes[value.kind], self.sizes[value], len(self.computation) - 1
-        if value.kind is Kind.GRADIENT:
+        if self.profile.shards > 1:
+            yield from self._divided().stays(value, resident)
+        elif value.kind is Kind.GRADIENT:
             yield from self._gradient_stays(value, resident)
         elif resident:
             yield Stay(value, nbytes, 0, end)
@@ -193,57 +192,13 @@ class Streaming:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
             yield Stay(value, nbytes, runs[-1].start, last, route, free=(Tier.DEVICE, route[0]))
 
+    def _divided(self) -> "Divided":
+        return Divided(self.profile, self.routes, self.runs, self.update, self.accumulate, len(self.computation) - 1)
+
 
 def _forwards(action: Action) -> int:
     """Stages that an action runs forward."""
     return action.stop - action.start if isinstance(action, Forward) else int(isinstance(action, Record))
-
-
-def _runs(computation: Sequence[Action], profile: Profile) -> dict[Value, list[_Run]]:
-    """The runs of neighbouring computations that use each value, in order."""
-    runs: dict[Value, list[_Run]] = {}
-    number = 0
-    last: dict[Value, int] = {}
-    known: dict[Action, tuple[Value, ...]] = {}
-    for position, action in enumerate(computation):
-        if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
-            continue
-        number += 1  # the step phase counts, so that nothing stays across its start
-        wanted = known.get(action)
-        if wanted is None:
-            wanted = known[action] = tuple(needs(action, profile))
-        updates = isinstance(action, Update)
-        for value in wanted:
-            found = runs.setdefault(value, [])
-            if found and last[value] == number - 1:
-                found[-1] = _Run(found[-1].start, position, updates or found[-1].updates)
-            else:
-                found.append(_Run(position, position, updates))
-            last[value] = number
-    return runs
-
-
-def _with_updates(computation: list[Action], profile: Profile, update: UpdateMode) -> list[Action]:
-    """The computation and the updates of every block with gradients that it runs backward through."""
-    last = {
-        block: position
-        for position, action in enumerate(computation)
-        if isinstance(action, Backward)
-        for block in blocks_of(action, profile)
-        if profile.blocks[block].gradient_nbytes
-    }
-    if update is None or not last:
-        return computation
-    if update == "step":
-        steps = (action for block in sorted(last) for action in updates_of(block, profile))
-        return [*computation, Phase(PhaseKind.STEP), *steps]
-    due = {position: block for block, position in last.items()}
-    found: list[Action] = []
-    for position, action in enumerate(computation):
-        found.append(action)
-        if position in due:
-            found.extend(updates_of(due[position], profile))
-    return found
 
 
 def lying(
@@ -252,20 +207,24 @@ def lying(
     resident: frozenset[Value],
     accumulate: bool,
     on_disk: frozenset[Value] = frozenset(),
+    near: Tier = Tier.DEVICE,
 ) -> Iterator[tuple[Value, Tier]]:
-    """Where each value lies when the step starts and when it ends."""
+    """Where each value lies when the step starts and when it ends; ``near``: on the device, whole or a shard."""
     for value in sizes:
         if accumulate or value.kind is not Kind.GRADIENT:
             home = Tier.DISK if value in on_disk else homes[value.kind]
-            yield value, Tier.DEVICE if value in resident else home
+            yield value, near if value in resident or home is Tier.DEVICE else home
 
 
-def _route(machine: Machine | None, home: Tier) -> tuple[Tier, ...]:
-    """The way in from ``home``, every link of it looked up in both directions; without a machine the direct one."""
+def _route(machine: Machine | None, home: Tier, near: Tier) -> tuple[Tier, ...]:
+    """The way from ``home`` to the device, where it ends in ``near``, every link of it looked up in both directions;
+    without a machine the direct one."""
     if machine is None:
-        return (home, Tier.DEVICE)
-    route = machine.route(home)
-    for near, far in zip(route[1:], route, strict=False):
-        machine.link(far, near)
-        machine.link(near, far)
+        return (home, near) if home is not Tier.DEVICE or near is Tier.DEVICE else (near,)
+    if near is Tier.SHARD:
+        machine.link(near, Tier.DEVICE)
+    route = (*machine.route(home)[:-1], near)
+    for nearer, far in zip(route[1:], route, strict=False):
+        machine.link(far, nearer)
+        machine.link(nearer, far)
     return route

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
-from tapestream.ir import Node, Schedule, Tier
+from tapestream.ir import MEMORIES, Node, Schedule, Tier
 from tapestream.planners._fit import plain
 from tapestream.planners._tiers import DEVICE, fastest_below, first_within, tier_of
 from tapestream.simulate import Simulation, simulate
@@ -32,7 +32,7 @@ def fastest_fit(
     least: int | None = None  # device bytes of the leanest among those that fit all other tiers
     limit = budget.device_nbytes
     candidates = list(candidates)
-    if len(candidates) == 1 and all(budget.nbytes(tier) is None for tier in Tier):
+    if len(candidates) == 1 and all(budget.nbytes(tier) is None for tier in MEMORIES):
         return Schedule(candidates[0].root, len(profile), planner=name)  # judging takes time in the number of stages
     for candidate in _in_turn(candidates, limit):
         if best is not None and (candidate.seconds >= best[0] or _exceeds(candidate.nbytes, limit)):

@@ -109,6 +109,8 @@ def make_plan(
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
     overflowing = KINDS if home is None and _disk_below(machine) else ()
     homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
+    if homes[Kind.PARAMETERS] is Tier.DEVICE and profile.shards > 1:
+        resident = frozenset(value for value, _ in block_values(profile))  # shards, all the time
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(
         profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping
@@ -197,7 +199,8 @@ class _Search:
     def _moving(self) -> bool:
         """Whether blocks may be elsewhere than on the device."""
         profile, home = self.terms.profile, self.terms.home
-        return home[Kind.PARAMETERS] is not Tier.DEVICE and any(True for _ in block_values(profile))
+        away = home[Kind.PARAMETERS] is not Tier.DEVICE or profile.shards > 1
+        return away and any(True for _ in block_values(profile))
 
     @property
     def _fastest(self) -> Found:

@@ -56,22 +56,24 @@ def serial_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
     compute, machine = float(streaming.seconds[-1]), streaming.machine
     if machine is None:
         return compute
-    lanes = ((lane, stay) for stay in stays for way in (stay.arrive, stay.leave) for lane in pairwise(way))
-    return compute + sum(machine.link(*lane).seconds(stay.nbytes) for lane, stay in lanes)
+    copies = (copy for stay in stays for copy in stay.copies())
+    return compute + sum(machine.link(*lane).seconds(nbytes) for lane, nbytes in copies)
 
 
 def _in_turn(machine: Machine, lane: tuple[Tier, Tier], apart: NDArray[np.float64], stays: Sequence[Stay]) -> float:
     """Copies of one lane, each with so many seconds before it, or after it, in which it cannot be made: those with the
     most of them, and the least of their seconds."""
     order = np.argsort(-apart, kind="stable")
-    nbytes = np.array([stay.nbytes for stay in stays], dtype=np.float64)[order]
+    nbytes = np.array([stay.moved_nbytes(*lane) for stay in stays], dtype=np.float64)[order]
     return float((apart[order] + np.cumsum(nbytes) / machine.link(*lane).bytes_per_second).max())
 
 
 def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], there: Sequence[Stay], again: Sequence[Stay]) -> float:
     """Both directions between two tiers, one after the other or, as far as that is faster, together."""
-    copies, back = [stay.nbytes for stay in there], [stay.nbytes for stay in again]
+    copies, back = [stay.moved_nbytes(*lane) for stay in there], [stay.moved_nbytes(*lane) for stay in again]
     ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
+    if Tier.DEVICE in lane and Tier.SHARD in lane:  # one lane for both directions
+        return sum(map(ahead.seconds, (*copies, *back)))
     together = min(sum(copies) / ahead.mixed, sum(back) / behind.mixed)
     # In each second together, so many seconds of copies alone are done.
     done = ahead.mixed / ahead.bytes_per_second + behind.mixed / behind.bytes_per_second

@@ -43,7 +43,7 @@ class Terms:
     @property
     def across(self) -> bool:
         """Whether values may be on the device where one phase ends and the next begins without living there."""
-        free = self.resident is None and not self.accumulate
+        free = self.resident is None and not self.accumulate and self.profile.shards == 1
         return free and not self.apart and self.update is not None
 
 
@@ -88,8 +88,7 @@ class Candidate:
     @property
     def moved_nbytes(self) -> int:
         """Bytes that cross links in a step."""
-        ways = ((stay.nbytes, path) for stay in self.moving for path in (stay.arrive, stay.leave))
-        return self.streaming.passing_nbytes + sum(nbytes * max(0, len(path) - 1) for nbytes, path in ways)
+        return self.streaming.passing_nbytes + sum(nbytes for stay in self.moving for _, nbytes in stay.copies())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tapestream.costs import Budget, Profile
+from tapestream.costs import Budget
 from tapestream.errors import InputError
-from tapestream.ir import Action, Kind, Tier, Value
+from tapestream.ir import MEMORIES, Action, Tier
 from tapestream.ir.timeline import Span, Timeline
 from tapestream.planning.steps import draw_stages
 
@@ -23,20 +23,6 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _SECONDS = ((1.0, "seconds"), (1e3, "milliseconds"), (1e6, "microseconds"))
 _MANY = 400  # bars of a lane, or samples of memory, that can be told apart
 _BINS = 1000
-
-
-def nbytes_of(value: Value, profile: Profile) -> int:
-    """Bytes of a parameter-block value."""
-    block = profile.blocks[value.index]
-    match value.kind:
-        case Kind.PARAMETERS:
-            return block.parameters_nbytes
-        case Kind.GRADIENT:
-            return block.gradient_nbytes
-        case Kind.BUFFERS:
-            return block.buffers_nbytes
-        case _:
-            return block.parts[value.part]
 
 
 def figure_of(width: float, height: float) -> Any:
@@ -73,7 +59,7 @@ def draw(
     title: str,
 ) -> None:
     """Draw into ``path``. ``lying_nbytes``: bytes of blocks that lie in each tier for the whole step."""
-    tiers = [tier for tier in Tier if tier is Tier.DEVICE or any(nbytes for _, nbytes in timeline.memory[tier])]
+    tiers = [tier for tier in MEMORIES if tier is Tier.DEVICE or any(nbytes for _, nbytes in timeline.memory[tier])]
     lanes = ["compute", *sorted({span.lane for span in timeline.spans} - _COMPUTING, reverse=True)]
     heights = [3.4, *(2.2 for _ in tiers), 0.9 + 0.45 * len(lanes)]
     figure = figure_of(12, sum(heights))

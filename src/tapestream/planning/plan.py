@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import Allowance
-from tapestream.ir import KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
+from tapestream.ir import MEMORIES, KeepInside, PhaseKind, Schedule, Tier, Update, distinct_nodes
 from tapestream.planning import picture, plan_file
 from tapestream.planning.pace import Pace
 from tapestream.planning.remedy import Remedy
@@ -113,7 +113,7 @@ class Plan:
             ("forwards", f"{found.forwards} for {n} stages ({found.forwards / n:.2f} each)"),
             *(
                 (self.tier_name(tier), self._memory(tier))
-                for tier in Tier
+                for tier in MEMORIES
                 if tier is Tier.DEVICE or self._matters(tier)
             ),
             ("moved", self._moved()),
@@ -187,7 +187,7 @@ class Plan:
             {
                 "schedule": plan_file.schedule_to_json(self.schedule),
                 "profile": plan_file.profile_to_json(self.profile),
-                "budget": [self.budget.nbytes(tier) for tier in Tier],
+                "budget": [self.budget.nbytes(tier) for tier in MEMORIES],
                 "machine": plan_file.machine_to_json(self.machine),
                 "alternatives": self.alternatives,
             },
@@ -213,8 +213,8 @@ class Plan:
         Raises InputError if matplotlib is missing or does not know the ending, and for more than a million actions.
         """
         lying = {
-            tier: sum(picture.nbytes_of(value, self.profile) for value, at in self.schedule.resident if at is tier)
-            for tier in Tier
+            tier: sum(self.profile.block_nbytes(v, at) for v, at in self.schedule.resident if at.memory is tier)
+            for tier in MEMORIES
         }
         names = {tier: self.tier_name(tier) for tier in Tier}
         title = (

@@ -79,7 +79,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-_PROFILE_NUMBERS = ("initial_nbytes", "outside_nbytes", "turn_nbytes", "turn_seconds")
+_PROFILE_NUMBERS = ("initial_nbytes", "outside_nbytes", "turn_nbytes", "turn_seconds", "shards")
 
 
 def profile_from_json(found: Mapping[str, Any]) -> Profile:
@@ -90,7 +90,7 @@ def profile_from_json(found: Mapping[str, Any]) -> Profile:
         blocks=tuple(BlockCost(**block) for block in found["blocks"]),
         carried=tuple(Carried(**storage) for storage in found["carried"]),
         ends=found.get("ends", ()),
-        **{name: found[name] for name in _PROFILE_NUMBERS},
+        **{name: found[name] for name in _PROFILE_NUMBERS if name in found},
     )
 
 
@@ -99,7 +99,8 @@ def machine_to_json(machine: Machine | None) -> dict[str, Any] | None:
     if machine is None:
         return None
     links = [[source.name, target.name, asdict(link)] for (source, target), link in machine.links.items()]
-    return {"links": links, **{name: getattr(machine, name) for name in ("name", *_RATES)}}
+    peers = None if machine.peers is None else asdict(machine.peers)
+    return {"links": links, "peers": peers, **{name: getattr(machine, name) for name in ("name", *_RATES)}}
 
 
 _RATES = ("flops_per_second", "memory_bytes_per_second", "launch_seconds")
@@ -110,4 +111,5 @@ def machine_from_json(found: Mapping[str, Any] | None) -> Machine | None:
     if found is None:
         return None
     links = {(Tier[source], Tier[target]): Link(**link) for source, target, link in found["links"]}
-    return Machine(links, name=found["name"], **{name: found.get(name) for name in _RATES})
+    peers = None if found.get("peers") is None else Link(**found["peers"])
+    return Machine(links, name=found["name"], peers=peers, **{name: found.get(name) for name in _RATES})

@@ -8,7 +8,7 @@ from math import ceil
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
-from tapestream.ir import Forward, Schedule, Tier
+from tapestream.ir import Forward, Kind, Schedule, Tier
 from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.stays import Occupancy
@@ -187,7 +187,7 @@ def _levels(least: int, limit: int, terms: Terms) -> list[int]:
 
 def _sums(profile: Profile) -> tuple[int, int]:
     """Bytes of all gradients, and of all other block values."""
-    gradients = sum(block.gradient_nbytes for block in profile.blocks)
+    gradients = sum(nbytes for value, nbytes in block_values(profile) if value.kind is Kind.GRADIENT)
     return gradients, sum(nbytes for _, nbytes in block_values(profile)) - gradients
 
 

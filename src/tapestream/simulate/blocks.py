@@ -3,7 +3,11 @@
 from tapestream.costs import Profile, UniformStages
 from tapestream.ir import Kind, Tier, Value
 from tapestream.simulate.clock import Clock
-from tapestream.simulate.places import DEVICE, Places, broken, number_of
+from tapestream.simulate.explain import broken
+from tapestream.simulate.places import DEVICE, Places, number_of
+from tapestream.simulate.shards import add_gradient
+
+_TIERS = tuple(Tier)
 
 
 class Blocks:
@@ -34,6 +38,8 @@ class Blocks:
             return
         places = self.places
         found = places.current[Kind.GRADIENT].get(block, 0)
+        if places.shards > 1 and not found & 1 and add_gradient(places, block):
+            return
         if found & 1:
             places.write(Kind.GRADIENT, block, DEVICE)
         elif found:
@@ -62,13 +68,15 @@ class Blocks:
         needed = [(Kind.PARAMETERS, block), (Kind.GRADIENT, block)]
         if cost.parts[part]:
             needed.append((Kind.OPTIMIZER_STATE, number_of(block, part)))
-        tier = next((t for t in Tier if all(places.current[k].get(n, 0) >> t & 1 for k, n in needed)), None)
+        tiers = _TIERS if places.shards == 1 else _TIERS[Tier.SHARD :]  # whole gradients are one rank's alone
+        tier = next((t for t in tiers if all(places.current[k].get(n, 0) >> t & 1 for k, n in needed)), None)
         if tier is None:
             broken(
-                f"parameters, gradient and optimizer state of block {block} must be current in one tier; "
+                f"parameters, gradient and optimizer state of block {block} must be current in one tier"
+                f"{'; ' if places.shards == 1 else ' that holds shards; '}"
                 + "; ".join(places.whereabouts(kind, number) for kind, number in needed)
             )
-        places.memory.touch(tier, cost.update_extra_nbytes)
+        places.memory.touch(tier.memory, cost.update_extra_nbytes)
         for kind, number in needed:
             if kind is not Kind.GRADIENT:
                 places.write(kind, number, tier)

@@ -117,6 +117,11 @@ class LanePair:
         return True
 
 
+def lane_of(source: Tier, target: Tier) -> tuple[Tier, Tier]:
+    """The lane of a copy: shards go to other memories as all bytes of the device do."""
+    return (source, target) if source.memory is target.memory else (source.memory, target.memory)
+
+
 class Clock:
     """Seconds since the step began. ``machine`` None means that copies take no time."""
 
@@ -150,10 +155,11 @@ class Clock:
                 self.spans.append(("start", f"start {name}", self.now, busy))
             self.now += busy
             self.compute_seconds += busy
+        source, target = lane_of(source, target)
         pair = self.pairs.setdefault((min(source, target), max(source, target)), LanePair())
         pair.advance(self.now)
         job = Job(link, link.latency_seconds, float(nbytes))
-        pair.add(job, back=source > target)
+        pair.add(job, back=source > target and source is not Tier.SHARD)  # other ranks have one lane for both
         if self.spans is not None:
             self.copies.append((f"{source.name} to {target.name}", name, job))
         return job
@@ -162,6 +168,7 @@ class Clock:
         """Compute stands still until ``job`` has ended."""
         if job is None:
             return
+        source, target = lane_of(source, target)
         self.pairs[min(source, target), max(source, target)].advance(math.inf, job)
         stall = job.end - self.now
         if stall > 0:

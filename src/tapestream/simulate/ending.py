@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from tapestream.ir import Kind, PhaseKind, Tier, Value
-from tapestream.simulate.explain import name_of
-from tapestream.simulate.places import BLOCK_KINDS, DEVICE, broken, number_of
+from tapestream.simulate.explain import broken, name_of
+from tapestream.simulate.places import BLOCK_KINDS, DEVICE, number_of
+from tapestream.simulate.shards import check_all_summed
 
 if TYPE_CHECKING:
     from tapestream.simulate.judge import Judge
@@ -20,7 +21,7 @@ def check_start(judge: "Judge") -> None:
         if places.is_current(value, tier):
             broken(f"resident names {name_of(value)} in {tier.name} twice")
         places.make(value.kind, number_of(value.index, value.part), tier)
-        memory.touch(tier)
+        memory.touch(tier.memory)
         if value.kind is Kind.GRADIENT:
             judge.blocks.summed.add(value.index)
 
@@ -57,6 +58,7 @@ def check_end(judge: "Judge") -> None:
                 broken(f"{places.whereabouts(Kind.COTANGENT, start)}, it must be current on DEVICE for the caller")
     for block, parts in judge.blocks.begun.items():
         broken(f"only {parts} of the {len(judge.profile.blocks[block].parts)} parts of block {block} were updated")
+    check_all_summed(places)
     _check_residency(judge)
 
 

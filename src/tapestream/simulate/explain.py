@@ -1,5 +1,7 @@
 """What the judge says: a broken rule with the actions around it, and any action of a tree by its position."""
 
+from typing import NoReturn
+
 from tapestream.errors import ScheduleError
 from tapestream.ir import Action, Node, Repeat, Schedule, Series, Shift, Update, Value, distinct_nodes, shifted
 
@@ -8,6 +10,11 @@ _AROUND = 3
 
 class RuleBroken(Exception):
     """Inside the judge: a rule is broken by the current action; `explained` turns it into a ScheduleError."""
+
+
+def broken(rule: str) -> NoReturn:
+    """The current action breaks ``rule``."""
+    raise RuleBroken(rule)
 
 
 def name_of(value: Value) -> str:

@@ -13,6 +13,7 @@ _NAMES = {
     Kind.OPTIMIZER_STATE: "optimizer state", Kind.SAVED: "saved tensors", Kind.INSIDE: "saved tensors",
     Kind.STATE: "states", Kind.COTANGENT: "states",
 }  # fmt: skip
+ON_DEVICE = (Tier.DEVICE, Tier.SHARD)
 _RUNNING = {
     Forward: "a block that runs", Record: "a block that runs", Backward: "a block's backward",
     Phase: "logits and loss", Update: "an update",
@@ -51,17 +52,18 @@ class UpTo(Judge):
     def _look(self) -> None:
         places, found = self.places, self.found
         there = {  # in order, unlike a set
-            (kind, number): None
+            (kind, number, tier): None
             for copies in (places.current, places.stale)
             for kind, values in copies.items()
             for number, tiers in values.items()
-            if tiers >> Tier.DEVICE & 1
+            for tier in ON_DEVICE
+            if tiers >> tier & 1
         }
-        coming = (value for value, flight in places.flights.items() if flight.target is Tier.DEVICE)
-        there.update(dict.fromkeys((value.kind, number_of(value.index, value.part)) for value in coming))
-        for kind, number in there:
+        coming = ((value, flight.target) for value, flight in places.flights.items() if flight.target in ON_DEVICE)
+        there.update(dict.fromkeys((v.kind, number_of(v.index, v.part), tier) for v, tier in coming))
+        for kind, number, tier in there:
             if kind is not Kind.STATE:  # those on the device are in the states
-                found[_NAMES[kind]] += places.nbytes_of(kind, number)
+                found[_NAMES[kind]] += places.nbytes_of(kind, number, tier)
         states = self.states
         found["states"] += sum(map(states.nbytes_of, states.holds))
         found["states"] += sum(c.nbytes for c, held in zip(states.carried, states.carriers, strict=True) if held)

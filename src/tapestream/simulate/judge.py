@@ -30,9 +30,9 @@ from tapestream.ir import (
 from tapestream.simulate.blocks import Blocks
 from tapestream.simulate.clock import Clock
 from tapestream.simulate.ending import check_end, check_start
-from tapestream.simulate.explain import RuleBroken, explained
+from tapestream.simulate.explain import RuleBroken, broken, explained
 from tapestream.simulate.memory import Memory, States
-from tapestream.simulate.places import DEVICE, Places, broken
+from tapestream.simulate.places import DEVICE, Places
 
 
 class Judge:

@@ -6,24 +6,25 @@ from tapestream.costs import Profile
 from tapestream.ir import Tier
 
 DEVICE = Tier.DEVICE
+IN_MEMORY = tuple(tier.memory for tier in Tier)  # by tier: whose bytes its copies take
 
 
 class Memory:
-    """Bytes held in each tier, and the most ever held, with the position and stage of that moment."""
+    """Bytes held in each memory, and the most ever held, with the position and stage of that moment."""
 
     __slots__ = ("nbytes", "now", "peak", "peak_position", "peak_stage", "position", "samples")
 
     def __init__(self, outside_nbytes: int) -> None:
-        self.nbytes = [outside_nbytes, 0, 0]
-        self.peak = [outside_nbytes, 0, 0]
-        self.peak_position = [0, 0, 0]
-        self.peak_stage: list[int | None] = [None, None, None]
+        self.nbytes = [outside_nbytes, *(0 for _ in Tier if _)]
+        self.peak = [*self.nbytes]
+        self.peak_position = [0 for _ in Tier]
+        self.peak_stage: list[int | None] = [None for _ in Tier]
         self.position = 0
         self.samples: tuple[list[tuple[float, int]], ...] = ()
         self.now: Callable[[], float] = float
 
     def touch(self, tier: int, extra: int = 0, stage: int | None = None) -> None:
-        """This moment, with ``extra`` transient bytes, counts for the peak of ``tier``."""
+        """This moment, with ``extra`` transient bytes, counts for the peak of the memory ``tier``."""
         reached = self.nbytes[tier] + extra
         if reached > self.peak[tier]:
             self.peak[tier] = reached

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from tapestream.costs import Profile
+from tapestream.costs.profile import sharded
 from tapestream.ir import Kind, Tier, Value
-from tapestream.simulate.clock import Clock, Job
-from tapestream.simulate.explain import RuleBroken, name_of
-from tapestream.simulate.memory import Memory, States
+from tapestream.simulate import shards
+from tapestream.simulate.clock import Clock, Job, lane_of
+from tapestream.simulate.explain import broken, name_of
+from tapestream.simulate.memory import IN_MEMORY, Memory, States
 
 DEVICE = Tier.DEVICE
 _TIERS = tuple(Tier)  # to go through the class itself takes longer
@@ -27,11 +28,6 @@ def value_of(kind: Kind, number: int) -> Value:
     """The inverse of `number_of`."""
     part, index = divmod(number, _PART)
     return Value(kind, index, part)
-
-
-def broken(rule: str) -> NoReturn:
-    """The current action breaks ``rule``."""
-    raise RuleBroken(rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,7 @@ class Places:
         "moved",
         "profile",
         "recorded",
+        "shards",
         "stale",
         "states",
     )
@@ -72,7 +69,7 @@ class Places:
         self.recorded = self.current[Kind.SAVED]
         self.flights: dict[Value, Flight] = {}
         self.moved: dict[tuple[Tier, Tier], int] = {}
-        stages, blocks = profile.stages, profile.blocks
+        stages, blocks, self.shards = profile.stages, profile.blocks, profile.shards
         self._nbytes_of: dict[Kind, Callable[[int], int]] = {
             Kind.STATE: profile.full_state_nbytes,
             Kind.SAVED: lambda k: stages[k].saved_nbytes,
@@ -84,10 +81,11 @@ class Places:
             Kind.OPTIMIZER_STATE: self._part_nbytes,
         }
 
-    def nbytes_of(self, kind: Kind, number: int) -> int:
-        """Bytes of one copy."""
+    def nbytes_of(self, kind: Kind, number: int, tier: Tier = DEVICE) -> int:
+        """Bytes of one copy, that in ``tier``."""
         of = self._nbytes_of.get(kind)
-        return of(number) if of is not None else 0
+        nbytes = of(number) if of is not None else 0
+        return nbytes if self.shards == 1 or kind.by_stage else sharded(nbytes, kind, tier, self.shards)
 
     def _part_nbytes(self, number: int) -> int:
         part, index = divmod(number, _PART)
@@ -128,17 +126,16 @@ class Places:
         """A new current copy in ``tier``, where there was none."""
         copies = self.current[kind]
         copies[number] = copies.get(number, 0) | 1 << tier
-        self.memory.nbytes[tier] += self.nbytes_of(kind, number)
+        self.memory.nbytes[IN_MEMORY[tier]] += self.nbytes_of(kind, number, tier)
 
     def drop_all(self, kind: Kind, number: int) -> None:
         """Every copy goes."""
         if self.flights and (flight := self.flights.get(value_of(kind, number))):
             broken(f"this drops {kind.name} {number} while it is in flight to {flight.target.name}; put Wait before it")
         tiers = self.current[kind].pop(number, 0) | self.stale[kind].pop(number, 0)
-        nbytes = self.nbytes_of(kind, number) if tiers else 0
-        for tier in _TIERS:
+        for tier in _TIERS if tiers else ():
             if tiers >> tier & 1:
-                self.memory.nbytes[tier] -= nbytes
+                self.memory.nbytes[IN_MEMORY[tier]] -= self.nbytes_of(kind, number, tier)
 
     def write(self, kind: Kind, number: int, tier: Tier) -> None:
         """The copy in ``tier`` changes, so those elsewhere are stale from now on."""
@@ -173,18 +170,21 @@ class Places:
         if self.is_current(value, target):
             broken(f"{self.whereabouts(kind, number)}: there is nothing to copy, leave this action out")
         nbytes = self.nbytes_of(kind, number)
+        if self.shards > 1 or Tier.SHARD in (source, target):
+            nbytes = shards.start(self, value, source, target, nbytes)
         if kind is Kind.STATE and target is DEVICE:
             self.states.kept.add(number)
             self.states.hold(number)
         elif self.stale[kind].get(number, 0) >> target & 1:
             self.stale[kind][number] &= ~(1 << target)
         else:
-            self.memory.nbytes[target] += nbytes
-        self.memory.touch(target)
+            self.memory.nbytes[IN_MEMORY[target]] += self.nbytes_of(kind, number, target)
+        self.memory.touch(IN_MEMORY[target])
         copies = self.profile.stages[number].saved_storages if kind is Kind.SAVED else 1
         job = self.clock.issue(self._name(value), source, target, nbytes, copies)
         self.flights[value] = Flight(source, target, job)
-        self.moved[source, target] = self.moved.get((source, target), 0) + nbytes
+        lane = lane_of(source, target)
+        self.moved[lane] = self.moved.get(lane, 0) + nbytes
 
     def _name(self, value: Value) -> str:
         """For a timeline; nothing where none is drawn, as that takes time."""
@@ -198,6 +198,8 @@ class Places:
             broken(f"{self.whereabouts(value.kind, number)}, not in flight to {tier.name}")
         del self.flights[value]
         self.clock.wait(self._name(value), flight.source, flight.target, flight.job)
+        if self.shards > 1:
+            shards.arrived(self, value, flight.source, tier)
         if value.kind is not Kind.STATE or tier is not DEVICE:
             copies = self.current[value.kind]
             copies[number] = copies.get(number, 0) | 1 << tier
@@ -218,9 +220,11 @@ class Places:
         current, stale, bit = self.current[kind].get(number, 0), self.stale[kind].get(number, 0), 1 << tier
         if not (current | stale) & bit:
             broken(f"{self.whereabouts(kind, number)}, so there is nothing to free in {tier.name}")
+        if self.shards > 1:
+            shards.check_free(self, kind, number, tier)
         if current == bit and kind in _IRREPLACEABLE:
             broken(f"{self.whereabouts(kind, number)}: this is its last current copy, copy it elsewhere first")
-        self.memory.nbytes[tier] -= self.nbytes_of(kind, number)
+        self.memory.nbytes[IN_MEMORY[tier]] -= self.nbytes_of(kind, number, tier)
         self.stale[kind][number] = stale & ~bit
         if current & ~bit:
             self.current[kind][number] = current & ~bit

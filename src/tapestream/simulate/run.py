@@ -6,7 +6,7 @@ from typing import Any
 
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError, InputError
-from tapestream.ir import Action, Backward, Forward, PhaseKind, Record, Schedule, Tier
+from tapestream.ir import MEMORIES, Action, Backward, Forward, PhaseKind, Record, Schedule, Tier
 from tapestream.ir.timeline import Span, Timeline
 from tapestream.simulate.compose import composable, compose
 from tapestream.simulate.explain import RuleBroken, action_at, describe, explained, sizes_of
@@ -70,8 +70,8 @@ def _flat(schedule: Schedule, profile: Profile, machine: Machine | None) -> tupl
     judge.run()
     clock, memory = judge.clock, judge.memory
     return Simulation(
-        peak_nbytes=dict(zip(Tier, memory.peak, strict=True)),
-        peak_position=dict(zip(Tier, memory.peak_position, strict=True)),
+        peak_nbytes={tier: memory.peak[tier] for tier in MEMORIES},
+        peak_position={tier: memory.peak_position[tier] for tier in MEMORIES},
         makespan_seconds=clock.now,
         compute_seconds=clock.compute_seconds,
         stall_seconds=clock.stall_seconds,
@@ -81,7 +81,7 @@ def _flat(schedule: Schedule, profile: Profile, machine: Machine | None) -> tupl
         phase_seconds=judge.phase_seconds,
         bytes_moved=judge.places.moved,
         _trace=partial(_trace, schedule, profile, machine),
-    ), dict(zip(Tier, memory.peak_stage, strict=True))
+    ), {tier: memory.peak_stage[tier] for tier in MEMORIES}
 
 
 def _composed(
@@ -128,7 +128,7 @@ def _trace(schedule: Schedule, profile: Profile, machine: Machine | None) -> Tim
     spans = [Span(*span) for span in clock.spans or ()]
     spans += [Span(lane, name, job.start, job.end - job.start) for lane, name, job in clock.copies]
     spans.sort(key=lambda span: span.start_seconds)
-    memory = {tier: tuple(_changes(judge.memory.samples[tier])) for tier in Tier}
+    memory = {tier: tuple(_changes(judge.memory.samples[tier])) for tier in MEMORIES}
     return Timeline(tuple(spans), memory)
 
 

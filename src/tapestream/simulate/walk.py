@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from tapestream.costs import Profile
 from tapestream.ir import Action, Backward, Forward, Free, Keep, Phase, PhaseKind, Record, Restore
+from tapestream.simulate.explain import broken
 from tapestream.simulate.marks import Marks
-from tapestream.simulate.places import broken
 
 Live: TypeAlias = int | None
 Tally: TypeAlias = tuple[int, ...]

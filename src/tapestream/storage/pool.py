@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from tapestream.errors import BudgetError, InputError, StorageError
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.page_locked import PageLockedMemory
 from tapestream.storage.regions import Region, Use
@@ -41,12 +41,12 @@ class Pool:
         self._locked = PageLockedMemory(device) if pin else None
         self._live: set[Region] = set()
         self._idle: dict[tuple[Tier, int], list[Region]] = {}
-        self._held = dict.fromkeys(Tier, 0)
-        self._kept = dict.fromkeys(Tier, 0)
+        self._held = dict.fromkeys(MEMORIES, 0)
+        self._kept = dict.fromkeys(MEMORIES, 0)
         self._closed = False
         self._all: weakref.WeakSet[Pool] = weakref.WeakSet() if beside is None else beside._all
         self._all.add(self)
-        self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0) if beside is None else beside._peak
+        self._peak: dict[Tier, int] = dict.fromkeys(MEMORIES, 0) if beside is None else beside._peak
         self._lock: threading.RLock = threading.RLock() if beside is None else beside._lock
 
     def allocate(self, tier: Tier, nbytes: int) -> Region:
@@ -134,7 +134,7 @@ class Pool:
                 self._locked.trim()
         if not self._idle:
             return
-        tiers = [tier] if tier is not None else [one for one in Tier if self._shared_with_compute(one)]
+        tiers = [tier] if tier is not None else [one for one in MEMORIES if self._shared_with_compute(one)]
         with self._lock:
             for key in [key for key in self._idle if key[0] in tiers]:
                 for region in self._idle.pop(key):
@@ -162,13 +162,13 @@ class Pool:
     def reset_peak(self) -> None:
         """Start peaks anew from what is held now."""
         with self._lock:
-            self._peak.update({tier: sum(pool._held[tier] for pool in self._all) for tier in Tier})
+            self._peak.update({tier: sum(pool._held[tier] for pool in self._all) for tier in MEMORIES})
 
     def close(self) -> None:
         """Give up every region, in use or not; views of them stay readable. May be called twice."""
         with self._lock:
             self._closed = True
-            for tier in Tier:
+            for tier in MEMORIES:
                 self.trim(tier)
                 self._held[tier] = 0
             uses: dict[object, Use] = {}

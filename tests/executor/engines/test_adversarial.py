@@ -6,7 +6,7 @@ from engine_cases import content, fill, make_pool
 
 from tapestream.errors import GradientError
 from tapestream.executor.engines.adversarial import AdversarialEngine
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage import DiskFolder
 
 
@@ -17,7 +17,7 @@ def pool(tmp_path):
     folder.close()
 
 
-@pytest.mark.parametrize("target_tier", list(Tier))
+@pytest.mark.parametrize("target_tier", list(MEMORIES))
 def test_the_target_is_poison_until_the_wait(pool, target_tier):
     engine = AdversarialEngine()
     source, target = pool.allocate(Tier.HOST, 4096), pool.allocate(target_tier, 4096)
@@ -32,7 +32,7 @@ def test_the_target_is_poison_until_the_wait(pool, target_tier):
     assert torch.equal(content(target), values)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", list(MEMORIES))
 def test_released_regions_are_poison(pool, tier):
     engine, region = AdversarialEngine(), pool.allocate(tier, 5000)
     fill(region, 0)
@@ -40,7 +40,7 @@ def test_released_regions_are_poison(pool, tier):
     assert bool((content(region) == 0xFF).all())
 
 
-@pytest.mark.parametrize("source_tier", list(Tier))
+@pytest.mark.parametrize("source_tier", list(MEMORIES))
 def test_an_overwritten_source_is_found(pool, source_tier):
     engine = AdversarialEngine()
     source, target = pool.allocate(source_tier, 4096), pool.allocate(Tier.HOST, 4096)

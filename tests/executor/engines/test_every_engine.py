@@ -13,7 +13,7 @@ from engine_cases import CPU, LANES, content, fill, make_pool
 
 from tapestream.errors import GradientError, InputError, StorageError
 from tapestream.executor.engines import make_engine, threads
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage import DiskFolder
 from tapestream.storage.kernel_queue import KernelQueue
 
@@ -72,7 +72,7 @@ def test_a_part_is_copied_and_the_rest_stays(engine, pool):
 
 
 def test_a_chain_of_copies_through_every_tier(engine, pool):
-    first, host, disk = (pool.allocate(tier, 70_000) for tier in Tier)
+    first, host, disk = (pool.allocate(tier, 70_000) for tier in MEMORIES)
     back, last = pool.allocate(Tier.HOST, 70_000), pool.allocate(Tier.DEVICE, 70_000)
     for seed in range(3):
         values = fill(first, seed)

@@ -9,7 +9,7 @@ from engine_cases import content, fill, make_pool
 from tapestream.errors import GradientError
 from tapestream.executor.engines.cuda import CudaEngine
 from tapestream.executor.engines.fake_streams import FakeStreams
-from tapestream.ir import Tier
+from tapestream.ir import MEMORIES, Tier
 from tapestream.storage import DiskFolder, Region
 
 NBYTES = 4096
@@ -31,7 +31,7 @@ def compute(engine, reads=(), writes=(), seed=0):
 
 def offload_and_prefetch(engine, pool):
     """Compute writes on the device; the bytes go to disk and back, while the memory is reused."""
-    device, host, disk = (pool.allocate(tier, NBYTES) for tier in Tier)
+    device, host, disk = (pool.allocate(tier, NBYTES) for tier in MEMORIES)
     for seed in range(3):
         compute(engine, writes=[device], seed=seed)
         expected = content(device)

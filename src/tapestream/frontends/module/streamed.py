@@ -40,7 +40,7 @@ from tapestream.frontends.module.plans.prepare import Prepared, prepare, without
 from tapestream.frontends.module.plans.terms import Update
 from tapestream.frontends.module.ranks import Ranks
 from tapestream.frontends.module.swap import own_call
-from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.actions import MEMORIES, Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.planning.cache import ByShape, key_of, shapes_of
@@ -337,7 +337,7 @@ class Streamed:
 
     def home_nbytes(self) -> dict[Tier, int]:
         """Bytes held in each tier now."""
-        return {tier: self.pool.held_nbytes(tier) for tier in Tier}
+        return {tier: self.pool.held_nbytes(tier) for tier in MEMORIES}
 
     def close(self) -> None:
         """Bring everything back into memory of its own and remove the files."""

@@ -1,0 +1,73 @@
+"""A computation with the updates of its blocks, and what in it uses each of their values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tapestream.costs import Profile
+from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record, Tier, Update, Value
+from tapestream.passes.memory import updates_of
+from tapestream.passes.residency import UpdateMode
+from tapestream.passes.stays import blocks_of, needed_in, needs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of neighbouring computations (first and last position) that use one value in ``tier``; whether one updates
+    it."""
+
+    start: int
+    stop: int
+    updates: bool
+    tier: Tier
+
+
+def runs_of(computation: Sequence[Action], profile: Profile) -> dict[Value, list[Run]]:
+    """The runs of neighbouring computations that use each value, in order."""
+    runs: dict[Value, list[Run]] = {}
+    number = 0
+    last: dict[Value, int] = {}
+    known: dict[Action, tuple[Value, ...]] = {}
+    for position, action in enumerate(computation):
+        if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
+            continue
+        number += 1  # the step phase counts, so that nothing stays across its start
+        wanted = known.get(action)
+        if wanted is None:
+            wanted = known[action] = tuple(needs(action, profile))
+        updates, tier = isinstance(action, Update), needed_in(action, profile)
+        for value in wanted:
+            found = runs.setdefault(value, [])
+            if found and last[value] == number - 1 and found[-1].tier is tier:
+                found[-1] = Run(found[-1].start, position, updates or found[-1].updates, tier)
+            else:
+                found.append(Run(position, position, updates, tier))
+            last[value] = number
+    return runs
+
+
+def with_updates(computation: list[Action], profile: Profile, update: UpdateMode) -> list[Action]:
+    """The computation and the updates of every block with gradients that it runs backward through. Where ranks sum
+    these, one backward later, under which the sum goes on."""
+    last = {
+        block: position
+        for position, action in enumerate(computation)
+        if isinstance(action, Backward)
+        for block in blocks_of(action, profile)
+        if profile.blocks[block].gradient_nbytes
+    }
+    if update is None or not last:
+        return computation
+    if update == "step":
+        steps = (action for block in sorted(last) for action in updates_of(block, profile))
+        return [*computation, Phase(PhaseKind.STEP), *steps]
+    due = {position: block for block, position in last.items()}
+    found: list[Action] = []
+    summed: list[Action] = []
+    for position, action in enumerate(computation):
+        found.append(action)
+        if isinstance(action, Backward):
+            found += summed
+            summed = []
+        if position in due:
+            (found if profile.shards == 1 else summed).extend(updates_of(due[position], profile))
+    return found + summed
