@@ -139,6 +139,9 @@ HEADLINES = {
         "Step times as RAM and the card grow", "nothing: simulated", "what finds no room in RAM costs time, no more",
         {"": "s per step"}, ("model", "card GiB", "RAM GiB"),
     ),
+    "ranks_scaling": Headline(
+        "One model on many GPUs", "nothing: simulated", "", {}, ("model", "GPUs", "between machines", "divided among"),
+    ),
     "what_to_expect": Headline("Step times on GPUs", "nothing: simulated", "", {}, ("model",)),
 }  # fmt: skip
 """By the name of the result, in the order in which they are shown."""

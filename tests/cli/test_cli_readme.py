@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from benchmarks import readme, three_tiers
+from benchmarks import ranks_scaling, readme, three_tiers
 from benchmarks.headlines import FIRST, HEADLINES, Headline
 from benchmarks.memory_over_a_step import PICTURE, mark
 from tapestream.cli.app import make_app
@@ -97,6 +97,12 @@ def test_the_picture_of_three_tiers_is_that_of_the_result() -> None:
     claims = [row["met"] for row in result["rows"] if "claim" in row]
     assert claims == ["yes"] * len(three_tiers.CLAIMS)
     shown = " ".join(three_tiers.PICTURE.read_text(encoding="utf-8").split())
+    assert f"<dc:description>{three_tiers.mark(result)}</dc:description>" in shown
+
+
+def test_the_picture_of_ranks_is_that_of_the_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "ranks_scaling.json").read_text(encoding="utf-8"))
+    shown = " ".join(ranks_scaling.PICTURE.read_text(encoding="utf-8").split())
     assert f"<dc:description>{three_tiers.mark(result)}</dc:description>" in shown
 
 

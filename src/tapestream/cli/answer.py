@@ -67,11 +67,15 @@ class Answer:
 
     def bounds(self, machine: Machine) -> dict[tuple[Tier, Tier] | None, float]:
         """Seconds that one step takes at least with this traffic: of computation (None), and of all copies from one
-        tier to another; what is written to the disk waits for the first update."""
+        tier to another (SHARD to DEVICE: all that goes on between ranks); what is written to the disk waits for the
+        first update."""
         moved = Counter[tuple[Tier, Tier]]()
         for plan in self.plans:
             moved.update(plan.simulation.bytes_moved)
-        copies = {ends: nbytes / machine.links[ends].bytes_per_second for ends, nbytes in moved.items() if nbytes}
+        copies = {ends: nbytes / machine.link(*ends).bytes_per_second for ends, nbytes in moved.items() if nbytes}
+        sums = copies.pop((Tier.DEVICE, Tier.SHARD), 0.0)
+        if sums:  # on one lane with gathers
+            copies[Tier.SHARD, Tier.DEVICE] = copies.get((Tier.SHARD, Tier.DEVICE), 0.0) + sums
         for ends in copies:
             if ends[1] is Tier.DISK:
                 writing = [plan for plan in self.plans if plan.simulation.bytes_moved.get(ends)]

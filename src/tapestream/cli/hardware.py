@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from tapestream.cli import checks
+from tapestream.cli.ranks import ALONE, NONE, Ranks, RanksOptions, shared_links
 from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
 from tapestream.costs.rates import usual_rates
@@ -34,7 +35,7 @@ class Capacity:
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """``budget``: bytes allowed on the device, which has ``device_nbytes`` (None: nobody knows). ``ram``: on the CPU it
-    is the device, ``ram_option`` is what limits it."""
+    is the device, ``ram_option`` is what limits it. ``ram`` and ``disk`` are a machine's, speeds those of one rank."""
 
     device: str
     budget: int
@@ -43,6 +44,7 @@ class Hardware:
     disk: Capacity
     machine: Machine
     ram_option: str = "--ram"
+    ranks: Ranks = ALONE
 
     def changed(self, change: Mapping[str, str]) -> "Hardware":
         """The same with other values of some options."""
@@ -76,6 +78,7 @@ class HardwareOptions:
     flops: str | None = None
     memory_rate: str | None = None
     machine: Path | None = None
+    ranks: RanksOptions = NONE
 
     def found(self) -> Hardware:
         """What is given, and for the rest what is measured or usual. Raises InputError for what cannot be, and for an
@@ -92,13 +95,14 @@ class HardwareOptions:
         allowed = self.budget or self.gpu or (self.ram if device == "cpu" else None)
         if allowed is None:
             raise InputError("how much may the step take? Add --budget, for example --budget 12GiB")
+        ranks = self.ranks.found()
         option = "--budget" if self.budget else "--gpu" if self.gpu else "--ram"
         ram = self._ram(measured)
         return Hardware(
             device, checks.size(option, allowed),
             self._device_nbytes(device, ram),
-            ram, self._disk(measured), self._speeds(device, measured),
-            "--ram" if self.host_budget is None else "--host-budget",
+            ram, self._disk(measured), self._speeds(device, measured, ranks),
+            "--ram" if self.host_budget is None else "--host-budget", ranks,
         )  # fmt: skip
 
     def _device_nbytes(self, device: str, ram: Capacity) -> int | None:
@@ -160,7 +164,7 @@ class HardwareOptions:
     def _whose(self) -> str:
         return "" if self.machine is None else f"{self.machine.name}'s"
 
-    def _speeds(self, device: str, measured: "MeasuredMachine | None") -> Machine:
+    def _speeds(self, device: str, measured: "MeasuredMachine | None", ranks: Ranks) -> Machine:
         known = None if measured is None else measured.machine
         computing = usual_rates(device) if known is None else known.rates(usual_rates(device))
         usual = links_of(
@@ -170,12 +174,16 @@ class HardwareOptions:
         links = _chosen(usual, {} if known is None else known.links, {
             "link": self.link, "read": self.disk_read, "write": self.disk_write
         })  # fmt: skip
+        gathers, sums = ranks.links()
+        if sums is not None and sums != gathers:
+            links = {**links, (Tier.DEVICE, Tier.SHARD): sums}
         return Machine(
-            links, computing.flops_per_second if self.flops is None else checks.flops(self.flops),
+            shared_links(links, ranks.in_one),
+            computing.flops_per_second if self.flops is None else checks.flops(self.flops),
             "" if known is None else known.name,
             computing.memory_bytes_per_second if self.memory_rate is None
             else checks.rate("--memory-rate", self.memory_rate),
-            computing.launch_seconds,
+            computing.launch_seconds, gathers,
         )  # fmt: skip
 
 

@@ -52,11 +52,13 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
     subject = subject_of(target, wish)
     costs = costs_of(subject, hardware.device)
     on_cpu = hardware.device == "cpu"
+    ranks = hardware.ranks
     question = Question(
         costs.outline, subject.batch, wanted.optimizer, wanted.update, hardware.device,
-        budget=hardware.budget, gpu=hardware.device_nbytes, ram=None if on_cpu else hardware.ram.nbytes,
-        disk=hardware.disk.nbytes, home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
-        lora=wanted.lora, tables=wanted.tables,
+        budget=hardware.budget, gpu=hardware.device_nbytes,
+        ram=None if on_cpu else hardware.ram.nbytes // ranks.in_one, disk=hardware.disk.nbytes // ranks.in_one,
+        home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
+        lora=wanted.lora, tables=wanted.tables, shards=ranks.shards, in_one=ranks.in_one,
     )  # fmt: skip
     (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
@@ -153,11 +155,13 @@ def _figures(
         "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
         "waiting_seconds": found.waiting_seconds, "forwards": found.forwards, "moved_nbytes": found.moved_nbytes,
         "bounds": {_bound_name(ends, question.device): seconds for ends, seconds in bounds.items()},
-        f"{subject.unit}_per_second": samples * (subject.sequence or 1) / found.seconds,
+        f"{subject.unit}_per_second": hardware.ranks.count * samples * (subject.sequence or 1) / found.seconds,
         "tiers": {
             tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
             for tier in MEMORIES
         },
+        "ranks": hardware.ranks.count, "machines": hardware.ranks.machines, "shards": hardware.ranks.shards,
+        "ranks_in_a_machine": hardware.ranks.in_one,
         "fills": found.fills,
         "disk_written_nbytes_per_step": found.written_nbytes,
         "disk_written_nbytes_per_day": round(a_day),
@@ -237,20 +241,30 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
     called = name(Tier.DEVICE, question.device)
     return [
         *(
-            (name(tier, question.device), show.share(found["peak_nbytes"], found["allowed_nbytes"]))
+            (name(tier, question.device), _taken(tier, found, question.in_one))
             for tier, found in tiers
             if tier is Tier.DEVICE or found["peak_nbytes"]
         ),
         *([(f"fills {called}", _most(answer["fills"]))] if answer["fills"] else []),
         ("a step", f"{seconds}, {waiting} of it waiting"),
         ("binds", _binding(answer)),
-        (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second"),
+        (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{_by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
         ("assumed", "\n".join((*_speeds(hardware), _room(hardware)))),
     ]
 
 
+def _taken(tier: Tier, found: Mapping[str, Any], ranks: int) -> str:
+    """What is taken of a tier: by one rank of its device, by all ranks of what a machine has."""
+    ranks = 1 if tier is Tier.DEVICE else ranks
+    allowed = found["allowed_nbytes"]
+    taken = show.share(found["peak_nbytes"] * ranks, None if allowed is None else allowed * ranks)
+    return taken if ranks == 1 else f"{taken}, {ranks} ranks together"
+
+
 def _bound_name(ends: tuple[Tier, Tier] | None, device: str) -> str:
+    if ends == (Tier.SHARD, Tier.DEVICE):
+        return "copies between ranks"
     return "computation" if ends is None else " to ".join(name(tier, device) for tier in ends)
 
 
@@ -296,8 +310,17 @@ def _speeds(hardware: Hardware) -> tuple[str, str]:
     )
     link = f"link {up if up == down else f'{up} in, {down} out'}, " if cuda else ""
     rates = hardware.machine.rates(usual_rates(hardware.device))
+    peers = hardware.machine.peers
+    between = "" if peers is None else f"other ranks {show.rate(peers.bytes_per_second)}, "
     computing = f"{show.flops(rates.flops_per_second)}, memory {show.rate(rates.memory_bytes_per_second)}"
-    return f"{link}disk {read} in, {write} out", f"{computing}, {format_seconds(rates.launch_seconds)} an operation"
+    return (
+        f"{link}{between}disk {read} in, {write} out",
+        f"{computing}, {format_seconds(rates.launch_seconds)} an operation",
+    )
+
+
+def _by_all(hardware: Hardware) -> str:
+    return "" if hardware.ranks.count == 1 else f" by {hardware.ranks}"
 
 
 def _room(hardware: Hardware) -> str:

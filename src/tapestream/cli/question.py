@@ -12,11 +12,12 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
-from tapestream.ir.actions import Tier
+from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import KINDS, HomeTiers, home_tiers
 from tapestream.models.group_costs import kept_nbytes
 from tapestream.models.outline import Outline
 from tapestream.optim.parts import passed_nbytes
+from tapestream.passes.memory import block_values
 from tapestream.units import format_nbytes
 
 Change: TypeAlias = dict[str, str]
@@ -35,7 +36,8 @@ class Question:
 
     ``outline``: of a step. ``lora``, ``loss_chunks``, ``tables``: see `Variant`.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
-    on the device fits into it, the disk otherwise.
+    on the device fits into it, the disk otherwise. ``shards``: ranks among which blocks are divided; all sizes are of
+    one of them. ``in_one``: how many have a machine's RAM and disk together.
     """
 
     outline: Callable[[Variant], Outline]
@@ -52,6 +54,8 @@ class Question:
     loss_chunks: Chunks | None = None
     lora: int | None = None
     tables: tuple[str, ...] = ()
+    shards: int = 1
+    in_one: int = 1
 
     def outlined(self) -> Outline:
         """The step, whatever it is trained with."""
@@ -105,6 +109,7 @@ class Question:
             finer=finer,
             beside_nbytes=self._kept_for_tables if self.device == "cpu" else 0,
             home=Tier.HOST if self.home is None else self.home,
+            shards=self.shards,
         )
 
     def machine(self) -> Machine:
@@ -121,12 +126,8 @@ class Question:
 
     def home_nbytes(self, profiles: tuple[Profile, ...]) -> int:
         """Bytes of everything that could live at home: parameters, optimizer state, and gradients kept for the step."""
-        gradients = self.update == "step"
-        return sum(
-            b.parameters_nbytes + b.buffers_nbytes + b.optimizer_state_nbytes + gradients * b.gradient_nbytes
-            for profile in profiles
-            for b in profile.blocks
-        )
+        values = ((value, nbytes) for profile in profiles for value, nbytes in block_values(profile))
+        return sum(nbytes for value, nbytes in values if value.kind is not Kind.GRADIENT or self.update == "step")
 
     def plan(self, planner: str = "auto") -> Answer:
         """The plans. Raises BudgetError where nothing fits."""
@@ -189,8 +190,9 @@ class Question:
         places = ", ".join(_PLACES[tier][0] for tier in tiers)
         options = " or ".join(_PLACES[tier][1] for tier in tiers)
         raise BudgetError(
-            f"parameters and optimizer state take {format_nbytes(lives)}, the device and {places} have "
-            f"{format_nbytes(room)}; give more there ({options})"
+            f"parameters and optimizer state take {format_nbytes(lives * self.in_one)}, "
+            f"{'the device' if self.in_one == 1 else f'{self.in_one} GPUs'} and {places} have "
+            f"{format_nbytes(room * self.in_one)}; give more there ({options})"
         )
 
 
@@ -256,18 +258,18 @@ def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
     fixed = replace(question, home=Tier.DISK if question.homes.use(Tier.DISK) else question.home)
     if question.ram is not None:
         text = _needed(replace(fixed, ram=None), Tier.HOST)
-        if text is not None and _mebibytes(text) > question.ram:
-            yield {"--ram": text}, replace(question, ram=_mebibytes(text))
+        if text is not None and _mebibytes(text) // question.in_one > question.ram:
+            yield {"--ram": text}, replace(question, ram=_mebibytes(text) // question.in_one)
     if question.disk is not None:
         text = _needed(replace(fixed, disk=None), Tier.DISK)
-        if text is not None and _mebibytes(text) > question.disk:
-            yield {"--disk": text}, replace(question, disk=_mebibytes(text))
+        if text is not None and _mebibytes(text) // question.in_one > question.disk:
+            yield {"--disk": text}, replace(question, disk=_mebibytes(text) // question.in_one)
 
 
 def _needed(question: Question, tier: Tier) -> str | None:
-    """What a plan takes in ``tier``, None where there is none."""
+    """What a plan takes in ``tier`` of a machine, None where there is none."""
     try:
-        return _text(question.plan(_QUICK).peak_nbytes(tier))
+        return _text(question.plan(_QUICK).peak_nbytes(tier) * question.in_one)
     except BudgetError:
         return None
 

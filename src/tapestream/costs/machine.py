@@ -47,7 +47,8 @@ class Machine:
     second it reads and writes of its memory, and what it takes to start one operation (each None if unknown).
 
     ``peers``: what the shards of other ranks come by, and parts of gradients go by; a rank receives, and sends, so many
-    bytes a second of its own. Such copies go one after the other, whatever their direction.
+    bytes a second of its own. Such copies go one after the other, whatever their direction. ``links`` may say
+    otherwise of gathers (SHARD to DEVICE) or sums (DEVICE to SHARD).
     """
 
     links: dict[tuple[Tier, Tier], Link] = field(default_factory=dict)
@@ -81,9 +82,9 @@ class Machine:
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from ``source`` to ``target``: between a shard and the whole, that to other ranks. Raises InputError
         if the machine has none."""
-        if source.memory is target.memory:
+        if source.memory is target.memory and (source, target) not in self.links:
             return self._to_peers()
-        found = self.links.get((source.memory, target.memory))
+        found = self.links.get((source, target)) or self.links.get((source.memory, target.memory))
         if found is None:
             raise InputError(
                 f"the machine has no link from {source.name} to {target.name}; measure one with "

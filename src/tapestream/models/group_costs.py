@@ -11,6 +11,7 @@ from tapestream.optim.parts import Member, part_limits, state_parts
 from tapestream.optim.state import StateShape
 from tapestream.storage.blocks import StatePart, divided
 from tapestream.storage.layout import Layout, unit_nbytes
+from tapestream.storage.transfer import round_up
 
 # Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
 _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
@@ -32,35 +33,38 @@ def block_costs(
     passed_nbytes: int | None = None,
     finer: bool = False,
     moves: bool = True,
+    shards: int = 1,
 ) -> list[BlockCost]:
     """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out; ``moves``:
-    whether they leave the device. ``budget_nbytes``, ``passed_nbytes``: see `part_limits`."""
+    whether they leave the device. ``budget_nbytes``, ``passed_nbytes``: see `part_limits`. ``shards``: ranks among
+    which they are divided, each with the state of its part."""
     members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
     largest = max((sum(member.nbytes for member in group) for group in members), default=0)
-    limits = part_limits(budget_nbytes, largest, passed_nbytes)
-    limit = limits[-1 if finer else 0] if limits else None
+    limits = part_limits(budget_nbytes, -(-largest // shards), passed_nbytes)
+    limit = shards * limits[-1 if finer else 0] if limits else None
     return [
-        _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves))
+        _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves), shards)
         for group, known in zip(groups, members, strict=True)
     ]
 
 
 def _block_cost(
-    parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float, unit: int
+    parameters: Sequence[Tensor], parts: Sequence[StatePart], update_bytes_per_second: float, unit: int, shards: int
 ) -> BlockCost:
     trained, frozen = (
-        Layout.of(((parameters[i].shape, parameters[i].dtype) for i in numbers), unit).nbytes
+        Layout.of(((parameters[i].shape, parameters[i].dtype) for i in numbers), unit * shards).nbytes
         for numbers in divided([p.requires_grad for p in parameters])
     )
-    gradient, kept = trained if parts else 0, sum(part.nbytes for part in parts)
+    sizes = tuple(round_up(-(-part.nbytes // shards)) for part in parts)
+    gradient, kept = trained if parts else 0, sum(sizes)
     return BlockCost(
         trained,
         gradient_nbytes=gradient,
         optimizer_state_nbytes=kept,
         buffers_nbytes=frozen,
-        update_seconds=(2 * trained + gradient + 2 * kept) / update_bytes_per_second if parts else 0.0,
-        update_extra_nbytes=max((part.extra_nbytes for part in parts), default=0),
-        state_parts=tuple(part.nbytes for part in parts),
+        update_seconds=((2 * trained + gradient) / shards + 2 * kept) / update_bytes_per_second if parts else 0.0,
+        update_extra_nbytes=max((-(-part.extra_nbytes // shards) for part in parts), default=0),
+        state_parts=sizes,
     )
 
 

@@ -101,24 +101,27 @@ class Outline:
         finer: bool = False,
         beside_nbytes: int = 0,
         home: HomeLike = Tier.HOST,
+        shards: int = 1,
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
         of what runs before the blocks count throughout. An update reads and writes memory as fast as that is.
 
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
         it); None leaves that of a block in one. ``passed_nbytes``: of the host, where state passes it on its way to a
-        disk. ``beside_nbytes``: what else is on the device throughout. ``home``: where gradients go.
+        disk. ``beside_nbytes``: what else is on the device throughout. ``home``: where gradients go. ``shards``: ranks
+        among which blocks are divided.
         Raises InputError for an unknown optimizer.
         """
         costs = block_costs(
             self.groups, optimizer, rates.memory_bytes_per_second, budget_nbytes=budget_nbytes,
-            passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE,
+            passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE, shards=shards,
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes + beside_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
         step = Step(
             replace(self.terms(update), home=home), self.segments, self.uses, costs,
             find_shared(self.segments, self.uses), outside, self.turn_nbytes, rates.seconds(self.turn_work),
+            shards,
         )  # fmt: skip
         return tuple(
             step.profile(number, list(_timed(segment, rates)), segment.initial_nbytes, segment.carried)

@@ -130,6 +130,8 @@ class Plan:
     def tier_name(self, tier: Tier) -> str:
         """The tier's name for people: on a machine without a host below its device, the device is RAM."""
         links = self.machine.links if self.machine else {}
+        if tier is Tier.SHARD:
+            return "other ranks"
         on_cpu = (Tier.DISK, Tier.DEVICE) in links and (Tier.HOST, Tier.DEVICE) not in links
         return "RAM" if tier is Tier.DEVICE and on_cpu else tier.name
 

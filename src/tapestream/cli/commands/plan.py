@@ -56,6 +56,19 @@ MemoryRate = Annotated[
 ]
 
 
+Ranks = Annotated[int | None, typer.Option(min=1, help="GPUs that train together, each with --batch samples.")]
+Machines = Annotated[int | None, typer.Option(min=1, help="Machines that the GPUs are in; by default 1.")]
+Replicate = Annotated[
+    bool, typer.Option("--replicate", help="Each machine has the whole model; by default all share one.")
+]
+Peers = Annotated[
+    str | None, typer.Option(help="Speed between the GPUs of a machine, of each and each way; by default 25GB/s.")
+]
+Network = Annotated[str | None, typer.Option(help="Speed between machines, of each; by default 12.5GB/s.")]
+Save = Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
+]
 MachineFile = Annotated[
     Path | None, typer.Option(help="File with speeds, RAM and disk that `tapestream machine --save` wrote.")
 ]
@@ -91,22 +104,26 @@ def plan(
     flops: Flops = None,
     memory_rate: MemoryRate = None,
     machine: MachineFile = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
-    ] = None,
+    ranks: Ranks = None,
+    machines: Machines = None,
+    replicate: Replicate = False,
+    peers: Peers = None,
+    network: Network = None,
+    save: Save = None,
+    plot: Plot = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Show what would make the step faster.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the plan of every planner.")] = False,
     json_: Json = False,
 ) -> None:
     """Say whether a training step fits, what it takes in each tier and how long. Exit status 2: it does not fit."""
     from tapestream.cli.hardware import HardwareOptions
+    from tapestream.cli.ranks import RanksOptions
     from tapestream.cli.targets import TargetOptions, check_target
 
     checks.check_training(optimizer, update)
     asked = HardwareOptions(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
-        machine,
+        machine, RanksOptions(ranks, machines, replicate, peers, network),
     ).found()  # fmt: skip
     checks.check_told(save, plot, suggest=suggest, compare=compare)
     wish = TargetOptions(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))

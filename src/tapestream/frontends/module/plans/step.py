@@ -16,7 +16,7 @@ from tapestream.ir.homes import home_tiers
 class Step:
     """``uses``: the parameter block of each of ``terms.modules``; ``costs``: of the blocks; ``shared``: those that
     several segments use. ``outside_nbytes``: what is on the device throughout. ``turn_nbytes``, ``turn_seconds``: what
-    runs after the last module's forward and before its backward."""
+    runs after the last module's forward and before its backward. ``shards``: ranks among which blocks are divided."""
 
     terms: Terms
     segments: Sequence[Positioned]
@@ -26,6 +26,7 @@ class Step:
     outside_nbytes: int
     turn_nbytes: int
     turn_seconds: float
+    shards: int = 1
 
     def profile(
         self, number: int, stages: Sequence[StageCost], initial_nbytes: int, carried: tuple[Carried, ...]
@@ -44,6 +45,7 @@ class Step:
             outside_nbytes=self.outside_nbytes,
             turn_nbytes=self.turn_nbytes if turns else 0,
             turn_seconds=self.turn_seconds if after else 0.0,
+            shards=self.shards,
         )
 
     def _stage(self, number: int, k: int, cost: StageCost, block: int | None, last_use: bool) -> StageCost:
@@ -53,7 +55,7 @@ class Step:
             # What this use makes goes into tensors of its own, one after the other, beside what later uses have left.
             extra += gradient + max(tensor_nbytes(p) for p in module.parameters() if p.requires_grad)
         leaves = home_tiers(self.terms.home)[Kind.GRADIENT] is not Tier.DEVICE
-        if gradient and leaves and self.terms.update != "backward":
+        if gradient and (self.shards > 1 or (leaves and self.terms.update != "backward")):
             # It comes as tensors of their own, laid out in one run of bytes when the backward has ended.
             extra = max(extra, gradient - cost.saved_nbytes)
         cost = replace(cost, block=block, backward_extra_nbytes=extra)
