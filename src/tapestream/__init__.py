@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tapestream.frontends.saving.save import load, save
     from tapestream.ir import Schedule, Tier
     from tapestream.optim.grad_scaler import GradScaler
+    from tapestream.peers.sums import sum_over_ranks
     from tapestream.planners import planners
     from tapestream.planning.measure import measure_machine
     from tapestream.planning.plan import Plan
@@ -57,6 +58,7 @@ _HOMES = {
     "Home": "tapestream.frontends.module.homes.home",
     "optimizer": "tapestream.frontends.module.optimizer",
     "stream": "tapestream.frontends.module.stream",
+    "sum_over_ranks": "tapestream.peers.sums",
     "unstream": "tapestream.frontends.module.stream",
     "plan": "tapestream.frontends.plan",
     "report": "tapestream.frontends.plan",
@@ -111,6 +113,7 @@ __all__ = [
     "save",
     "simulate",
     "stream",
+    "sum_over_ranks",
     "track_memory",
     "unstream",
     "verify",
