@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tapestream.frontends.saving.save import load, save
     from tapestream.ir import Schedule, Tier
     from tapestream.optim.grad_scaler import GradScaler
+    from tapestream.peers.peers import Peers
     from tapestream.peers.sums import sum_over_ranks
     from tapestream.planners import planners
     from tapestream.planning.measure import measure_machine
@@ -69,6 +70,7 @@ _HOMES = {
     "Schedule": "tapestream.ir",
     "Tier": "tapestream.ir",
     "GradScaler": "tapestream.optim.grad_scaler",
+    "Peers": "tapestream.peers.peers",
     "planners": "tapestream.planners",
     "measure_machine": "tapestream.planning.measure",
     "Plan": "tapestream.planning.plan",
@@ -92,6 +94,7 @@ __all__ = [
     "Link",
     "Loop",
     "Machine",
+    "Peers",
     "Plan",
     "Profile",
     "Program",

@@ -103,8 +103,25 @@ class BlockStore:
     def take_gradients(self, block: int, sums: Sums) -> None:
         """Take a block's gradients over from a call: nothing of that call will add to them any more."""
         self.gradients.take(block, sums)
+        if self.gradients.are_own(block):
+            self.share(block)
         if block in self.gradients.fresh and self._stays(block) and not self.gradients.together:
             self.gradients.accumulate(block)
+
+    def share(self, block: int | None, there: Sequence[bool] | None = None) -> None:
+        """Sum a block's gradients over ranks; before, those of others that come first on other ranks, where this one
+        has left them out. ``there``: of what is no block, whose turn is waited for (``block`` None: until all ranks
+        have ended the backward)."""
+        sharing, eager = self.gradients.sharing, self.updates.eager
+        while sharing is not None:
+            own = there if block is None or there is not None else self.gradients.there(block)
+            now = sharing.announce(block, own or ())
+            if now is None or (now == block and there is not None):
+                return
+            self.gradients.share(now, eager=eager and now not in self.updates.pinned)
+            if now == block:
+                return
+            self._settle_gradient(now)
 
     # -- between calls --------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch
 
 from tapestream.executor.copies import BlockCopies
+from tapestream.executor.sharing import Sharing
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.regions import Region
@@ -30,6 +31,8 @@ class GradientBook:
         self.copies = copies
         self.fresh: dict[int, Found] = {}  # taken from a call, not yet laid out
         self.together = False
+        self.sharing: Sharing | None = None
+        self._sums: set[int] = set()  # fresh ones that are sums over ranks already, with what ``.grad`` showed before
         self._failed = False
         self._arrived: dict[int, list[int]] = {}  # laid out and sent home, not yet shown by .grad
         self._stepped: dict[int, list[int]] = {}  # used up by updates within this backward
@@ -58,15 +61,32 @@ class GradientBook:
             for i in arrived:
                 sums[id(parameters[i])] = (parameters[i], views[i].to(self.copies.device, copy=True))
 
+    def share(self, block: int, *, eager: bool) -> None:
+        """Sum a block's fresh gradients over ranks, beginning with what ``.grad`` shows; this rank may have none."""
+        assert self.sharing is not None
+        fresh, earlier = self.hooked(block), {} if eager else self._gradients(block)
+        self.fresh[block] = self.sharing.sum(self.copies.blocks[block].parameters, fresh, earlier)
+        self._sums.add(block)
+
+    def are_own(self, block: int) -> bool:
+        """Whether there are fresh gradients that are this rank's alone."""
+        return self.sharing is not None and block in self.fresh and block not in self._sums
+
+    def there(self, block: int) -> list[bool]:
+        """Of which parameters of a block there are fresh gradients."""
+        fresh = self.fresh.get(block, {})
+        return [i in fresh for i in range(len(self.copies.blocks[block].parameters))]
+
     def lay_out(self, block: int) -> None:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
+        summed = block in self._sums
         fresh = self.hooked(block)
         if not self._shown(block) and block not in self._earlier:
             copies.renew(value, copies.home_of(value))  # users may hold what .grad showed before they set it to None
         elif self.together:
             self._put_aside(value)
-        earlier = {} if self.together else self._gradients(block)
+        earlier = {} if self.together or summed else self._gradients(block)
         at_home = self._all_at_home(block, earlier)
         if at_home:  # not through the mapping: its pages would stay in memory
             copies.copy_now(value, copies.home_of(value), Tier.DEVICE)
@@ -146,13 +166,20 @@ class GradientBook:
     def hooked(self, block: int) -> Found:
         """The fresh gradients, taken out, as the parameters' hooks leave them."""
         parameters, fresh = self.copies.blocks[block].parameters, self.fresh.pop(block, {})
+        if block in self._sums:
+            self._sums.discard(block)
+            return fresh
         return fresh if self.together else {i: _through_hooks(parameters[i], g) for i, g in fresh.items()}
 
     def accumulate(self, block: int) -> None:
         """Let ``.grad`` have the fresh gradients as they are: they stay on the device."""
+        summed = block in self._sums
+        self._sums.discard(block)
         for i, gradient in self.fresh.pop(block).items():
             parameter = self.copies.blocks[block].parameters[i]
-            _add(parameter, _through_hooks(parameter, gradient))
+            if summed:
+                parameter.grad = None  # what it was is in the sum
+            _add(parameter, gradient if summed else _through_hooks(parameter, gradient))
 
     def stepped(self, block: int, numbers: Iterable[int]) -> None:
         """An update has used these gradients up: ``.grad`` will say so."""
@@ -183,6 +210,7 @@ class GradientBook:
     def clear(self) -> None:
         """The backward has failed: what of it no one sees yet, no one will see."""
         self.fresh.clear()
+        self._sums.clear()
         self._failed = True
 
     def _put_aside(self, value: Value) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ Group: TypeAlias = Any
 """A ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension."""
 T = TypeVar("T")
 
-_CPU = torch.device("cpu")
+_FEW, _HEAD = 512, 8  # bytes that are told at once, and those of them that say how many there are
 _KNOWN: "weakref.WeakKeyDictionary[Group, Agreement]" = weakref.WeakKeyDictionary()
 """By group: making one is a collective operation itself."""
 
@@ -59,15 +60,28 @@ class Agreement:
         return _KNOWN[found]
 
     def told(self, what: str, document: Any) -> list[Any]:
-        """Say that this rank begins ``what``, with a ``document`` (JSON), and hear what the others begin: the documents
-        by rank. Raises InputError, on every rank, where one begins something else, and StorageError as `waited`."""
+        """Say that this rank ``what``, with a ``document`` (JSON), and hear what the others do: the documents by rank.
+        Raises InputError, on every rank, where one does something else, and StorageError as `waited`."""
         self._number += 1
-        mine = torch.frombuffer(bytearray(json.dumps([what, self._number, document]).encode()), dtype=torch.uint8)
-        every = [json.loads(bytes(one.tolist())) for one in self._gathered(what, mine)]
+        mine = json.dumps([what, self._number, document], separators=(",", ":")).encode()
+        every = [json.loads(one) for one in self._gathered(what, mine)]
         if len({(kind, number) for kind, number, _ in every}) > 1:
             others = ", ".join(f"rank {rank} {kind} (number {number})" for rank, (kind, number, _) in enumerate(every))
-            raise InputError(f"ranks began different things: {others}; every rank must make the same calls, in order")
+            raise InputError(f"ranks do different things: {others}; every rank must make the same calls, in order")
         return [found for _, _, found in every]
+
+    def same(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Let these be rank 0's on every rank, one after the other by way of ``device``. Raises StorageError."""
+        first = torch.distributed.get_global_rank(self.group, 0)
+        for tensor in tensors:
+            there = tensor.detach().to(device).contiguous()
+            as_words = there.view(-1).view(torch.uint8) if there.numel() else None
+            if as_words is not None:
+                send = partial(torch.distributed.broadcast, as_words, first, group=self.group)
+                self.waited("made a model the same on every rank", send)
+                if self.rank:
+                    with torch.no_grad():
+                        tensor.detach().copy_(there.view(tensor.shape))
 
     def waited(self, what: str, wait: Callable[[], T]) -> T:
         """Raise StorageError where not all ranks have come to ``what`` within the group's timeout, or one has died."""
@@ -79,18 +93,22 @@ class Agreement:
                 f"(each rank needs as many); c10d says: {str(error).splitlines()[0]}"
             ) from error
 
-    def _gathered(self, what: str, mine: Tensor) -> list[Tensor]:
-        """Bytes of every rank, of different lengths."""
-        gather = torch.distributed.all_gather
-        sizes = [torch.zeros(1, dtype=torch.int64, device=_CPU) for _ in range(self.size)]
-        length = torch.tensor([mine.numel()], dtype=torch.int64, device=_CPU)
-        self.waited(what, lambda: gather(sizes, length, group=self._line))
-        lengths = [int(one) for one in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=_CPU)
-        padded[: mine.numel()] = mine
-        every = [torch.zeros_like(padded) for _ in range(self.size)]
-        self.waited(what, lambda: gather(every, padded, group=self._line))
-        return [one[:length] for one, length in zip(every, lengths, strict=True)]
+    def _gathered(self, what: str, mine: bytes) -> list[bytes]:
+        """Bytes of every rank: at once where they are few. What comes first has one size, whatever is told: gloo ends
+        the process where sizes differ."""
+        length = len(mine).to_bytes(_HEAD, "little")
+        first = self._gathered_of(what, length + mine[: _FEW - _HEAD], _FEW)
+        lengths = [int.from_bytes(one[:_HEAD], "little") for one in first]
+        rest = max(lengths) + _HEAD - _FEW
+        more = self._gathered_of(what, mine[_FEW - _HEAD :], rest) if rest > 0 else [b""] * self.size
+        whole = (one[_HEAD:] + other for one, other in zip(first, more, strict=True))
+        return [one[:length] for one, length in zip(whole, lengths, strict=True)]
+
+    def _gathered_of(self, what: str, mine: bytes, nbytes: int) -> list[bytes]:
+        own = torch.frombuffer(bytearray(mine.ljust(nbytes, b" ")), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        self.waited(what, lambda: torch.distributed.all_gather(every, own, group=self._line))
+        return [one.numpy().tobytes() for one in every]
 
 
 def differing(what: str, found: Sequence[Any]) -> InputError:

@@ -8,7 +8,7 @@ moves the same bytes as a ring does.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def _summed(given: list[Tensor | None], agreement: Agreement) -> list[Tensor | N
         if there:
             dtype, shape = there[0]
             run = places.setdefault(dtype, [])
-            start = -(-run[-1].stop // _STEP) * _STEP if run else 0
+            start = padded(run[-1].stop) if run else 0
             ranks = tuple(rank for rank, one in enumerate(ones) if one is not None)
             run.append(_Place(number, tuple(shape), start, start + math.prod(shape), ranks))
     found: list[Tensor | None] = [None] * len(given)
@@ -115,22 +115,22 @@ def _sum_run(
     device: torch.device,
 ) -> None:
     """All tensors of one dtype, laid out one after the other and cut into as many parts as there are ranks."""
-    part = -(-run[-1].stop // (agreement.size * _STEP)) * _STEP
+    part = padded(-(-run[-1].stop // agreement.size))
     mine = torch.zeros(agreement.size * part, dtype=dtype, device=device)
     for place in run:
         own = given[place.number]
         if own is not None:
             mine[place.start : place.stop] = own.detach().reshape(-1)
     came = torch.empty_like(mine)
-    exchange, gather = torch.distributed.all_to_all_single, _gather()
-    agreement.waited("began a sum over ranks", lambda: exchange(_bytes(came), _bytes(mine), group=agreement.group))
+    send, group = torch.distributed.all_to_all_single, agreement.group
+    agreement.waited("began a sum over ranks", lambda: send(as_bytes(came), as_bytes(mine), group=group))
     first = agreement.rank * part
     total = torch.zeros(part, dtype=dtype, device=device)
     for place in run:
         start, stop = max(place.start, first) - first, min(place.stop, first + part) - first
         if start < stop:
             add_in_order(total[start:stop], [came[r * part + start : r * part + stop] for r in place.ranks])
-    agreement.waited("began a sum over ranks", lambda: gather(_bytes(mine), _bytes(total), group=agreement.group))
+    agreement.waited("began a sum over ranks", lambda: gather_into(mine, total, group))
     for place in run:
         own = given[place.number]
         whole = mine[place.start : place.stop].view(place.shape).clone()
@@ -146,12 +146,18 @@ def add_in_order(total: Tensor, parts: Sequence[Tensor], *, begun: bool = False,
         begun = True
 
 
-def _gather() -> Any:
-    """c10d's gather into one tensor, by the name that this PyTorch has for it."""
+def padded(elements: int) -> int:
+    """As many elements, or more, so that the next tensor starts where kernels see it as one of its own."""
+    return -(-elements // _STEP) * _STEP
+
+
+def gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
+    """Every rank's ``part`` into ``whole``, by the name that this PyTorch has for it."""
     distributed = torch.distributed
-    return getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(as_bytes(whole), as_bytes(part), group=group)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """As bytes: not every backend knows every dtype."""
     return tensor.view(torch.uint8)

@@ -2,7 +2,7 @@
 elsewhere."""
 
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,11 @@ from torch import nn
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.module.calls.anchor import hooked
+from tapestream.frontends.module.calls.outside_sums import OutsideSums
 from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.peers.agreement import Agreement
+from tapestream.peers.exchange import Exchange, exchange_nbytes
+from tapestream.peers.peers import Peers
 from tapestream.storage.blocks import ParameterBlock
 
 
@@ -22,13 +26,49 @@ class Ranks:
     never pass the hooks of DistributedDataParallel.
     """
 
-    def __init__(self, model: nn.Module, store: BlockStore) -> None:
+    def __init__(self, model: nn.Module, store: BlockStore, peers: Peers | None, agreement: Agreement | None) -> None:
         self._model, self._store = model, store
         averaging = _averaging()
         self._inside = [m for m in model.modules() if averaging is not None and isinstance(m, averaging)]
+        self.exchange: Exchange | None = None
+        self._aside: Mapping[int, torch.Tensor | None] = {}  # of the last call, by id of a parameter outside of blocks
+        self._told = peers is not None
+        if peers is not None and agreement is not None:
+            most = len(list(model.parameters()))
+            self.exchange = Exchange(agreement, peers.gradients, store.device, most, self._state)
+            store.gradients.sharing = self.exchange
+
+    def _state(self) -> bytes:
+        """What must be the same on all ranks when a backward begins."""
+        there = (self._aside.get(id(p), p.grad) is not None for p in self._model.parameters())
+        return bytes(2 * p.requires_grad + had for p, had in zip(self._model.parameters(), there, strict=True))
+
+    def exchanged_nbytes(self) -> list[int]:
+        """Device bytes that summing each block's gradients takes beside them; none in one process."""
+        blocks = [] if self.exchange is None else self._store.blocks
+        return [exchange_nbytes(block.parameters) for block in blocks]
+
+    def outside(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
+        """For a call that begins: who sums the gradients of ``parameters``, which are in no block that moves."""
+        found = OutsideSums(self.exchange, parameters)
+        self._aside = found.earlier
+        return found
+
+    def check_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise GradientError, on every rank, where gradients of ``parameters`` are not the same on all."""
+        if self.exchange is not None:
+            self.exchange.check_step([p.grad for p in parameters if p.grad is not None])
 
     def check_alone(self) -> None:
-        """Raise InputError where a call is to train a model in one of several processes."""
+        """Raise InputError where a call is to train a model in one of several processes, and nobody said with whom."""
+        if self._told:
+            averaging = _averaging()
+            if averaging is not None and (self._inside or averaging._active_ddp_module is not None):
+                raise InputError(
+                    f"a streamed {type(self._model).__name__} with peers= was called inside of "
+                    "DistributedDataParallel, or holds one: leave it out, gradients are summed over ranks without it"
+                )
+            return
         group = sys.modules.get("torch.distributed")
         if group is None or not group.is_available() or not group.is_initialized():
             return
@@ -81,9 +121,9 @@ class Ranks:
 
 
 _APART = (
-    "over which its gradients would not be averaged: streaming works in one process. Train in one process, with "
-    "gradient accumulation for larger batches; runs that have nothing to do with each other start each without "
-    "torch.distributed.init_process_group(). Calls under torch.no_grad() work in every process"
+    "over which its gradients would not be averaged: say with whom it is trained, stream(..., peers=ts.Peers()). Runs "
+    "that have nothing to do with each other start each without torch.distributed.init_process_group(). Calls under "
+    "torch.no_grad() work in every process"
 )
 
 

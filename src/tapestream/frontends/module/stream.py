@@ -23,6 +23,7 @@ from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, i
 from tapestream.frontends.module.streamed import Site, Streamed
 from tapestream.frontends.module.swap import Swaps, swap_back
 from tapestream.ir.actions import Kind, Tier
+from tapestream.peers.peers import Peers
 from tapestream.planning.plan import Plan
 from tapestream.runner.passable import check_modules
 
@@ -50,6 +51,7 @@ def stream(
     head: str | None = None,
     longest: Any = None,
     tables: BlockNames | None = None,
+    peers: Peers | None = None,
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
@@ -65,14 +67,13 @@ def stream(
     safetensors files, or a folder as ``save_pretrained`` writes it. What is on the ``meta`` device is made real from
     these one block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()``
     (both with a warning). Names and dtypes are the model's; Hugging Face ones take all that ``from_pretrained`` reads.
-
     ``loss_chunks``: chunks of rows in which the model's cross entropy is computed (None: one, with all logits), by
     `linear_cross_entropy`, which says what "auto" is and whose bits these are. ``head``: the layer that makes the
     logits, as in ``named_modules()`` (None: ``model.get_output_embeddings()``). With gradients on, returned logits are
     made when something else reads them; after ``optimizer.step()`` that raises GradientError. ``tables``: embeddings of
     which few rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on
     the disk, and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one.
-
+    ``peers``: the ranks that train it together (`Peers`), each with a copy at home; the first one's weights are all's.
     Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or BudgetError for
     what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which changes nothing.
     """
@@ -88,7 +89,7 @@ def stream(
     handle = Streamed(
         model, found, wide, device=where, budget=Budget.of(budget), home=tiers, folder=folder, planner=planner,
         knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights, progress=progress,
-        longest=Longest(longest), tables=looked_up)  # fmt: skip
+        longest=Longest(longest), tables=looked_up, peers=peers)  # fmt: skip
     _swap(handle, linear, loss_chunks)
     return model
 

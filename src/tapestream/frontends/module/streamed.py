@@ -16,7 +16,7 @@ from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.around import check_around, check_uncovered
-from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.available import free_nbytes, ranks_here
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.blocks import parts_around
 from tapestream.frontends.module.calls.again import Beginning, UnplannedBlock, cannot_begin_again
@@ -43,6 +43,7 @@ from tapestream.frontends.module.swap import own_call
 from tapestream.ir.actions import MEMORIES, Kind, Tier
 from tapestream.ir.homes import HomeTiers
 from tapestream.optim.streamed import StreamedOptimizer
+from tapestream.peers.peers import Peers
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.checkpointing import checkpointing_off
@@ -81,27 +82,28 @@ class Streamed:
         progress: Callable[[str, int, int], None] | None,
         longest: Longest,
         tables: Sequence[nn.Embedding] = (),
+        peers: Peers | None = None,
     ) -> None:
-        self.model, self.blocks, self.device = model, [*blocks, *wide], device
+        self.model, self.blocks, self.device, self.budget = model, [*blocks, *wide], device, budget
         self.wide = len(blocks)  # the position of the first of those that are not repeated
         self.parts = parts_around(model, self.blocks)
-        self.budget = budget
         if budget.device_nbytes is None:
             there = workspaces_nbytes(device)  # counted in plans, and free no more
-            self.budget = budget.with_device(free_nbytes(device) + there)
+            self.budget = budget.with_device(free_nbytes(device, ranks_here() if peers else 1) + there)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self.longest = longest
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
+        agreement = None if peers is None else peers.agreement()
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
-            weights=weights, progress=self.progress, tables=tables)  # fmt: skip
+            weights=weights, progress=self.progress, tables=tables, agreement=agreement)  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
-        self._known, self.ranks = Known(model), Ranks(model, self.store)
+        self._known, self.ranks = Known(model), Ranks(model, self.store, peers, agreement)
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self.observation: Observation | None = None
@@ -171,7 +173,8 @@ class Streamed:
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
-        self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states)
+        outside = self.ranks.outside([*self.outside_parameters(), *self.pinned.parameters()])
+        self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states, outside)
         self.last = prepared
         try:
             if not call.plain:

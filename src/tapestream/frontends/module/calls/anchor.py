@@ -1,6 +1,6 @@
 """What makes the parameters of streamed blocks part of the graph, and refuses uses of them beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ class Anchor(torch.autograd.Function):
             _let_pass(parameter._backward_hooks)
             _let_pass(getattr(parameter, "_post_accumulate_grad_hooks", None))
         return (None,) * (1 + len(ctx.parameters))
+
+
+def anchored(root: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> tuple[torch.Tensor, tuple[Node, Node]]:
+    """An anchor below ``root`` with those ``parameters`` that take gradients; the nodes of both."""
+    reached = [p for p in parameters if p.requires_grad and not hooked(p)]
+    anchor: torch.Tensor = Anchor.apply(root, *reached)  # type: ignore[no-untyped-call]
+    assert root.grad_fn is not None
+    assert anchor.grad_fn is not None
+    return anchor, (root.grad_fn, anchor.grad_fn)
 
 
 def _let_pass(hooks: dict[int, Any] | None) -> None:

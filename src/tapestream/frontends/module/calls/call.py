@@ -17,7 +17,7 @@ from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
 from tapestream.frontends.giving_way import Reason
 from tapestream.frontends.module.calls.again import UnplannedBlock
-from tapestream.frontends.module.calls.anchor import Anchor, hooked, refusing
+from tapestream.frontends.module.calls.anchor import anchored, refusing
 from tapestream.frontends.module.calls.following import WRITTEN, Following
 from tapestream.frontends.module.calls.live import (
     CUT_SHORT,
@@ -26,6 +26,7 @@ from tapestream.frontends.module.calls.live import (
     SegmentView,
     check_no_gradients,
 )
+from tapestream.frontends.module.calls.outside_sums import OutsideSums
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.frontends.module.observing.returned import Watched
@@ -61,8 +62,9 @@ class StreamCall:
         device: torch.device,
         live: Live,
         below: Below,
+        outside: OutsideSums,
     ) -> None:
-        self._below, self._parcels = below, list[Parcels]()
+        self._below, self._parcels, self._outside = below, list[Parcels](), outside
         below.settle()
         self.store, self.asked, self.prepared, self.device, self.live = store, asked, prepared, device, live
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
@@ -71,12 +73,12 @@ class StreamCall:
         self.done = 0  # block calls so far
         stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
         # Gradients of several calls are added by autograd for all of them, or by the store.
-        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward" and live.alone
+        alone = live.alone and outside.sharing is None
+        self.plain = stored and store.home is Tier.DEVICE and prepared.update != "backward" and alone
         casting = not self.plain and any(traits.casts for segment in prepared.segments for traits in segment.traits)
         self.casts = mark_of_autocast(device) if casting else None
         self.anchor = torch.empty(0, device="cpu") if self.plain else self._anchored()
-        self.closed, self.given_up = False, None
-        self._views: dict[int, SegmentView] = {}
+        self.closed, self.given_up, self._views = False, None, dict[int, SegmentView]()
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
         self._returned = Watched()
@@ -90,14 +92,10 @@ class StreamCall:
     def _anchored(self) -> torch.Tensor:
         root = root_of_graph().view(0)
         blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
-        parameters = [p for block in blocks for p in block.parameters if p.requires_grad and not hooked(p)]
-        anchor: torch.Tensor = Anchor.apply(root, *parameters)  # type: ignore[no-untyped-call]
-        assert root.grad_fn is not None
-        assert anchor.grad_fn is not None
-        self._ends = root.grad_fn, anchor.grad_fn
+        anchor, self._ends = anchored(root, [p for block in blocks for p in block.parameters])
         self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
         for name, node in self._watched.items():
-            node.register_prehook(refusing(name, root.grad_fn))
+            node.register_prehook(refusing(name, self._ends[0]))
         return anchor
 
     def watched(self, result: Any) -> Any:
@@ -265,6 +263,7 @@ class StreamCall:
         if self.prepared.update == "backward":
             check_no_gradients(self.store, self.prepared.pinned)
         self.store.adopt_replaced(but=self._replaced)
+        self._outside.begins(len(self.live.calls))
         root, anchor = self._ends
         wanted = torch._C._will_engine_execute_node(root)
         if not wanted and torch._C._will_engine_execute_node(anchor):
@@ -291,6 +290,7 @@ class StreamCall:
                 if interpreter is not None:
                     interpreter.finish_backward()
                     self._collect(interpreter)
+            self._outside.sum(self.store, wanted=all(view.wanted for view in self._views.values()))
         finally:
             self._close(publish=publish)
 
@@ -327,6 +327,7 @@ class StreamCall:
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
         self.live.end(self)
+        self._outside.end()
         try:
             while self._parcels:
                 self._parcels.pop().close()

@@ -14,7 +14,7 @@ from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
-from tapestream.frontends.available import host_limit, host_nbytes
+from tapestream.frontends.available import host_limit, host_nbytes, ranks_here
 from tapestream.frontends.below import Below
 from tapestream.frontends.module.homes.adopt import check_own_bytes, mark, parameter_groups, parameters_of, unmark
 from tapestream.frontends.module.homes.real import Maker
@@ -22,6 +22,7 @@ from tapestream.frontends.module.homes.tables import Tables
 from tapestream.frontends.module.homes.weights import Source, Weights
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import HomeTiers
+from tapestream.peers.agreement import Agreement
 from tapestream.planning.measure import measure_machine
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.disk import DiskFolder
@@ -57,8 +58,10 @@ class Homes:
         weights: Source | None,
         progress: Callable[[str, int, int], None],
         tables: Sequence[nn.Embedding] = (),
+        agreement: Agreement | None = None,
     ) -> None:
-        self._path, self._budget, self._host_nbytes = folder, budget, host_limit(budget)
+        self._path, self._budget, self._agreement = folder, budget, agreement
+        self._host_nbytes = host_limit(budget, ranks_here() if agreement else 1)
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
@@ -72,11 +75,7 @@ class Homes:
             self.engine = make_engine(engine, device)
             undo.callback(self.engine.close)
             self._folder = None if folder is None else DiskFolder(folder)
-            if self._folder is not None:
-                undo.callback(self._folder.close)
-            limits = {Tier.DEVICE: None, Tier.HOST: self._host_nbytes, Tier.DISK: budget.disk_nbytes}
-            self.pool = Pool(device, folder=self._folder, limits=limits, pin=is_accelerator(device))
-            undo.callback(self.pool.close)
+            self.pool = self._pool(device, undo)
             # States have memory and lanes of their own: what one engine still reads must not be given to another.
             self.states = Below(
                 device, home="auto", folder=folder, budget=budget, machine=None, engine=engine, beside=self.pool
@@ -88,14 +87,16 @@ class Homes:
             unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
             below = self._check_room(home, groups, blocks, unit)
             maker.outside(device)
+            self._let_be_same(parts_outside(model, [*blocks, *tables]), device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
             self.store.copies.on_disk = below
             undo.callback(self._disown)
             for number, members in enumerate(groups):
                 self._adopt(number, [blocks[position] for position in members], maker, unit)
                 progress("moving blocks home", number + 1, len(groups))
-            for position in (position for position, use in enumerate(uses) if use is None):
-                maker.block(blocks[position], device)
+            for module in (blocks[position] for position, use in enumerate(uses) if use is None):
+                maker.block(module, device)
+                self._let_be_same(module.modules(), device)
             maker.tell()
             for owned in (*(block.parameters for block in self.store.blocks), self.tables.parameters):
                 mark(owned)
@@ -104,10 +105,25 @@ class Homes:
                 keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
 
+    def _pool(self, device: torch.device, undo: ExitStack) -> Pool:
+        if self._folder is not None:
+            undo.callback(self._folder.close)
+        limits = {Tier.DEVICE: None, Tier.HOST: self._host_nbytes, Tier.DISK: self._budget.disk_nbytes}
+        pool = Pool(device, folder=self._folder, limits=limits, pin=is_accelerator(device))
+        undo.callback(pool.close)
+        return pool
+
     def _adopt(self, number: int, modules: Sequence[nn.Module], maker: Maker, unit: int) -> None:
         for module in modules:
             maker.block(module, self.store.device)
+        self._let_be_same([m for module in modules for m in module.modules()], self.store.device)
         self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
+
+    def _let_be_same(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        """What these hold is that of the first rank on all."""
+        if self._agreement is not None:
+            held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+            self._agreement.same({id(t): t for t in held}.values(), device)
 
     def _adopt_tables(self, maker: Maker) -> None:
         for table in self.tables.modules:
@@ -242,6 +258,12 @@ class Homes:
     def _disown(self) -> None:
         for block in self.store.blocks:
             self.store.disown(block.index)
+
+
+def parts_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a model that are in no block."""
+    inside = {id(m) for block in blocks for m in block.modules()}
+    return [m for m in model.modules() if id(m) not in inside]
 
 
 def _lean(device: torch.device, home: HomeTiers, budget: Budget) -> bool:

@@ -336,7 +336,7 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
         [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
-        observed.turn.nbytes, observed.turn.seconds,
+        observed.turn.nbytes, observed.turn.seconds, exchanged=handle.ranks.exchanged_nbytes(),
     )  # fmt: skip
     found = []
     for number, segment in enumerate(observed.segments):

@@ -16,7 +16,8 @@ from tapestream.ir.homes import home_tiers
 class Step:
     """``uses``: the parameter block of each of ``terms.modules``; ``costs``: of the blocks; ``shared``: those that
     several segments use. ``outside_nbytes``: what is on the device throughout. ``turn_nbytes``, ``turn_seconds``: what
-    runs after the last module's forward and before its backward. ``shards``: ranks among which blocks are divided."""
+    runs after the last module's forward and before its backward. ``shards``: ranks among which blocks are divided.
+    ``exchanged``: bytes that summing each block's gradients over ranks takes, none where they are not."""
 
     terms: Terms
     segments: Sequence[Positioned]
@@ -27,6 +28,7 @@ class Step:
     turn_nbytes: int
     turn_seconds: float
     shards: int = 1
+    exchanged: Sequence[int] = ()
 
     def profile(
         self, number: int, stages: Sequence[StageCost], initial_nbytes: int, carried: tuple[Carried, ...]
@@ -58,6 +60,8 @@ class Step:
         if gradient and (self.shards > 1 or (leaves and self.terms.update != "backward")):
             # It comes as tensors of their own, laid out in one run of bytes when the backward has ended.
             extra = max(extra, gradient - cost.saved_nbytes)
+        if gradient and self.exchanged and block is not None:
+            extra = max(extra, self.exchanged[block] - cost.saved_nbytes)
         cost = replace(cost, block=block, backward_extra_nbytes=extra)
         once = adds_once(module)
         for index, shared in self.shared.items():

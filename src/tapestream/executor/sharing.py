@@ -1,0 +1,24 @@
+"""What the store asks of those who train the same model in other processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Sharing(Protocol):
+    """The ranks of a group. In a backward each announces the blocks of which it has gradients, one after the other;
+    all of them sum the same block at a time."""
+
+    def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
+        """Say which block comes next here (None: the backward has ended), and of which of its parameters there are
+        gradients. Returns the block that all ranks sum now, None where the backward of all has ended."""
+
+    def sum(
+        self,
+        parameters: Sequence[torch.Tensor],
+        fresh: Mapping[int, torch.Tensor],
+        earlier: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """By number of a parameter of the block that was announced last: what earlier backwards have left, to which
+        every rank's gradient is added, in the order of ranks. ``fresh``: this rank's, which may be written into."""

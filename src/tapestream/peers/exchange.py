@@ -1,0 +1,173 @@
+"""`Exchange`: the gradients of a model's blocks, summed over ranks while a backward goes on."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from tapestream.errors import GradientError, InputError
+from tapestream.peers.agreement import Agreement
+from tapestream.peers.sums import add_in_order, as_bytes, gather_into, padded
+
+AT_ONCE = 2**25
+"""Bytes of gradients that are sent at a time, or those of the largest."""
+_END = -2  # below the numbers of all that is summed
+_WORD = 62  # bits of a number that says which parameters have gradients
+
+
+class Exchange:
+    """``device``: where gradients are added. ``most``: parameters of the largest block. ``state``: hashed, it must be
+    equal on all ranks when a backward begins: which parameters have gradients."""
+
+    def __init__(
+        self, agreement: Agreement, gradients: str, device: torch.device, most: int, state: Callable[[], bytes]
+    ) -> None:
+        self.agreement, self._device, self._state = agreement, device, state
+        self._scale = 1.0 / agreement.size if gradients == "mean" else 1.0
+        self._words = -(-max(1, most) // _WORD)
+        self._summed: set[int] = set()
+        self._begun = False
+        self._backwards = 0
+        self._has: list[list[bool]] = []  # by rank, of the parameters of the block that is summed now
+
+    def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
+        """See `Sharing`. Raises InputError, on every rank, where ranks run blocks in other orders, or had gradients of
+        other parameters before; StorageError where a rank does not come."""
+        if not self._begun:
+            self._begun, self._backwards = True, self._backwards + 1
+        digest = int.from_bytes(hashlib.sha256(self._state()).digest()[:7], "little") if not self._summed else 0
+        mine = [_END if block is None else block, self._backwards, digest, *_packed(there, self._words)]
+        every = self.agreement.told("came to the gradients of a backward", mine)
+        self._check(every)
+        announced = [row[0] for row in every]
+        chosen = max(announced)
+        if chosen == _END:
+            self._begun = False
+            self._summed.clear()
+            return None
+        if chosen in self._summed:
+            raise InputError(
+                f"ranks run the blocks of a streamed model in different orders: block {chosen} of rank "
+                f"{announced.index(chosen)} came when its gradients had been summed; keep the order of calls the same"
+            )
+        self._summed.add(chosen)
+        self._has = [_unpacked(row[3:]) if row[0] == chosen else [] for row in every]
+        return int(chosen)
+
+    def _check(self, every: Sequence[Sequence[int]]) -> None:
+        if len({row[1] for row in every}) > 1:
+            said = ", ".join(f"rank {rank} its number {row[1]}" for rank, row in enumerate(every))
+            raise InputError(f"ranks are in different backwards: {said}; every rank must run as many")
+        if len({row[2] for row in every}) > 1:
+            raise InputError(
+                "when this backward began, ranks had gradients of different parameters, or different parameters that "
+                "require some; zero_grad() and requires_grad must be the same on every rank"
+            )
+
+    def sum(
+        self, parameters: Sequence[Tensor], fresh: Mapping[int, Tensor], earlier: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """See `Sharing`. Raises InputError for gradients that are sparse."""
+        found: dict[int, Tensor] = {}
+        numbers = [i for i in range(len(parameters)) if i in earlier or any(i < len(h) and h[i] for h in self._has)]
+        for i in numbers:
+            if i in fresh and fresh[i].layout is not torch.strided:
+                raise InputError("a sparse gradient was to be summed over ranks; use sparse=False for that embedding")
+        with torch.no_grad():
+            for some in _buckets(parameters, numbers):
+                self._sum_some(parameters, some, fresh, earlier, found)
+        return found
+
+    def _sum_some(
+        self,
+        parameters: Sequence[Tensor],
+        some: Sequence[int],
+        fresh: Mapping[int, Tensor],
+        earlier: Mapping[int, Tensor],
+        found: dict[int, Tensor],
+    ) -> None:
+        """Of parameters of one dtype: each rank gets its part of everybody's, adds, and sends the sum to all."""
+        size, rank = self.agreement.size, self.agreement.rank
+        stops = list(accumulate(padded(parameters[i].numel()) for i in some))
+        part = padded(-(-stops[-1] // size))
+        lengths = [parameters[i].numel() for i in some]
+        spans = [(stop - padded(length), length) for stop, length in zip(stops, lengths, strict=True)]
+        mine = torch.zeros(size * part, dtype=parameters[some[0]].dtype, device=self._device)
+        for i, (start, length) in zip(some, spans, strict=True):
+            if i in fresh:
+                mine[start : start + length] = fresh[i].reshape(-1)
+        came = torch.empty_like(mine)
+        send = torch.distributed.all_to_all_single
+        wait, what, group = self.agreement.waited, "came to a sum of gradients", self.agreement.group
+        wait(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
+        first, total = rank * part, torch.zeros(part, dtype=mine.dtype, device=self._device)
+        for i, (start, length) in zip(some, spans, strict=True):
+            low, high = max(start, first), min(start + length, first + part)
+            if low >= high:
+                continue
+            own = total[low - first : high - first]
+            if i in earlier:
+                own.copy_(earlier[i].reshape(-1)[low - start : high - start])
+            ranks = [r for r in range(size) if i < len(self._has[r]) and self._has[r][i]]
+            parts = [came[r * part + low - first : r * part + high - first] for r in ranks]
+            add_in_order(own, parts, begun=i in earlier, scale=self._scale)
+        wait(what, lambda: gather_into(mine, total, group))
+        for i, (start, length) in zip(some, spans, strict=True):
+            whole = mine[start : start + length].view(parameters[i].shape)
+            found[i] = fresh[i].copy_(whole) if i in fresh else whole.clone()
+
+    def check_step(self, gradients: Iterable[Tensor]) -> None:
+        """Raise GradientError, on every rank, where a step would use other ``gradients`` than those of other ranks."""
+        found = [int(as_bytes(padded_words(g)).view(torch.int64).sum()) for g in gradients]
+        sums = self.agreement.told("began step()", [len(found), sum(found) % 2**62, self._backwards])
+        if len({tuple(row) for row in sums}) > 1:
+            raise GradientError(
+                "ranks came to step() with different gradients outside of the blocks, or after different numbers of "
+                "backwards: gradients of a backward that does not go through the streamed model are not summed over "
+                "ranks (use ts.sum_over_ranks), and what changes them must do so on every rank"
+            )
+
+
+def padded_words(tensor: Tensor) -> Tensor:
+    """Its numbers in one dimension, with zeros up to a multiple of eight bytes."""
+    flat = tensor.detach().reshape(-1)
+    more = -flat.numel() % 8
+    return torch.cat([flat, flat.new_zeros(more)]) if more else flat
+
+
+def _buckets(parameters: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbours of one dtype, of at most `AT_ONCE` bytes together; those without elements need not be sent."""
+    there = [i for i in numbers if parameters[i].numel()]
+    for _, run in groupby(there, key=lambda i: parameters[i].dtype):
+        some: list[int] = []
+        held = 0
+        for i in run:
+            nbytes = parameters[i].numel() * parameters[i].dtype.itemsize
+            if some and held + nbytes > AT_ONCE:
+                yield some
+                some, held = [], 0
+            some.append(i)
+            held += nbytes
+        yield some
+
+
+def exchange_nbytes(parameters: Sequence[Tensor]) -> int:
+    """Most device bytes that sums take beside a block's gradients: what is sent, what comes and what is added; and
+    another block of this size, which others have run and this rank has left out."""
+    sizes = [p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad]
+    at_once = min(sum(sizes), max(AT_ONCE, *sizes)) if sizes else 0
+    padding = 2 * 512 * (len(sizes) + 8)  # of each tensor, and each rank's part
+    return 3 * at_once + sum(sizes) + padding if sizes else 0
+
+
+def _packed(bits: Sequence[bool], words: int) -> list[int]:
+    found = [0] * words
+    for k, bit in enumerate(bits):
+        found[k // _WORD] |= bit << k % _WORD
+    return found
+
+
+def _unpacked(words: Sequence[int]) -> list[bool]:
+    return [bool(word >> k & 1) for word in words for k in range(_WORD)]

@@ -1,0 +1,31 @@
+"""`Peers`: which ranks train a streamed model together, and how their gradients are added."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tapestream.errors import InputError
+from tapestream.peers.agreement import Agreement, Group
+
+_WAYS = ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of ``group`` (a process group, or a DeviceMesh of one dimension; None: the default group) train one
+    model, each on a batch of its own. After each backward, ``.grad`` has the sum over ranks.
+
+    ``gradients``: "mean" multiplies each rank's gradient by 1/N before it is added, as DistributedDataParallel does;
+    "sum" does not. They are added in the order of ranks, micro-batch after micro-batch: the bits that one process
+    accumulates that runs the same micro-batches in this order.
+    """
+
+    group: Group | None = None
+    gradients: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.gradients not in _WAYS:
+            raise InputError(f"Peers(gradients={self.gradients!r}) was asked for; it is 'mean' or 'sum'")
+
+    def agreement(self) -> Agreement | None:
+        """The line to the others, None where this process is alone. Raises InputError without a process group."""
+        return Agreement.of(self.group)
