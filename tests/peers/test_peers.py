@@ -16,13 +16,15 @@ from torch import nn
 
 import tapestream as ts
 from tapestream.errors import InputError
+from tapestream.frontends.module.plans.prepare import outside_nbytes
+from tapestream.frontends.module.stream import handle_of
 
 pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
 STEPS = 3
-TIGHT = "140KiB"  # a block and a half
+TIGHT = "200KiB"  # of 430 that all of it takes, at the least
 
 
 class Block(nn.Module):
@@ -171,7 +173,7 @@ def test_the_bits_of_one_process(size: int) -> None:
         (TIGHT, "disk", 2 * size, "sgd", "step"),
         ("1GiB", "disk", size, "sgd", "backward"),
         ("1GiB", "device", 2 * size, "adamw", "step"),
-        ("420KiB", "device", size, "sgd", "step"),
+        ("470KiB", "device", size, "sgd", "step"),
         ("1GiB", "device", size, "adamw", "backward"),
     ):
         which.append(((budget, home, micros, optimizer, update), {}))
@@ -266,17 +268,21 @@ def test_one_rank_evaluates_and_saves_and_all_go_on_from_there(tmp_path: Path) -
 
 
 def measured(rank: int, size: int, update: str) -> list[int]:
+    """Most bytes of each step's forward and backward, with what lies outside of the blocks."""
     peaks = []
     with streamed(rank, TIGHT, "disk") as model:
         found = OPTIMIZERS["adamw"](ts.optimizer, model, update=update)
-        for step in range(3):
+        for step in range(4):
             found.zero_grad()
-            leave_out(model, step, rank)
-            with ts.track_memory() as watch:
+            if step:  # nothing can be measured while the first call is
+                leave_out(model, step, rank)
+            watching = ts.track_memory() if step else contextlib.nullcontext()
+            with watching as watch:
                 model(batch(step, rank)).backward()
-            peaks.append(watch.peak_nbytes)
             found.step()
-    return peaks[1:]  # not of the first, in which everything is profiled
+            if watch is not None:
+                peaks.append(watch.peak_nbytes + outside_nbytes(handle_of(model)))
+    return peaks
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])

@@ -116,12 +116,27 @@ class BlockStore:
         while sharing is not None:
             own = there if block is None or there is not None else self.gradients.there(block)
             now = sharing.announce(block, own or ())
+            if now is None:
+                self._update_left_out()
             if now is None or (now == block and there is not None):
                 return
-            self.gradients.share(now, eager=eager and now not in self.updates.pinned)
+            self.gradients.share(now, eager=eager)
             if now == block:
                 return
-            self._settle_gradient(now)
+            if eager and self.home is not Tier.DEVICE:  # no room is planned for its update now
+                self.gradients.send_home(now)
+                self.gradients.left_out.append(now)
+            else:
+                self._settle_gradient(now)
+
+    def _update_left_out(self) -> None:
+        """Blocks that other ranks have run, and this one has left out: their turn comes when the tape is gone."""
+        while self.gradients.left_out:
+            block = self.gradients.left_out.pop()
+            self.gradients.bring_back(block)
+            self.updates.now(block)
+            for tier in (Tier.DEVICE, self.copies.home_of(Value(Kind.GRADIENT, block))):
+                self.copies.release(Value(Kind.GRADIENT, block), tier)
 
     # -- between calls --------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class GradientBook:
         self.together = False
         self.sharing: Sharing | None = None
         self._sums: set[int] = set()  # fresh ones that are sums over ranks already, with what ``.grad`` showed before
+        self.left_out: list[int] = []  # summed and sent home, of blocks that others have run, for a later update
         self._failed = False
         self._arrived: dict[int, list[int]] = {}  # laid out and sent home, not yet shown by .grad
         self._stepped: dict[int, list[int]] = {}  # used up by updates within this backward
@@ -121,6 +122,14 @@ class GradientBook:
         value = Value(Kind.GRADIENT, block)
         self.lay_out(block)
         self._go_home(value)
+
+    def bring_back(self, block: int) -> None:
+        """Let what was sent home be fresh again: on the device, summed."""
+        value = Value(Kind.GRADIENT, block)
+        self.copies.copy_now(value, self.copies.home_of(value), Tier.DEVICE)
+        views = self.copies.blocks[block].views(self.copies.region(value, Tier.DEVICE).memory)
+        self.fresh[block] = {i: views[i] for i in self._arrived.pop(block)}
+        self._sums.add(block)
 
     def leave(self) -> None:
         """Give back the bytes at home that no ``.grad`` shows any more: plans count on them where gradients stay on the
@@ -211,6 +220,7 @@ class GradientBook:
         """The backward has failed: what of it no one sees yet, no one will see."""
         self.fresh.clear()
         self._sums.clear()
+        self.left_out.clear()
         self._failed = True
 
     def _put_aside(self, value: Value) -> None:

@@ -30,6 +30,7 @@ class Exchange:
         self._summed: set[int] = set()
         self._begun = False
         self._backwards = 0
+        self._memory: Tensor | None = None
         self._has: list[list[bool]] = []  # by rank, of the parameters of the block that is summed now
 
     def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
@@ -89,20 +90,22 @@ class Exchange:
         found: dict[int, Tensor],
     ) -> None:
         """Of parameters of one dtype: each rank gets its part of everybody's, adds, and sends the sum to all."""
-        size, rank = self.agreement.size, self.agreement.rank
-        stops = list(accumulate(padded(parameters[i].numel()) for i in some))
-        part = padded(-(-stops[-1] // size))
+        size, rank, dtype = self.agreement.size, self.agreement.rank, parameters[some[0]].dtype
         lengths = [parameters[i].numel() for i in some]
+        stops = list(accumulate(map(padded, lengths)))
+        part = padded(-(-stops[-1] // size))
         spans = [(stop - padded(length), length) for stop, length in zip(stops, lengths, strict=True)]
-        mine = torch.zeros(size * part, dtype=parameters[some[0]].dtype, device=self._device)
+        mine, came, total = self._buffers(dtype, size * part, part)
+        mine.zero_()
         for i, (start, length) in zip(some, spans, strict=True):
             if i in fresh:
                 mine[start : start + length] = fresh[i].reshape(-1)
-        came = torch.empty_like(mine)
         send = torch.distributed.all_to_all_single
         wait, what, group = self.agreement.waited, "came to a sum of gradients", self.agreement.group
         wait(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
-        first, total = rank * part, torch.zeros(part, dtype=mine.dtype, device=self._device)
+        if self._scale != 1.0:
+            came.mul_(self._scale)
+        first = rank * part
         for i, (start, length) in zip(some, spans, strict=True):
             low, high = max(start, first), min(start + length, first + part)
             if low >= high:
@@ -112,11 +115,22 @@ class Exchange:
                 own.copy_(earlier[i].reshape(-1)[low - start : high - start])
             ranks = [r for r in range(size) if i < len(self._has[r]) and self._has[r][i]]
             parts = [came[r * part + low - first : r * part + high - first] for r in ranks]
-            add_in_order(own, parts, begun=i in earlier, scale=self._scale)
+            add_in_order(own, parts, begun=i in earlier)
         wait(what, lambda: gather_into(mine, total, group))
         for i, (start, length) in zip(some, spans, strict=True):
             whole = mine[start : start + length].view(parameters[i].shape)
             found[i] = fresh[i].copy_(whole) if i in fresh else whole.clone()
+
+    def _buffers(self, dtype: torch.dtype, whole: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of so many elements: what is sent, what comes, and what it adds up to. They are kept: c10d may let go of them
+        later than their memory is counted on."""
+        nbytes = [elements * dtype.itemsize for elements in (whole, whole, part)]
+        if self._memory is None or self._memory.numel() < sum(nbytes):
+            self._memory = None
+            self._memory = torch.empty(sum(nbytes), dtype=torch.uint8, device=self._device)
+        starts = (0, nbytes[0], nbytes[0] + nbytes[1])
+        mine, came, total = (self._memory.narrow(0, at, n).view(dtype) for at, n in zip(starts, nbytes, strict=True))
+        return mine, came, total
 
     def check_step(self, gradients: Iterable[Tensor]) -> None:
         """Raise GradientError, on every rank, where a step would use other ``gradients`` than those of other ranks."""
@@ -153,13 +167,21 @@ def _buckets(parameters: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[l
         yield some
 
 
-def exchange_nbytes(parameters: Sequence[Tensor]) -> int:
-    """Most device bytes that sums take beside a block's gradients: what is sent, what comes and what is added; and
-    another block of this size, which others have run and this rank has left out."""
-    sizes = [p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad]
-    at_once = min(sum(sizes), max(AT_ONCE, *sizes)) if sizes else 0
-    padding = 2 * 512 * (len(sizes) + 8)  # of each tensor, and each rank's part
-    return 3 * at_once + sum(sizes) + padding if sizes else 0
+def buffers_nbytes(blocks: Iterable[Sequence[Tensor]], ranks: int) -> int:
+    """Most device bytes of the buffers for sums of these blocks' gradients, which are there all the time."""
+    most = 0
+    for parameters in blocks:
+        trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+        for some in _buckets(parameters, trained):
+            itemsize = parameters[some[0]].dtype.itemsize
+            part = padded(-(-sum(padded(parameters[i].numel()) for i in some) // ranks))
+            most = max(most, (2 * ranks + 1) * part * itemsize)
+    return most
+
+
+def gradients_nbytes(parameters: Sequence[Tensor]) -> int:
+    """Device bytes of a block's gradients: of another one, say, that others have run and this rank has left out."""
+    return sum(p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad)
 
 
 def _packed(bits: Sequence[bool], words: int) -> list[int]:

@@ -137,12 +137,10 @@ def _sum_run(
         found[place.number] = whole if own is None else whole.to(own.device)
 
 
-def add_in_order(total: Tensor, parts: Sequence[Tensor], *, begun: bool = False, scale: float = 1.0) -> None:
-    """Let ``total`` be the sum of ``parts``, added one after the other, each times ``scale`` before; ``begun``: to what
-    it is already."""
+def add_in_order(total: Tensor, parts: Sequence[Tensor], *, begun: bool = False) -> None:
+    """Let ``total`` be the sum of ``parts``, added one after the other; ``begun``: to what it is already."""
     for part in parts:
-        one = part if scale == 1.0 else part * scale
-        total.add_(one) if begun else total.copy_(one)
+        total.add_(part) if begun else total.copy_(part)
         begun = True
 
 

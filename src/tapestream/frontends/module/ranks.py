@@ -14,7 +14,7 @@ from tapestream.frontends.module.calls.anchor import hooked
 from tapestream.frontends.module.calls.outside_sums import OutsideSums
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.peers.agreement import Agreement
-from tapestream.peers.exchange import Exchange, exchange_nbytes
+from tapestream.peers.exchange import Exchange, buffers_nbytes, gradients_nbytes
 from tapestream.peers.peers import Peers
 from tapestream.storage.blocks import ParameterBlock
 
@@ -44,9 +44,18 @@ class Ranks:
         return bytes(2 * p.requires_grad + had for p, had in zip(self._model.parameters(), there, strict=True))
 
     def exchanged_nbytes(self) -> list[int]:
-        """Device bytes that summing each block's gradients takes beside them; none in one process."""
+        """Device bytes that summing each block's gradients may take beside them: those of a block that this rank has
+        left out, as they are summed and as they go home. None in one process."""
         blocks = [] if self.exchange is None else self._store.blocks
-        return [exchange_nbytes(block.parameters) for block in blocks]
+        most = max((gradients_nbytes(block.parameters) for block in blocks), default=0)
+        return [2 * most for _ in blocks]
+
+    def buffers_nbytes(self, outside: Sequence[nn.Parameter]) -> int:
+        """Device bytes of the buffers for all sums, those of parameters ``outside`` of blocks too."""
+        if self.exchange is None:
+            return 0
+        every = (*(block.parameters for block in self._store.blocks), outside)
+        return buffers_nbytes(every, self.exchange.agreement.size)
 
     def outside(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
         """For a call that begins: who sums the gradients of ``parameters``, which are in no block that moves."""

@@ -83,7 +83,7 @@ def stream(
     where, found = _checked_device(device), _checked_blocks(model, blocks)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
-    looked_up = find_tables(model, found, tables, where, folder)
+    looked_up = _tables(model, found, tables, where, folder, peers)
     stays = blocks is not None or tiers[Kind.PARAMETERS] is Tier.DEVICE
     wide = [] if stays else wide_modules(model, found, looked_up)
     handle = Streamed(
@@ -138,7 +138,7 @@ def _swap(handle: Streamed, linear: nn.Linear | None, chunks: Chunks | None) -> 
     if linear is not None and chunks is not None:
         compute_lazily(linear, chunks, calling(handle, linear))
         handle.head = linear
-    swaps = Swaps(handle.device, handle.ranks.ignored)
+    swaps = Swaps(handle.device, handle.ranks.ignored, together=handle.ranks.exchange is not None)
     for position, block in enumerate(handle.blocks):
         object.__setattr__(block, _SITE, Site(handle, position))
         swaps.swap(block, _call_block)
@@ -176,6 +176,23 @@ def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
         with use.left():
             return site.handle.call_block(site.position, original, args, kwargs)
     return site.handle.call_block(site.position, original, args, kwargs)
+
+
+def _tables(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    names: BlockNames | None,
+    device: torch.device,
+    folder: str | os.PathLike[str] | None,
+    peers: Peers | None,
+) -> list[nn.Embedding]:
+    found = find_tables(model, blocks, names, device, folder)
+    if peers is not None and any(table.weight.requires_grad for table in found):
+        raise InputError(
+            "tables= that are trained were asked for with peers=: their gradients are rows, which are not summed over "
+            "ranks; leave tables= out, or freeze them"
+        )
+    return found
 
 
 def _head(model: nn.Module, name: str | None, chunks: Chunks | None, blocks: Sequence[nn.Module]) -> nn.Linear | None:

@@ -24,11 +24,14 @@ class Swaps:
 
     A ``forward`` that is called directly is a call as well, of that and without hooks. Modules of one class share the
     subclass, so that what is compiled for one block serves all. ``ignored``: of a module, names of the parameters that
-    DistributedDataParallel must leave alone; nobody else asks for them.
+    DistributedDataParallel must leave alone; nobody else asks for them. ``together``: ranks train the model together
+    without it, which accelerate is told.
     """
 
-    def __init__(self, device: torch.device, ignored: Callable[[nn.Module], list[str]]) -> None:
-        self._device, self._ignored = device, ignored
+    def __init__(
+        self, device: torch.device, ignored: Callable[[nn.Module], list[str]], *, together: bool = False
+    ) -> None:
+        self._device, self._ignored, self._together = device, ignored, together
         self._made: dict[tuple[type[nn.Module], Call], type[nn.Module]] = {}
 
     def swap(self, module: nn.Module, call: Call) -> None:
@@ -74,6 +77,7 @@ class Swaps:
             "_apply": _apply,
             "state_dict": state_dict,
             "_ddp_params_and_buffers_to_ignore": property(self._ignored),
+            **({"_is_accelerate_prepared": True} if self._together else {}),
         }
         return type(base.__name__, (base,), members)
 

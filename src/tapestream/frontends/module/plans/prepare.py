@@ -283,6 +283,7 @@ def outside_nbytes(handle: "Streamed") -> int:
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
     scalars = 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
     total += sum(tensor_nbytes(b) for b in handle.model.buffers()) + handle.homes.tables.gradient_nbytes
+    total += handle.ranks.buffers_nbytes(parameters)
     total += tables_kept_nbytes(handle) if handle.homes.tables.below_is_disk else 0
     return total + scalars + workspaces_nbytes(handle.device)
 
