@@ -88,7 +88,9 @@ def test_without_gradients_in_several(monkeypatch: pytest.MonkeyPatch, one_proce
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     with torch.no_grad():
         assert torch.equal(model(x), layers()(x))
-    with pytest.raises(InputError, match=r"group of 4 processes.*peers=ts.Peers\(\)\).*without torch.distributed.init_proc"):
+    with pytest.raises(
+        InputError, match=r"group of 4 processes.*peers=ts.Peers\(\)\).*without torch.distributed.init_proc"
+    ):
         model(x)
     model.requires_grad_(False)  # a teacher: nothing to average
     model(x.requires_grad_()).sum().backward()
