@@ -56,9 +56,14 @@ class Net(nn.Module):
         return self.last(x * self.scale if self.scales else x).float().square().mean()
 
 
-def batch(step: int, micro: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def one_length(step: int, micro: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(100 * step + micro)
-    return torch.randn(8 + 2 * (micro % 3), 8, generator=drawn).to(dtype)  # of different lengths
+    return torch.randn(8, 8, generator=drawn).to(dtype)
+
+
+def batch(step: int, micro: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of another length on each rank."""
+    return torch.cat([one_length(step, micro, dtype)] * (1 + micro % 3))
 
 
 def made(seed: int = 1, **options: Any) -> Net:
@@ -214,6 +219,102 @@ def test_ranks_that_leave_out_different_blocks(size: int) -> None:
         )
     ]  # fmt: skip
     same_in_all(size, which, [one_process(size, a[2], "sgd", prepare=leave_out) for a, _ in which])
+
+
+class Sums(nn.Module):
+    """Autograd gives one tensor to several operands: two parameters, a parameter and the block's input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+        self.whole = nn.Parameter(torch.randn(8, width))
+        self.empty, self.other = nn.Parameter(torch.ones(0)), nn.Parameter(torch.randn(width, dtype=torch.float64))
+        self.b_too = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.whole if len(x) == len(self.whole) else self.whole.sum(0)
+        x = torch.tanh(x) + whole + self.other.float() + self.empty.sum()
+        return x + (self.a + self.b if self.b_too else self.a) + 0.1 * self.a.sum()
+
+
+def with_sums(model: Any) -> None:
+    torch.manual_seed(7)
+    model.blocks = nn.ModuleList(Sums(24) for _ in range(5))
+
+
+def some_use_one(model: Any, step: int, micro: int) -> None:
+    for block in model.blocks:
+        block.b_too = micro % 2 == 0
+
+
+def only_outside(model: Any) -> None:
+    model.blocks.requires_grad_(False)
+
+
+def only_the_last(model: Any) -> None:
+    model.requires_grad_(False)
+    model.last.requires_grad_(True)
+
+
+def test_shared_gradients_and_what_lies_outside_alone() -> None:
+    alike = {"frozen": with_sums, "prepare": some_use_one, "clip": True}
+    which = [
+        (("1MiB", "disk", 2, "sgd"), alike),
+        (("1MiB", "device", 4, "adamw"), alike),
+        ((TIGHT, "disk", 4, "sgd"), {"frozen": only_outside}),
+        (("1MiB", "device", 2, "sgd", "backward"), {"frozen": only_outside}),
+        ((TIGHT, "disk", 4, "adamw"), {"frozen": only_the_last}),
+    ]
+    expected = [
+        one_process(2, 2, "sgd", **alike), one_process(2, 4, "adamw", **alike),
+        one_process(2, 4, "sgd", frozen=only_outside), one_process(2, 2, "sgd", frozen=only_outside),
+        one_process(2, 4, "adamw", frozen=only_the_last),
+    ]  # fmt: skip
+    same_in_all(2, which, expected)
+
+
+def with_hooks(rank: int, size: int) -> Any:
+    """Hooks after accumulation see the sum, of blocks and outside of them."""
+    seen: dict[str, list[float]] = {}
+    with streamed(rank, "1GiB", "disk") as model:
+        for name, p in model.named_parameters():
+            seen[name] = []
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(float(p.grad.abs().sum())))
+        for _ in range(2):
+            model(batch(0, rank)).backward()
+        found = {name: float(p.grad.abs().sum()) for name, p in model.named_parameters() if p.grad is not None}
+    return seen, found
+
+
+def test_hooks_after_accumulation_see_the_sum() -> None:
+    for seen, found in in_ranks(2, with_hooks):
+        assert len(found) == 35
+        for name, calls in seen.items():
+            assert calls == ([] if name == "unused" else [pytest.approx(found[name] / 2), found[name]]), name
+
+
+def failing(rank: int, size: int) -> Any:
+    """A backward that fails on all ranks, and is caught: the next ones are as if it had not been."""
+    with streamed(rank, "1GiB", "disk") as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model)
+        for step in range(STEPS):
+            found.zero_grad()
+            if step == 1:
+                handle = model.blocks[2].up.weight.register_hook(lambda gradient: 1 / 0)
+                with contextlib.suppress(ZeroDivisionError):
+                    model(batch(step, rank)).backward()
+                handle.remove()
+                found.zero_grad()
+            model(batch(step, rank)).backward()
+            found.step()
+        ts.unstream(model)
+        done = digest(model)
+        ts.stream(model, budget="1MiB", device="cpu")
+    return done
+
+
+def test_training_goes_on_after_a_backward_that_failed() -> None:
+    assert in_ranks(2, failing) == [one_process(2, 2, "adamw")] * 2
 
 
 def test_the_same_on_any_number_of_ranks() -> None:
@@ -381,8 +482,52 @@ def test_distributed_data_parallel_around_it_is_refused() -> None:
         ), found
 
 
+def other_models(rank: int, size: int, how: str) -> Any:
+    model = made()
+    if rank and how == "shape":
+        model.blocks[3] = Block(32)
+    if rank and how == "dtype":
+        model.last.double()
+    if rank and how == "more":
+        model.register_buffer("more", torch.ones(1))
+    if rank and how == "frozen":
+        model.blocks[1].requires_grad_(False)
+    way = "sum" if rank and how == "way" else "mean"
+    blocks = ["blocks.0", "blocks.1"] if rank and how == "blocks" else None
+    model = ts.stream(model, budget="1GiB", device="cpu", blocks=blocks, peers=ts.Peers(gradients=way))
+    lr = 0.1 if rank and how == "lr" else 0.2
+    found = ts.optimizer(model, torch.optim.SGD, lr=lr)
+    model(batch(0, rank)).backward()
+    found.step()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "shape",
+            "rank 0 blocks.3.norm.weight: torch.float32 [24] requires_grad=True, rank 1 blocks.3.norm.weight: torch.fl",
+        ),
+        ("dtype", "rank 0 last.weight: torch.float32 [1, 24] requires_grad=True, rank 1 last.weight: torch.float64"),
+        ("more", "rank 0 nothing, rank 1 more: torch.float32 [1]"),
+        ("frozen", "rank 0 blocks.1.norm.weight: torch.float32 [24] requires_grad=True, rank 1 blocks.1.norm.weight"),
+        ("way", "rank 0 gradients='mean', rank 1 gradients='sum'"),
+        ("blocks", "rank 0 block 2 is blocks.2"),
+        ("lr", "InputError: the options of optimizers differ between ranks: rank 0 SGD, update='step', [{'lr': 0.2"),
+    ],
+)
+def test_models_that_differ_are_named_before_anything_is_sent(how: str, said: str) -> None:
+    found = in_ranks(2, other_models, how)
+    assert found[0] == found[1]
+    assert said in found[0]
+
+
 def test_inputs_that_are_none() -> None:
     with pytest.raises(InputError, match=r"gradients='max'.*'mean' or 'sum'"):
         ts.Peers(gradients="max")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="there is no process group; start each with torchrun"):
         ts.stream(made(), budget="1MiB", device="cpu", peers=ts.Peers())
+    for given in ("mean", True, ts.Peers):
+        with pytest.raises(InputError, match=r"it is ts.Peers\(\), or None"):
+            ts.stream(made(), budget="1MiB", device="cpu", peers=given)  # type: ignore[arg-type]

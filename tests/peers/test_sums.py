@@ -107,8 +107,11 @@ def in_subgroup(rank: int, size: int) -> Any:
     if rank not in (1, 2):
         with pytest.raises(InputError, match="not in the process group"):
             ts.sum_over_ranks(torch.ones(2), pair)
-        return "outside"
-    return ts.sum_over_ranks(torch.full((2,), float(rank)), pair).tolist()
+        found: Any = "outside"
+    else:
+        found = ts.sum_over_ranks(torch.full((2,), float(rank)), pair).tolist()
+    torch.distributed.barrier()
+    return found
 
 
 def in_mesh(rank: int, size: int) -> Any:
@@ -189,6 +192,16 @@ def test_alone_and_without_a_group() -> None:
     assert found == [[[1.0, 1.0]]]
 
 
+def one_bad(rank: int, size: int, given: Any) -> Any:
+    """The others are told, and the next sum is the next sum of all."""
+    try:
+        ts.sum_over_ranks(given if rank else [torch.ones(2)])
+    except InputError as error:
+        total = ts.sum_over_ranks(torch.ones(1))
+        return str(error), total.tolist()
+    return "taken"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -199,6 +212,9 @@ def test_alone_and_without_a_group() -> None:
         ([torch.ones(2, device="meta")], "on meta"),
     ],
 )
-def test_what_cannot_be_added_is_refused_before_anything_is_sent(given: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        ts.sum_over_ranks(given)
+def test_what_cannot_be_added_is_refused_on_every_rank(given: Any, said: str) -> None:
+    (first, total), (second, other) = in_ranks(2, one_bad, given)
+    assert first.startswith("rank 1 could not begin a sum over ranks")
+    assert said in first
+    assert said in second
+    assert total == other == [2.0]

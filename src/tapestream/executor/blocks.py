@@ -104,6 +104,7 @@ class BlockStore:
         """Take a block's gradients over from a call: nothing of that call will add to them any more."""
         self.gradients.take(block, sums)
         if self.gradients.are_own(block):
+            self.gradients.fresh[block] = self.gradients.hooked(block)  # hooks may raise: before others are told
             self.share(block)
         if block in self.gradients.fresh and self._stays(block) and not self.gradients.together:
             self.gradients.accumulate(block)

@@ -1,5 +1,6 @@
 """`Gradients`: from the end of a block's backward to ``.grad``, in the order in which plain autograd adds."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -65,7 +66,7 @@ class GradientBook:
     def share(self, block: int, *, eager: bool) -> None:
         """Sum a block's fresh gradients over ranks, beginning with what ``.grad`` shows; this rank may have none."""
         assert self.sharing is not None
-        fresh, earlier = self.hooked(block), {} if eager else self._gradients(block)
+        fresh, earlier = self.fresh.pop(block, {}), {} if eager else self._gradients(block)
         self.fresh[block] = self.sharing.sum(self.copies.blocks[block].parameters, fresh, earlier)
         self._sums.add(block)
 
@@ -184,11 +185,16 @@ class GradientBook:
         """Let ``.grad`` have the fresh gradients as they are: they stay on the device."""
         summed = block in self._sums
         self._sums.discard(block)
-        for i, gradient in self.fresh.pop(block).items():
-            parameter = self.copies.blocks[block].parameters[i]
+        found = self.fresh.pop(block)
+        for i in list(found):
+            parameter, gradient = self.copies.blocks[block].parameters[i], found.pop(i)
+            if not summed:
+                gradient = _through_hooks(parameter, gradient)
+            if (summed or parameter.grad is None) and _is_held(gradient, sys.getrefcount(gradient)):
+                gradient = gradient.clone()
             if summed:
                 parameter.grad = None  # what it was is in the sum
-            _add(parameter, gradient if summed else _through_hooks(parameter, gradient))
+            _add(parameter, gradient)
 
     def stepped(self, block: int, numbers: Iterable[int]) -> None:
         """An update has used these gradients up: ``.grad`` will say so."""
@@ -218,6 +224,8 @@ class GradientBook:
 
     def clear(self) -> None:
         """The backward has failed: what of it no one sees yet, no one will see."""
+        if self.sharing is not None:
+            self.sharing.fail()
         self.fresh.clear()
         self._sums.clear()
         self.left_out.clear()
@@ -292,6 +300,13 @@ def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         with torch.no_grad():
             parameter.grad.add_(gradient)
     _after_accumulation(parameter)
+
+
+def _is_held(gradient: torch.Tensor, references: int) -> bool:
+    """Whether others have a gradient too, of which the caller has one of ``references``: autograd gives one tensor to
+    all operands of a sum."""
+    counted = getattr(gradient, "_use_count", None)  # by PyTorch's own code; not known in older versions
+    return references > 2 or counted is None or counted() > 1
 
 
 def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,9 @@ class Sharing(Protocol):
         """Say which block comes next here (None: the backward has ended), and of which of its parameters there are
         gradients. Returns the block that all ranks sum now, None where the backward of all has ended."""
 
+    def fail(self) -> None:
+        """The backward has failed here: the next one begins anew."""
+
     def sum(
         self,
         parameters: Sequence[torch.Tensor],
@@ -21,4 +24,4 @@ class Sharing(Protocol):
         earlier: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """By number of a parameter of the block that was announced last: what earlier backwards have left, to which
-        every rank's gradient is added, in the order of ranks. ``fresh``: this rank's, which may be written into."""
+        every rank's gradient is added, in the order of ranks, in new tensors. ``fresh``: this rank's."""

@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -31,9 +32,8 @@ class Agreement:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         ranks = distributed.get_process_group_ranks(group)
         # Of its own, so that operations of other kinds never meet; gloo, so that none of its tensors is on a GPU.
-        self._line = self.waited(
-            "made a group", lambda: distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        )
+        make = partial(distributed.new_group, ranks, _timeout_of(group), "gloo", use_local_synchronization=True)
+        self._line = self.waited("made a group", make)
         self._number = 0
 
     @classmethod
@@ -48,11 +48,20 @@ class Agreement:
                 "ranks were to do something together, but there is no process group; start each with torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
-        if group is not None and hasattr(group, "get_group"):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise InputError(
+                    f"a DeviceMesh of {group.ndim} dimensions was given as the group of ranks; name one of its "
+                    f"dimensions: mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
+                )
             group = group.get_group()
-        found = distributed.group.WORLD if group is None else group
-        if distributed.get_rank(found) < 0:
+        if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise InputError("this process is not in the process group that was given; call it in the group's ranks")
+        if group is not None and not isinstance(group, distributed.ProcessGroup):
+            raise InputError(f"the group of ranks is a process group or a DeviceMesh, not a {type(group).__name__}")
+        found = distributed.group.WORLD if group is None else group
         if distributed.get_world_size(found) == 1:
             return None
         if found not in _KNOWN:
@@ -109,6 +118,16 @@ class Agreement:
         every = [torch.empty_like(own) for _ in range(self.size)]
         self.waited(what, lambda: torch.distributed.all_gather(every, own, group=self._line))
         return [one.numpy().tobytes() for one in every]
+
+
+def _timeout_of(group: Group) -> timedelta | None:
+    """How long the group's own operations wait, None where it does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None and hasattr(options, "_timeout"):
+            found: timedelta = options._timeout
+            return found
+    return None
 
 
 def differing(what: str, found: Sequence[Any]) -> InputError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tapestream.errors import GradientError, InputError
-from tapestream.peers.agreement import Agreement
+from tapestream.peers.agreement import Agreement, differing
 from tapestream.peers.sums import add_in_order, as_bytes, gather_into, padded
 
 AT_ONCE = 2**25
@@ -28,24 +28,19 @@ class Exchange:
         self._scale = 1.0 / agreement.size if gradients == "mean" else 1.0
         self._words = -(-max(1, most) // _WORD)
         self._summed: set[int] = set()
-        self._begun = False
-        self._backwards = 0
         self._memory: Tensor | None = None
         self._has: list[list[bool]] = []  # by rank, of the parameters of the block that is summed now
 
     def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
         """See `Sharing`. Raises InputError, on every rank, where ranks run blocks in other orders, or had gradients of
         other parameters before; StorageError where a rank does not come."""
-        if not self._begun:
-            self._begun, self._backwards = True, self._backwards + 1
         digest = int.from_bytes(hashlib.sha256(self._state()).digest()[:7], "little") if not self._summed else 0
-        mine = [_END if block is None else block, self._backwards, digest, *_packed(there, self._words)]
+        mine = [_END if block is None else block, len(self._summed), digest, *_packed(there, self._words)]
         every = self.agreement.told("came to the gradients of a backward", mine)
         self._check(every)
         announced = [row[0] for row in every]
         chosen = max(announced)
         if chosen == _END:
-            self._begun = False
             self._summed.clear()
             return None
         if chosen in self._summed:
@@ -59,13 +54,20 @@ class Exchange:
 
     def _check(self, every: Sequence[Sequence[int]]) -> None:
         if len({row[1] for row in every}) > 1:
-            said = ", ".join(f"rank {rank} its number {row[1]}" for rank, row in enumerate(every))
-            raise InputError(f"ranks are in different backwards: {said}; every rank must run as many")
+            raise InputError(
+                f"ranks are in different backwards: of this one, {' and '.join(str(row[1]) for row in every)} blocks "
+                "were summed, by rank; a backward has failed on some, or did not run: call zero_grad() and run the "
+                "next one on every rank"
+            )
         if len({row[2] for row in every}) > 1:
             raise InputError(
                 "when this backward began, ranks had gradients of different parameters, or different parameters that "
                 "require some; zero_grad() and requires_grad must be the same on every rank"
             )
+
+    def fail(self) -> None:
+        """See `Sharing`."""
+        self._summed.clear()
 
     def sum(
         self, parameters: Sequence[Tensor], fresh: Mapping[int, Tensor], earlier: Mapping[int, Tensor]
@@ -79,7 +81,9 @@ class Exchange:
         with torch.no_grad():
             for some in _buckets(parameters, numbers):
                 self._sum_some(parameters, some, fresh, earlier, found)
-        return found
+            empty = (i for i in numbers if not parameters[i].numel())
+            found |= {i: torch.empty_like(parameters[i].detach(), device=self._device) for i in empty}
+        return {i: found[i] for i in numbers}
 
     def _sum_some(
         self,
@@ -119,7 +123,7 @@ class Exchange:
         wait(what, lambda: gather_into(mine, total, group))
         for i, (start, length) in zip(some, spans, strict=True):
             whole = mine[start : start + length].view(parameters[i].shape)
-            found[i] = fresh[i].copy_(whole) if i in fresh else whole.clone()
+            found[i] = torch.empty_like(parameters[i].detach(), device=self._device).copy_(whole)
 
     def _buffers(self, dtype: torch.dtype, whole: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of so many elements: what is sent, what comes, and what it adds up to. They are kept: c10d may let go of them
@@ -132,16 +136,19 @@ class Exchange:
         mine, came, total = (self._memory.narrow(0, at, n).view(dtype) for at, n in zip(starts, nbytes, strict=True))
         return mine, came, total
 
-    def check_step(self, gradients: Iterable[Tensor]) -> None:
-        """Raise GradientError, on every rank, where a step would use other ``gradients`` than those of other ranks."""
+    def check_step(self, gradients: Iterable[Tensor], options: str) -> None:
+        """Raise GradientError, on every rank, where a step would use other ``gradients``, or other ``options`` of an
+        optimizer, than those of other ranks."""
         found = [int(as_bytes(padded_words(g)).view(torch.int64).sum()) for g in gradients]
-        sums = self.agreement.told("began step()", [len(found), sum(found) % 2**62, self._backwards])
-        if len({tuple(row) for row in sums}) > 1:
+        every = self.agreement.told("began step()", [len(found), sum(found) % 2**62, options])
+        if len({tuple(row[:2]) for row in every}) > 1:
             raise GradientError(
-                "ranks came to step() with different gradients outside of the blocks, or after different numbers of "
-                "backwards: gradients of a backward that does not go through the streamed model are not summed over "
-                "ranks (use ts.sum_over_ranks), and what changes them must do so on every rank"
+                "ranks came to step() with different gradients outside of the blocks: those of a backward that does "
+                "not go through the streamed model are not summed over ranks (use ts.sum_over_ranks), and what changes "
+                "gradients must do so on every rank"
             )
+        if len({row[2] for row in every}) > 1:
+            raise differing("the options of optimizers", [row[2] for row in every])
 
 
 def padded_words(tensor: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """`Peers`: which ranks train a streamed model together, and how their gradients are added."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from tapestream.errors import InputError
-from tapestream.peers.agreement import Agreement, Group
+from tapestream.peers.agreement import Agreement, Group, differing
 
 _WAYS = ("mean", "sum")
 
@@ -26,6 +29,15 @@ class Peers:
         if self.gradients not in _WAYS:
             raise InputError(f"Peers(gradients={self.gradients!r}) was asked for; it is 'mean' or 'sum'")
 
-    def agreement(self) -> Agreement | None:
-        """The line to the others, None where this process is alone. Raises InputError without a process group."""
-        return Agreement.of(self.group)
+    def joined(self, looks: Sequence[str]) -> Agreement | None:
+        """The line to the others, None where this process is alone. ``looks``: what must be the same on every rank of
+        the model. Raises InputError where it is not, on every rank, and without a process group."""
+        found = Agreement.of(self.group)
+        if found is None:
+            return None
+        mine = [f"gradients={self.gradients!r}", *looks]
+        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+        if len(set(found.told("streamed a model", digest))) > 1:
+            lines = zip_longest(*found.told("compared models", mine), fillvalue="nothing")
+            raise differing("models that are trained together", next(one for one in lines if len(set(one)) > 1))
+        return found

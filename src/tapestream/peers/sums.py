@@ -16,6 +16,7 @@ from torch import Tensor
 from tapestream.errors import InputError
 from tapestream.peers.agreement import Agreement, Group, differing
 
+_WHAT = "began a sum over ranks"
 _STEP = 64  # elements: where parts are cut, so that kernels see as many as in a tensor of its own
 
 
@@ -40,9 +41,14 @@ def sum_over_ranks(
     """
     alone = isinstance(tensors, Tensor)
     given: list[Tensor | None] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for one in given:
-        _check(one)
     agreement = Agreement.of(group)
+    try:
+        for one in given:
+            _check(one)
+    except InputError as error:
+        if agreement is not None:  # the others wait
+            agreement.told(_WHAT, str(error))
+        raise
     if agreement is None:
         found = [None if one is None else one.detach().clone() for one in given]
     else:
@@ -85,7 +91,10 @@ def _adds(dtype: torch.dtype) -> bool:
 
 def _summed(given: list[Tensor | None], agreement: Agreement) -> list[Tensor | None]:
     looks = [None if one is None else [str(one.dtype).removeprefix("torch."), list(one.shape)] for one in given]
-    every = agreement.told("began a sum over ranks", looks)
+    every = agreement.told(_WHAT, looks)
+    for rank, one in enumerate(every):
+        if isinstance(one, str):
+            raise InputError(f"rank {rank} could not begin a sum over ranks: {one}")
     if len({len(one) for one in every}) > 1:
         raise differing("the numbers of tensors to sum over ranks", [len(one) for one in every])
     at_hand = next((one.device for one in given if one is not None), torch.device("cpu"))
@@ -123,14 +132,14 @@ def _sum_run(
             mine[place.start : place.stop] = own.detach().reshape(-1)
     came = torch.empty_like(mine)
     send, group = torch.distributed.all_to_all_single, agreement.group
-    agreement.waited("began a sum over ranks", lambda: send(as_bytes(came), as_bytes(mine), group=group))
+    agreement.waited(_WHAT, lambda: send(as_bytes(came), as_bytes(mine), group=group))
     first = agreement.rank * part
     total = torch.zeros(part, dtype=dtype, device=device)
     for place in run:
         start, stop = max(place.start, first) - first, min(place.stop, first + part) - first
         if start < stop:
             add_in_order(total[start:stop], [came[r * part + start : r * part + stop] for r in place.ranks])
-    agreement.waited("began a sum over ranks", lambda: gather_into(mine, total, group))
+    agreement.waited(_WHAT, lambda: gather_into(mine, total, group))
     for place in run:
         own = given[place.number]
         whole = mine[place.start : place.stop].view(place.shape).clone()

@@ -2,7 +2,7 @@
 elsewhere."""
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.module.calls.anchor import hooked
 from tapestream.frontends.module.calls.outside_sums import OutsideSums
 from tapestream.ir.actions import Kind, Tier, Value
+from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.peers.agreement import Agreement
 from tapestream.peers.exchange import Exchange, buffers_nbytes, gradients_nbytes
 from tapestream.peers.peers import Peers
@@ -31,16 +32,16 @@ class Ranks:
         averaging = _averaging()
         self._inside = [m for m in model.modules() if averaging is not None and isinstance(m, averaging)]
         self.exchange: Exchange | None = None
-        self._aside: Mapping[int, torch.Tensor | None] = {}  # of the last call, by id of a parameter outside of blocks
         self._told = peers is not None
         if peers is not None and agreement is not None:
             most = len(list(model.parameters()))
             self.exchange = Exchange(agreement, peers.gradients, store.device, most, self._state)
             store.gradients.sharing = self.exchange
+        self.outside = OutsideSums(self.exchange, store)
 
     def _state(self) -> bytes:
         """What must be the same on all ranks when a backward begins."""
-        there = (self._aside.get(id(p), p.grad) is not None for p in self._model.parameters())
+        there = (self.outside.earlier.get(id(p), p.grad) is not None for p in self._model.parameters())
         return bytes(2 * p.requires_grad + had for p, had in zip(self._model.parameters(), there, strict=True))
 
     def exchanged_nbytes(self) -> list[int]:
@@ -57,16 +58,20 @@ class Ranks:
         every = (*(block.parameters for block in self._store.blocks), outside)
         return buffers_nbytes(every, self.exchange.agreement.size)
 
-    def outside(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
-        """For a call that begins: who sums the gradients of ``parameters``, which are in no block that moves."""
-        found = OutsideSums(self.exchange, parameters)
-        self._aside = found.earlier
-        return found
+    def followed(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
+        """For a call that begins: who sums gradients of ``parameters``, which are in no block that moves."""
+        self.outside.follow(parameters)
+        return self.outside
 
-    def check_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise GradientError, on every rank, where gradients of ``parameters`` are not the same on all."""
-        if self.exchange is not None:
-            self.exchange.check_step([p.grad for p in parameters if p.grad is not None])
+    def check_step(self, parameters: Sequence[nn.Parameter], optimizer: StreamedOptimizer | None) -> None:
+        """Raise GradientError, on every rank, where gradients of ``parameters`` are not the same on all, InputError
+        where options of the optimizers are not."""
+        self.outside.fail()
+        if self.exchange is None or optimizer is None:
+            return
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        said = f"{optimizer.optimizer_class.__name__}, update={optimizer.update!r}, {groups}"
+        self.exchange.check_step([p.grad for p in parameters if p.grad is not None], said)
 
     def check_alone(self) -> None:
         """Raise InputError where a call is to train a model in one of several processes, and nobody said with whom."""
@@ -127,6 +132,14 @@ class Ranks:
         on_device = self._store.home is Tier.DEVICE and not self._store.updates.eager
         stays = on_device or Value(Kind.GRADIENT, block.index) in resident
         return bool(mine) and not (stays and alone and not any(map(hooked, mine)))
+
+
+def looks_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """What must be the same of a model on every rank that trains it: a line for each thing."""
+    positions = {id(block): number for number, block in enumerate(blocks)}
+    names = [f"block {positions[id(m)]} is {name}" for name, m in model.named_modules() if id(m) in positions]
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [*names, *(f"{name}: {t.dtype} {list(t.shape)} requires_grad={t.requires_grad}" for name, t in tensors)]
 
 
 _APART = (

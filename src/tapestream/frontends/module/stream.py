@@ -102,6 +102,7 @@ def unstream(model: nn.Module) -> nn.Module:
     handle = handle_of(model)
     handle._live.left = handle.store.home is not Tier.DEVICE
     handle.close()
+    handle.ranks.outside.end()
     for block in handle.blocks:
         swap_back(block)
         object.__delattr__(block, _SITE)
@@ -186,6 +187,8 @@ def _tables(
     folder: str | os.PathLike[str] | None,
     peers: Peers | None,
 ) -> list[nn.Embedding]:
+    if peers is not None and not isinstance(peers, Peers):
+        raise InputError(f"peers={peers!r} was asked for; it is ts.Peers(), or None for a model of this process alone")
     found = find_tables(model, blocks, names, device, folder)
     if peers is not None and any(table.weight.requires_grad for table in found):
         raise InputError(

@@ -38,7 +38,7 @@ from tapestream.frontends.module.observing.observe import Observation
 from tapestream.frontends.module.plans.batch import batch_of
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
-from tapestream.frontends.module.ranks import Ranks
+from tapestream.frontends.module.ranks import Ranks, looks_of
 from tapestream.frontends.module.swap import own_call
 from tapestream.ir.actions import MEMORIES, Kind, Tier
 from tapestream.ir.homes import HomeTiers
@@ -94,7 +94,7 @@ class Streamed:
         self.progress = progress or (lambda what, done, total: None)
         self.longest = longest
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
-        agreement = None if peers is None else peers.agreement()
+        agreement = None if peers is None else peers.joined(looks_of(model, self.blocks))
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
             weights=weights, progress=self.progress, tables=tables, agreement=agreement)  # fmt: skip
@@ -173,7 +173,7 @@ class Streamed:
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
-        outside = self.ranks.outside([*self.outside_parameters(), *self.pinned.parameters()])
+        outside = self.ranks.followed([*self.outside_parameters(), *self.pinned.parameters()])
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states, outside)
         self.last = prepared
         try:

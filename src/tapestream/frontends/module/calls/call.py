@@ -81,8 +81,7 @@ class StreamCall:
         self.closed, self.given_up, self._views = False, None, dict[int, SegmentView]()
         self._ended: set[int] = set()  # shared blocks whose owner's backward has run
         self._differentiating = False
-        self._returned = Watched()
-        self.link = Link()
+        self._returned, self.link = Watched(), Link()
         reused = not self.plain and any(segment.reused for segment in prepared.segments)
         self.following = Following() if reused else None
         self._given: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -210,6 +209,7 @@ class StreamCall:
         ``begun``: gradients of its inputs that later uses of them have made."""
         interpreter = self.interpreters[segment]
         if interpreter is None or self.closed:
+            self._outside.fail()
             if self.given_up is not None:
                 raise self.given_up()
             raise GradientError(CUT_SHORT if self.cut_short else DIFFERENTIATED_TWICE)
@@ -290,7 +290,7 @@ class StreamCall:
                 if interpreter is not None:
                     interpreter.finish_backward()
                     self._collect(interpreter)
-            self._outside.sum(self.store, wanted=all(view.wanted for view in self._views.values()))
+            self._outside.sum(wanted=all(view.wanted for view in self._views.values()))
         finally:
             self._close(publish=publish)
 
@@ -307,6 +307,7 @@ class StreamCall:
         """After an exception: nothing of this call is left."""
         if not self.closed:
             self.store.gradients.clear()
+            self._outside.fail()
             self._close()
 
     def is_used(self) -> bool:
@@ -327,7 +328,6 @@ class StreamCall:
         if self.live.differentiated is self and publish:
             self.live.differentiated = None
         self.live.end(self)
-        self._outside.end()
         try:
             while self._parcels:
                 self._parcels.pop().close()

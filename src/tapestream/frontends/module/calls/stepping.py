@@ -31,7 +31,7 @@ def run_step(handle: "Streamed") -> None:
     with handle._live.working():
         handle._forward_only.end()
         handle.store.settle()
-        handle.ranks.check_step([*handle.outside_parameters(), *handle.pinned.parameters()])
+        handle.ranks.check_step([*handle.outside_parameters(), *handle.pinned.parameters()], handle.optimizer)
         handle.store.updates.done.clear()
         handle._allocator.begins()
         prepared = handle.last

@@ -269,7 +269,8 @@ def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
     """Trained parameters, by name, that get their gradients from calls of their modules alone: they come and go, or are
     updated as soon as these arrive."""
     blocks = set(handle.store.uses)
-    if handle.update != "backward" and handle.store.homes[Kind.GRADIENT] is Tier.DEVICE:
+    together = handle.ranks.exchange is not None  # what autograd adds by itself would not be summed
+    if not together and handle.update != "backward" and handle.store.homes[Kind.GRADIENT] is Tier.DEVICE:
         blocks = set(handle.store.uses[handle.wide :])
     coming = blocks - handle.pinned.blocks
     found = {id(p) for block in handle.store.blocks if block.index in coming for p in block.parameters}

@@ -1,0 +1,116 @@
+"""Several processes that train one streamed model on gloo, beside DistributedDataParallel and FSDP2 in the same run.
+
+A step is zero_grad, forward, backward and AdamW, each rank with a batch of its own and one thread. Ours: everything in
+memory, and with the home on disk within a budget. ``same bits``: the weights after all steps are those of
+DistributedDataParallel (whose sums have other bits for more than two ranks). On as many ranks as the machine has cores,
+and on more, which take turns.
+"""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tapestream as ts
+from benchmarks.common import Row, Settings, alternate, milliseconds, same_bits, save, settings, yes
+from benchmarks.networks import Case, Network, gpt
+
+TITLE = "Several processes, beside DistributedDataParallel and FSDP2 on gloo"
+BUDGET = "96MiB"
+AVERAGED = "DistributedDataParallel"
+
+
+def main() -> None:
+    """Measure on two and four ranks."""
+    chosen = settings(rounds=9)
+    rows = (row for ranks in ((2,) if chosen.quick else (2, 4)) for row in measure(ranks, chosen))
+    save("ranks_gloo", TITLE, chosen, rows, optimizer="AdamW (for-loop)", budget_on_disk=BUDGET)
+
+
+def measure(ranks: int, chosen: Settings) -> Iterator[Row]:
+    """Rows of the first rank."""
+    forked = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        receive, send = forked.Pipe(duplex=False)
+        children = [forked.Process(target=_rank, args=(k, ranks, chosen, folder, send)) for k in range(ranks)]
+        for child in children:
+            child.start()
+        yield from receive.recv()
+        for child in children:
+            child.join()
+
+
+def _rank(rank: int, ranks: int, chosen: Settings, folder: str, said: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+    case = gpt(2, 64, 2, 32, "cpu") if chosen.quick else gpt(6, 512, 4, 128, "cpu")
+    networks: dict[str, Network] = {}
+    with ExitStack() as undo:
+        steps = dict(_contenders(rank, case, Path(folder), networks, undo))
+        timings = alternate(steps, chosen.rounds, "cpu")
+        rows = []
+        for name in steps:
+            if name != AVERAGED:
+                row: Row = {
+                    "network": case.name,
+                    "ranks": ranks,
+                    "with": name,
+                    "its ms": milliseconds(timings.seconds(AVERAGED)),
+                }
+                row |= {"ms": milliseconds(timings.seconds(name)), **timings.ratio(name, AVERAGED)}
+                if name.startswith("ts.stream"):
+                    most = 1.0 if name.endswith("in memory") else None
+                    row |= {} if most is None else {"claim": "at most 1.00", "met": yes(row["ratio"] <= most)}
+                    row["same bits"] = yes(same_bits(networks[name], networks[AVERAGED]))
+                rows.append(row)
+    if rank == 0:
+        said.send(rows)
+    torch.distributed.destroy_process_group()
+
+
+def _contenders(
+    rank: int, case: Case, folder: Path, networks: dict[str, Network], undo: ExitStack
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Each trains a network of its own."""
+    network = networks[AVERAGED] = case.network()
+    yield AVERAGED, _stepper(rank, case, nn.parallel.DistributedDataParallel(network), _plain(network))
+    from torch.distributed.fsdp import fully_shard
+
+    network = case.network()
+    for block in network.blocks:
+        fully_shard(block)
+    fully_shard(network)
+    yield "FSDP2", _stepper(rank, case, network, _plain(network))
+    for name, options in (
+        ("ts.stream, in memory", {"home": "device", "budget": "16GiB"}),
+        (f"ts.stream, on disk within {BUDGET}", {"home": "disk", "budget": BUDGET, "folder": folder}),
+    ):
+        network = networks[name] = case.network()
+        ts.stream(network, device="cpu", peers=ts.Peers(), **options)  # type: ignore[arg-type]
+        undo.callback(ts.unstream, network)
+        yield name, _stepper(rank, case, network, ts.optimizer(network, torch.optim.AdamW, foreach=False))
+
+
+def _plain(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(network.parameters(), foreach=False)
+
+
+def _stepper(rank: int, case: Case, module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    torch.manual_seed(100 + rank)
+    x, targets = case.batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(x, targets).backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
