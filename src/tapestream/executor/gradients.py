@@ -190,7 +190,8 @@ class GradientBook:
             parameter, gradient = self.copies.blocks[block].parameters[i], found.pop(i)
             if not summed:
                 gradient = _through_hooks(parameter, gradient)
-            if (summed or parameter.grad is None) and _is_held(gradient, sys.getrefcount(gradient)):
+            references = sys.getrefcount(gradient)
+            if parameter.grad is None and not summed and _is_held(gradient, references):
                 gradient = gradient.clone()
             if summed:
                 parameter.grad = None  # what it was is in the sum
@@ -302,11 +303,21 @@ def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     _after_accumulation(parameter)
 
 
+def _references_of_one() -> int:
+    """What Python counts for an object that one variable has."""
+    alone = object()
+    references = sys.getrefcount(alone)
+    return references
+
+
+_ALONE = _references_of_one()
+
+
 def _is_held(gradient: torch.Tensor, references: int) -> bool:
-    """Whether others have a gradient too, of which the caller has one of ``references``: autograd gives one tensor to
-    all operands of a sum."""
+    """Whether others have a gradient too, of which the caller's variable is one of ``references``: autograd gives one
+    tensor to all operands of a sum."""
     counted = getattr(gradient, "_use_count", None)  # by PyTorch's own code; not known in older versions
-    return references > 2 or counted is None or counted() > 1
+    return references > _ALONE or counted is None or counted() > 1
 
 
 def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -286,6 +286,7 @@ class Interpreter:
             self._compute_begins(k, backward=True)
             self.cotangents[k], pairs = self.runner.backward(k, tape, given, self.sums, begun)
             self.sums.update({id(leaf): (leaf, total) for leaf, total in pairs})
+            del pairs  # whoever takes a sum over is then the only one that has it
             self._compute_ended(k)
         self.runner.forget(k)
         if self.blocks is not None:
