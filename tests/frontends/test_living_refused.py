@@ -75,7 +75,7 @@ def test_compiling_the_whole(how: str, pair: Pair) -> None:
 
 def test_processes(pair: Pair, monkeypatch: pytest.MonkeyPatch, one_process: None) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(InputError, match=r"over 4 processes.*Train in one process"):
+    with pytest.raises(InputError, match=r"over 4 processes.*peers=ts.Peers"):
         nn.parallel.DistributedDataParallel(pair[1])
 
 

@@ -467,19 +467,21 @@ def test_a_rank_that_dies_ends_the_others() -> None:
         assert "not every rank came" in one
 
 
-def around(rank: int, size: int) -> Any:
+def around(rank: int, size: int, directly: bool) -> Any:
     with streamed(rank, "1GiB", "disk") as model:
-        outer = nn.Sequential(model)
-        averaged = nn.parallel.DistributedDataParallel(outer)
+        averaged = nn.parallel.DistributedDataParallel(model if directly else nn.Sequential(model))
         averaged(batch(0, rank)).backward()
     return "taken"
 
 
-def test_distributed_data_parallel_around_it_is_refused() -> None:
-    for found in in_ranks(2, around):
-        assert found.startswith(
-            "InputError: a streamed Net with peers= was called inside of DistributedDataParallel"
-        ), found
+@pytest.mark.parametrize("directly", [True, False])
+def test_distributed_data_parallel_around_it_is_refused(directly: bool) -> None:
+    said = (
+        "InputError: DistributedDataParallel was asked" if directly else "InputError: a streamed Net with peers= was ca"
+    )
+    for found in in_ranks(2, around, directly):
+        assert found.startswith(said), found
+        assert "leave it out" in found
 
 
 def other_models(rank: int, size: int, how: str) -> Any:

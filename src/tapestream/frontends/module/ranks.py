@@ -115,7 +115,7 @@ class Ranks:
         if processes > 1:
             raise InputError(
                 "DistributedDataParallel was asked to average the gradients of a streamed "
-                f"{type(self._model).__name__} over {processes} processes, {_APART}"
+                f"{type(self._model).__name__} over {processes} processes, {_SUMMED if self._told else _APART}"
             )
         inside = {id(p) for block in self._store.blocks for p in block.parameters}
         if all(id(p) in inside for p in module.parameters() if p.requires_grad):
@@ -142,6 +142,7 @@ def looks_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
     return [*names, *(f"{name}: {t.dtype} {list(t.shape)} requires_grad={t.requires_grad}" for name, t in tensors)]
 
 
+_SUMMED = "which its peers= do without it: leave it out"
 _APART = (
     "over which its gradients would not be averaged: say with whom it is trained, stream(..., peers=ts.Peers()). Runs "
     "that have nothing to do with each other start each without torch.distributed.init_process_group(). Calls under "
