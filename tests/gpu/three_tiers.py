@@ -21,7 +21,8 @@ from torch import nn  # noqa: E402
 import tapestream as ts  # noqa: E402
 
 BLOCKS, WIDTH, ROWS, STEPS = 24, 768, 64, 3
-SPEEDS = {(a, b): ts.Link(1e9) for a in ts.Tier for b in ts.Tier if abs(a - b) == 1}
+_NEAR, _FAR = (ts.Tier.DEVICE, ts.Tier.HOST), (ts.Tier.HOST, ts.Tier.DISK)
+SPEEDS = {lane: ts.Link(1e9) for lane in (_NEAR, _NEAR[::-1], _FAR, _FAR[::-1])}
 
 
 class Block(nn.Module):
