@@ -142,6 +142,10 @@ HEADLINES = {
     "ranks_scaling": Headline(
         "One model on many GPUs", "nothing: simulated", "", {}, ("model", "GPUs", "between machines", "divided among"),
     ),
+    "ranks_gloo": Headline(
+        "Step time of several processes", "`DistributedDataParallel` on gloo", "in memory at most 1.00 times", RATIO,
+        ("ranks", "with"),
+    ),
     "what_to_expect": Headline("Step times on GPUs", "nothing: simulated", "", {}, ("model",)),
 }  # fmt: skip
 """By the name of the result, in the order in which they are shown."""

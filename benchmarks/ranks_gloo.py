@@ -102,8 +102,8 @@ def _plain(network: nn.Module) -> torch.optim.Optimizer:
 
 
 def _stepper(rank: int, case: Case, module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    torch.manual_seed(100 + rank)
-    x, targets = case.batch()
+    torch.manual_seed(100 + rank)  # case.batch() would give all ranks the same
+    x, targets = case.make_batch()
 
     def step() -> None:
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ from typing import Any
 
 import finetune_lora
 import finetune_own_loop
+import finetune_torchrun
 import finetune_trainer
 import pytest
 import torch
@@ -30,7 +31,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("example", [finetune_own_loop, finetune_trainer, finetune_lora])
+@pytest.mark.parametrize("example", [finetune_own_loop, finetune_trainer, finetune_lora, finetune_torchrun])
 def test_help(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         example.main(["--help"])

@@ -100,15 +100,14 @@ class Exchange:
         part = padded(-(-stops[-1] // size))
         spans = [(stop - padded(length), length) for stop, length in zip(stops, lengths, strict=True)]
         mine, came, total = self._buffers(dtype, size * part, part)
-        mine.zero_()
         for i, (start, length) in zip(some, spans, strict=True):
-            if i in fresh:
-                mine[start : start + length] = fresh[i].reshape(-1)
+            if i in fresh:  # what lies elsewhere in it is sent, and added to nothing
+                own = mine[start : start + length].copy_(fresh[i].reshape(-1))
+                if self._scale != 1.0:
+                    own.mul_(self._scale)
         send = torch.distributed.all_to_all_single
         wait, what, group = self.agreement.waited, "came to a sum of gradients", self.agreement.group
         wait(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
-        if self._scale != 1.0:
-            came.mul_(self._scale)
         first = rank * part
         for i, (start, length) in zip(some, spans, strict=True):
             low, high = max(start, first), min(start + length, first + part)
