@@ -10,6 +10,7 @@ the weights of all are the same, bit for bit, after every step. Text is taken as
 """
 
 import argparse
+import os
 import time
 import warnings
 from pathlib import Path
@@ -28,6 +29,8 @@ from tapestream.models import Batches, load_bytes, standard_library_bytes
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train as the command line says; returns the losses of this process."""
     given = parser().parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser().error("start it with torchrun: torchrun --nproc_per_node 2 examples/finetune_torchrun.py")
     on_gpu = torch.device(given.device).type == "cuda"
     distributed.init_process_group("nccl" if on_gpu else "gloo")
     try:
