@@ -403,6 +403,16 @@ def test_a_group_of_one_trains_as_one_process() -> None:
 # -- ranks that do not do the same ------------------------------------------------------------------------------------
 
 
+class SparseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_sparse()
+
+
 def differently(rank: int, size: int, how: str) -> Any:
     with streamed(rank, "1GiB", "disk") as model:
         found = OPTIMIZERS["sgd"](ts.optimizer, model)
@@ -416,6 +426,8 @@ def differently(rank: int, size: int, how: str) -> Any:
             if how == "outside" and rank == 1:
                 model.scale.square().sum().backward()
             loss = model(batch(step, rank))
+            if how == "sparse":
+                loss = loss + (SparseGradient.apply(model.unused) if rank == 1 else model.unused).sum()
             if how == "two":
                 loss = loss + model(batch(step, rank))
             loss.backward()
@@ -432,6 +444,7 @@ def differently(rank: int, size: int, how: str) -> Any:
         ("zero_grad", "InputError: when this backward began, ranks had gradients of different parameters"),
         ("order", "InputError: ranks run the blocks of a streamed model in different orders"),
         ("outside", "InputError: when this backward began, ranks had gradients of different parameters"),
+        ("sparse", "InputError: a sparse gradient was to be summed over ranks"),
         ("two", "InputError: 2 calls of a streamed model with peers= await their backward"),
         ("step", "InputError: ranks do different things: rank 0 began step() (number"),
     ],

@@ -109,7 +109,7 @@ class BlockStore:
         if block in self.gradients.fresh and self._stays(block) and not self.gradients.together:
             self.gradients.accumulate(block)
 
-    def share(self, block: int | None, there: Sequence[bool] | None = None) -> None:
+    def share(self, block: int | None, there: Sequence[torch.Tensor | None] | None = None) -> None:
         """Sum a block's gradients over ranks; before, those of others that come first on other ranks, where this one
         has left them out. ``there``: of what is no block, whose turn is waited for (``block`` None: until all ranks
         have ended the backward)."""

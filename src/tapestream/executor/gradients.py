@@ -74,10 +74,10 @@ class GradientBook:
         """Whether there are fresh gradients that are this rank's alone."""
         return self.sharing is not None and block in self.fresh and block not in self._sums
 
-    def there(self, block: int) -> list[bool]:
-        """Of which parameters of a block there are fresh gradients."""
+    def there(self, block: int) -> list[torch.Tensor | None]:
+        """The fresh gradients of a block's parameters; None: of that one there is none."""
         fresh = self.fresh.get(block, {})
-        return [i in fresh for i in range(len(self.copies.blocks[block].parameters))]
+        return [fresh.get(i) for i in range(len(self.copies.blocks[block].parameters))]
 
     def lay_out(self, block: int) -> None:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""

@@ -10,9 +10,10 @@ class Sharing(Protocol):
     """The ranks of a group. In a backward each announces the blocks of which it has gradients, one after the other;
     all of them sum the same block at a time."""
 
-    def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
-        """Say which block comes next here (None: the backward has ended), and of which of its parameters there are
-        gradients. Returns the block that all ranks sum now, None where the backward of all has ended."""
+    def announce(self, block: int | None, fresh: Sequence[torch.Tensor | None]) -> int | None:
+        """Say which block comes next here (None: the backward has ended), and this rank's gradients of its parameters
+        (None: of that one it has none). Returns the block that all ranks sum now, None where the backward of all has
+        ended."""
 
     def fail(self) -> None:
         """The backward has failed here: the next one begins anew."""

@@ -31,11 +31,13 @@ class Exchange:
         self._memory: Tensor | None = None
         self._has: list[list[bool]] = []  # by rank, of the parameters of the block that is summed now
 
-    def announce(self, block: int | None, there: Sequence[bool]) -> int | None:
+    def announce(self, block: int | None, fresh: Sequence[Tensor | None]) -> int | None:
         """See `Sharing`. Raises InputError, on every rank, where ranks run blocks in other orders, or had gradients of
-        other parameters before; StorageError where a rank does not come."""
+        other parameters before, or one has sparse ones; StorageError where a rank does not come."""
         digest = int.from_bytes(hashlib.sha256(self._state()).digest()[:7], "little") if not self._summed else 0
-        mine = [_END if block is None else block, len(self._summed), digest, *_packed(there, self._words)]
+        there = [one is not None for one in fresh]
+        sparse = any(one is not None and one.layout is not torch.strided for one in fresh)
+        mine = [_END if block is None else block, len(self._summed), digest, sparse, *_packed(there, self._words)]
         every = self.agreement.told("came to the gradients of a backward", mine)
         self._check(every)
         announced = [row[0] for row in every]
@@ -49,7 +51,7 @@ class Exchange:
                 f"{announced.index(chosen)} came when its gradients had been summed; keep the order of calls the same"
             )
         self._summed.add(chosen)
-        self._has = [_unpacked(row[3:]) if row[0] == chosen else [] for row in every]
+        self._has = [_unpacked(row[4:]) if row[0] == chosen else [] for row in every]
         return int(chosen)
 
     def _check(self, every: Sequence[Sequence[int]]) -> None:
@@ -64,6 +66,8 @@ class Exchange:
                 "when this backward began, ranks had gradients of different parameters, or different parameters that "
                 "require some; zero_grad() and requires_grad must be the same on every rank"
             )
+        if any(row[3] for row in every):
+            raise InputError("a sparse gradient was to be summed over ranks; use sparse=False for that embedding")
 
     def fail(self) -> None:
         """See `Sharing`."""
@@ -72,12 +76,9 @@ class Exchange:
     def sum(
         self, parameters: Sequence[Tensor], fresh: Mapping[int, Tensor], earlier: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """See `Sharing`. Raises InputError for gradients that are sparse."""
+        """See `Sharing`."""
         found: dict[int, Tensor] = {}
         numbers = [i for i in range(len(parameters)) if i in earlier or any(i < len(h) and h[i] for h in self._has)]
-        for i in numbers:
-            if i in fresh and fresh[i].layout is not torch.strided:
-                raise InputError("a sparse gradient was to be summed over ranks; use sparse=False for that embedding")
         with torch.no_grad():
             for some in _buckets(parameters, numbers):
                 self._sum_some(parameters, some, fresh, earlier, found)

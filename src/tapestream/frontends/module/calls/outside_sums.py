@@ -75,7 +75,7 @@ class OutsideSums:
         own = self._parameters
         fresh = {n: p.grad for n, p in enumerate(own) if id(p) in self.earlier and p.grad is not None}
         if own:
-            self._store.share(OUTSIDE, [n in fresh for n in range(len(own))])
+            self._store.share(OUTSIDE, [fresh.get(n) for n in range(len(own))])
             there = {n: self.earlier.get(id(p), p.grad) for n, p in enumerate(own)}
             found = self.sharing.sum(own, fresh, {n: g for n, g in there.items() if g is not None})
             for number, total in found.items():
