@@ -1,13 +1,12 @@
 """The example for torchrun has the bits of one process that runs everybody's batches, also where it goes on."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import finetune_own_loop
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrun import in_two_processes
 from transformers import AutoModelForCausalLM
 
 from tapestream.models import Batches, standard_library_bytes
@@ -16,23 +15,15 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_torchrun.py"
 SIZES = ["--layers", "3", "--width", "64", "--seq", "32"]
 
 
-def torchrun(*options: str) -> str:
-    """What two processes say."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    done = subprocess.run([*command, *SIZES, *options], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.on_cpu("c10d knows no simulated GPU")
 def test_goes_on_with_the_bits_of_one_process(tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "out"
     drawn = AutoModelForCausalLM.from_config(finetune_own_loop.config_of(finetune_own_loop.parser().parse_args(SIZES)))
     drawn.save_pretrained(weights)
     options = ["--budget", "1900KiB", "--steps", "2", "--lr", "0.01", "--weights", str(weights), "--out", str(out)]
-    said = torchrun(*options)
+    said = in_two_processes(SCRIPT, *SIZES, *options)
     assert not any((out / "home").glob("*"))
-    said += torchrun(*options, "--resume")
+    said += in_two_processes(SCRIPT, *SIZES, *options, "--resume")
 
     model = AutoModelForCausalLM.from_pretrained(weights).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,25 +1,18 @@
 """Hugging Face's Trainer under torchrun, unmodified: two ranks have the bits that it has by itself."""
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import in_two_processes
 
 SCRIPT = Path(__file__).with_name("trained_together.py")
 
 
 def run(how: str, folder: Path) -> list[Any]:
     """Losses and gradient norms of all steps, and a hash of the weights, of each rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    done = subprocess.run([*command, SCRIPT, how, folder], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(SCRIPT, how, folder)
     return [json.loads((folder / f"{how}{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
