@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tapestream.errors import GradientError, InputError
 from tapestream.peers.agreement import Agreement, differing
-from tapestream.peers.sums import add_in_order, as_bytes, gather_into, padded
+from tapestream.peers.sums import as_bytes, padded, part_of, sum_spans
 
 AT_ONCE = 2**25
 """Bytes of gradients that are sent at a time, or those of the largest."""
@@ -95,10 +95,10 @@ class Exchange:
         found: dict[int, Tensor],
     ) -> None:
         """Of parameters of one dtype: each rank gets its part of everybody's, adds, and sends the sum to all."""
-        size, rank, dtype = self.agreement.size, self.agreement.rank, parameters[some[0]].dtype
+        size, dtype = self.agreement.size, parameters[some[0]].dtype
         lengths = [parameters[i].numel() for i in some]
         stops = list(accumulate(map(padded, lengths)))
-        part = padded(-(-stops[-1] // size))
+        part = part_of(stops[-1], size)
         spans = [(stop - padded(length), length) for stop, length in zip(stops, lengths, strict=True)]
         mine, came, total = self._buffers(dtype, size * part, part)
         for i, (start, length) in zip(some, spans, strict=True):
@@ -106,21 +106,11 @@ class Exchange:
                 own = mine[start : start + length].copy_(fresh[i].reshape(-1))
                 if self._scale != 1.0:
                     own.mul_(self._scale)
-        send = torch.distributed.all_to_all_single
-        wait, what, group = self.agreement.waited, "came to a sum of gradients", self.agreement.group
-        wait(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
-        first = rank * part
-        for i, (start, length) in zip(some, spans, strict=True):
-            low, high = max(start, first), min(start + length, first + part)
-            if low >= high:
-                continue
-            own = total[low - first : high - first]
-            if i in earlier:
-                own.copy_(earlier[i].reshape(-1)[low - start : high - start])
-            ranks = [r for r in range(size) if i < len(self._has[r]) and self._has[r][i]]
-            parts = [came[r * part + low - first : r * part + high - first] for r in ranks]
-            add_in_order(own, parts, begun=i in earlier)
-        wait(what, lambda: gather_into(mine, total, group))
+        wanted = (
+            (start, start + length, [r for r, has in enumerate(self._has) if i < len(has) and has[i]], earlier.get(i))
+            for i, (start, length) in zip(some, spans, strict=True)
+        )
+        sum_spans(self.agreement, "came to a sum of gradients", mine, came, total, wanted)
         for i, (start, length) in zip(some, spans, strict=True):
             whole = mine[start : start + length].view(parameters[i].shape)
             found[i] = torch.empty_like(parameters[i].detach(), device=self._device).copy_(whole)
@@ -181,7 +171,7 @@ def buffers_nbytes(blocks: Iterable[Sequence[Tensor]], ranks: int) -> int:
         trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         for some in _buckets(parameters, trained):
             itemsize = parameters[some[0]].dtype.itemsize
-            part = padded(-(-sum(padded(parameters[i].numel()) for i in some) // ranks))
+            part = part_of(sum(padded(parameters[i].numel()) for i in some), ranks)
             most = max(most, (2 * ranks + 1) * part * itemsize)
     return most
 

@@ -6,9 +6,9 @@ moves the same bytes as a ring does.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from tapestream.errors import InputError
 from tapestream.peers.agreement import Agreement, Group, differing
 
 _WHAT = "began a sum over ranks"
+Span: TypeAlias = tuple[int, int, Sequence[int], Tensor | None]
+"""Elements from one to another, the ranks that have numbers for them, and what these are added to (None: nothing)."""
 _STEP = 64  # elements: where parts are cut, so that kernels see as many as in a tensor of its own
 
 
@@ -124,38 +126,51 @@ def _sum_run(
     device: torch.device,
 ) -> None:
     """All tensors of one dtype, laid out one after the other and cut into as many parts as there are ranks."""
-    part = padded(-(-run[-1].stop // agreement.size))
+    part = part_of(run[-1].stop, agreement.size)
     mine = torch.zeros(agreement.size * part, dtype=dtype, device=device)
     for place in run:
         own = given[place.number]
         if own is not None:
             mine[place.start : place.stop] = own.detach().reshape(-1)
-    came = torch.empty_like(mine)
-    send, group = torch.distributed.all_to_all_single, agreement.group
-    agreement.waited(_WHAT, lambda: send(as_bytes(came), as_bytes(mine), group=group))
-    first = agreement.rank * part
-    total = torch.zeros(part, dtype=dtype, device=device)
-    for place in run:
-        start, stop = max(place.start, first) - first, min(place.stop, first + part) - first
-        if start < stop:
-            add_in_order(total[start:stop], [came[r * part + start : r * part + stop] for r in place.ranks])
-    agreement.waited(_WHAT, lambda: gather_into(mine, total, group))
+    came, total = torch.empty_like(mine), torch.zeros(part, dtype=dtype, device=device)
+    spans = ((place.start, place.stop, place.ranks, None) for place in run)
+    sum_spans(agreement, _WHAT, mine, came, total, spans)
     for place in run:
         own = given[place.number]
         whole = mine[place.start : place.stop].view(place.shape).clone()
         found[place.number] = whole if own is None else whole.to(own.device)
 
 
-def add_in_order(total: Tensor, parts: Sequence[Tensor], *, begun: bool = False) -> None:
-    """Let ``total`` be the sum of ``parts``, added one after the other; ``begun``: to what it is already."""
-    for part in parts:
-        total.add_(part) if begun else total.copy_(part)
-        begun = True
+def sum_spans(
+    agreement: Agreement, what: str, mine: Tensor, came: Tensor, total: Tensor, spans: Iterable[Span]
+) -> None:
+    """Each rank gets its part of everybody's ``mine`` in ``came``, adds it up in ``total``, and sends that to all:
+    ``mine`` has the sums of the ``spans`` afterwards, and elsewhere anything. Raises StorageError."""
+    send, group, part = torch.distributed.all_to_all_single, agreement.group, total.numel()
+    agreement.waited(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
+    first = agreement.rank * part
+    for start, stop, ranks, earlier in spans:
+        low, high = max(start, first), min(stop, first + part)
+        if low >= high:
+            continue
+        own, begun = total[low - first : high - first], earlier is not None
+        if earlier is not None:
+            own.copy_(earlier.reshape(-1)[low - start : high - start])
+        for r in ranks:
+            one = came[r * part + low - first : r * part + high - first]
+            own.add_(one) if begun else own.copy_(one)
+            begun = True
+    agreement.waited(what, lambda: gather_into(mine, total, group))
 
 
 def padded(elements: int) -> int:
     """As many elements, or more, so that the next tensor starts where kernels see it as one of its own."""
     return -(-elements // _STEP) * _STEP
+
+
+def part_of(elements: int, ranks: int) -> int:
+    """Elements of each rank's part of so many."""
+    return padded(-(-elements // ranks))
 
 
 def gather_into(whole: Tensor, part: Tensor, group: Group) -> None:

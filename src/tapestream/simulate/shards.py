@@ -67,8 +67,7 @@ def add_gradient(places: "Places", block: int) -> bool:
 
 def check_free(places: "Places", kind: Kind, number: int, tier: Tier) -> None:
     """An earlier sum must not go before the next one is added to it."""
-    waiting = kind is Kind.GRADIENT and places.shards > 1 and tier is Tier.SHARD
-    if waiting and places.current[kind].get(number, 0) & _DEVICE:
+    if kind is Kind.GRADIENT and tier is Tier.SHARD and places.current[kind].get(number, 0) & _DEVICE:
         broken(f"{places.whereabouts(kind, number)}: the copy in SHARD is to be added to; Offload to it first")
 
 
