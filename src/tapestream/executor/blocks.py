@@ -6,12 +6,15 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from tapestream.errors import InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.executor.copies import SHOWN, BlockCopies
 from tapestream.executor.engines.protocol import CopyEngine
 from tapestream.executor.gradients import GradientBook, Sums
 from tapestream.executor.interruptions import interruptions_after
 from tapestream.executor.loans import Loans
+from tapestream.executor.shard_book import ShardBook
+from tapestream.executor.shard_copies import ShardCopies
+from tapestream.executor.sharing import Shards
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.executor.updates import Updater, Updates
 from tapestream.ir.actions import Kind, Tier, Value
@@ -37,14 +40,20 @@ class BlockStore:
 
     def __init__(
         self, pool: Pool, engine: CopyEngine, modules: Sequence[nn.Module], uses: Sequence[int | None],
-        home: HomeLike, device: torch.device,
+        home: HomeLike, device: torch.device, shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.engine, self.modules, self.uses = pool, engine, modules, uses
         homes = home_tiers(home)
         self.homes, self.home, self.device = homes, homes[Kind.PARAMETERS], device
         self.blocks: list[ParameterBlock] = []
-        self.copies = BlockCopies(pool, engine, self.blocks, homes, device)
-        self.gradients = GradientBook(self.copies)
+        self.copies: BlockCopies
+        self.gradients: GradientBook
+        if shards is None:
+            self.copies = BlockCopies(pool, engine, self.blocks, homes, device)
+            self.gradients = GradientBook(self.copies)
+        else:
+            self.copies = divided = ShardCopies(pool, engine, self.blocks, homes, device, shards)
+            self.gradients = ShardBook(divided)
         self.loans = Loans(pool, self.blocks, self.copies)
         self.updates = Updates(pool, self.copies, self.gradients, self.loans)
         self.lend, self.give_back, self.keep = self.loans.lend, self.loans.give_back, self.loans.keep
@@ -56,11 +65,14 @@ class BlockStore:
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Start copying one value."""
         if value.kind is Kind.GRADIENT and source is Tier.DEVICE:
-            if value.index not in self.gradients.fresh:
-                return  # this backward has left none
+            if not self.gradients.leaves(value.index):
+                return
             self.gradients.lay_out(value.index)
+            if isinstance(self.gradients, ShardBook):
+                self.copies.tickets[value, target] = self.gradients.sum(value.index)
+                return
         # State that no update has written yet is nowhere; other sources vanish when another live call settles.
-        if target is Tier.DEVICE and value in self.copies.resident:  # another live call has brought it
+        if target is self.copies.near and value in self.copies.resident:  # another live call has brought it
             return
         at_home = source is self.copies.home_of(value)
         if at_home and value.kind is Kind.OPTIMIZER_STATE and not self.copies.holds(value, source):
@@ -74,7 +86,7 @@ class BlockStore:
 
     def free(self, value: Value, tier: Tier) -> None:
         """Drop a copy; bytes at home stay reserved, and gradients there stay visible until the user drops them."""
-        if tier is self.copies.home_of(value) or (tier is Tier.DEVICE and value in self.copies.resident):
+        if tier is self.copies.home_of(value) or (tier is self.copies.near and value in self.copies.resident):
             return
         if tier is Tier.DEVICE and value.kind in SHOWN:
             self.copies.show(value, self.copies.home_of(value))
@@ -86,7 +98,7 @@ class BlockStore:
 
     def has_gradient(self, block: int) -> bool:
         """Whether this call has left a gradient for the block that was not all used up."""
-        return block in self.gradients.fresh or self.updates.has_begun(block)
+        return self.gradients.has_any(block) or self.updates.has_begun(block)
 
     def compute_begins(self, block: int | None) -> None:
         """A stage is about to use ``block``; released regions must not linger beside the stage's own memory."""
@@ -103,6 +115,8 @@ class BlockStore:
     def take_gradients(self, block: int, sums: Sums) -> None:
         """Take a block's gradients over from a call: nothing of that call will add to them any more."""
         self.gradients.take(block, sums)
+        if self.copies.shards is not None:  # their plan says when they are summed
+            return
         if self.gradients.are_own(block):
             self.gradients.fresh[block] = self.gradients.hooked(block)  # hooks may raise: before others are told
             self.share(block)
@@ -172,19 +186,23 @@ class BlockStore:
         rising = {value for value in copies.on_disk - found if copies.has(value, Tier.DISK)}
         copies.on_disk = found | rising
         for value in sorted(before - resident, key=_order):
-            if copies.has(value, Tier.DEVICE) and value.kind is not Kind.GRADIENT:
+            if copies.has(value, copies.near) and self._is_moved(value):
                 copies.reserve(value, below=True)  # plans fill the host with what is not resident
-                copies.move(value, Tier.DEVICE, copies.home_of(value))
+                copies.move(value, copies.near, copies.home_of(value))
             copies.resident -= {value}  # not before: until then what users put into parameters goes there
         for value in sorted(resident - before, key=_order):
-            if copies.has(value, copies.home_of(value)) and value.kind is not Kind.GRADIENT:
-                copies.move(value, copies.home_of(value), Tier.DEVICE)
+            if copies.has(value, copies.home_of(value)) and self._is_moved(value):
+                copies.move(value, copies.home_of(value), copies.near)
             copies.resident |= {value}
         for value in sorted(rising, key=_order):
             self._rehome(value, copies.on_disk - {value})
         copies.dirty -= resident
         copies.hand_over()
         self.pool.trim()
+
+    def _is_moved(self, value: Value) -> bool:
+        """Whether it is moved as it is: whole gradients that live on the device are tensors of their own."""
+        return value.kind is not Kind.GRADIENT or self.copies.shards is not None
 
     def _rehome(self, value: Value, on_disk: frozenset[Value]) -> None:
         """Move what lies at the value's home to that which it has with these ``on_disk``."""
@@ -221,6 +239,8 @@ class BlockStore:
 
     def disown(self, block: int) -> None:
         """Give a block's parameters and gradients memory of their own again."""
+        if isinstance(self.gradients, ShardBook):
+            self.gradients.show_whole(block)
         for parameter in self.blocks[block].parameters:
             gradient = parameter.grad
             parameter.grad = None
@@ -284,7 +304,7 @@ class BlockStore:
 
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""
-        if self.copies.tier_of(value) is not Tier.DEVICE:
+        if self.copies.tier_of(value) is not self.copies.near:
             self.copies.reserve(value, below=True)
         return self.copies.bytes_at(value, self.copies.tier_of(value))
 
@@ -310,6 +330,8 @@ class BlockStore:
         return at_home or Value(Kind.GRADIENT, block) in self.copies.resident
 
     def _settle_gradient(self, block: int) -> None:
+        if self.copies.shards is not None:
+            raise GradientError(f"gradients of block {block} were to be summed over ranks, and no plan did so")
         if self.updates.eager:
             self.updates.now(block)
         elif self._stays(block):

@@ -79,6 +79,14 @@ class GradientBook:
         fresh = self.fresh.get(block, {})
         return [fresh.get(i) for i in range(len(self.copies.blocks[block].parameters))]
 
+    def leaves(self, block: int) -> bool:
+        """Whether there is anything to send home of what this backward has made."""
+        return block in self.fresh
+
+    def has_any(self, block: int) -> bool:
+        """Whether this backward has left gradients for an update."""
+        return block in self.fresh
+
     def lay_out(self, block: int) -> None:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
@@ -123,6 +131,10 @@ class GradientBook:
         value = Value(Kind.GRADIENT, block)
         self.lay_out(block)
         self._go_home(value)
+
+    def in_backward(self, block: int) -> Found:
+        """Gradients for an update within the backward that has made them."""
+        return self.hooked(block)
 
     def bring_back(self, block: int) -> None:
         """Let what was sent home be fresh again: on the device, summed."""
@@ -214,11 +226,11 @@ class GradientBook:
                 continue
             for i in arrived:
                 this.parameters[i].grad = views[i]
-                _after_accumulation(this.parameters[i])
+                after_accumulation(this.parameters[i])
         for block, numbers in self._stepped.items():
             for parameter in (self.copies.blocks[block].parameters[i] for i in numbers):
                 parameter.grad = SteppedGradient.standing_for(parameter)
-                _after_accumulation(parameter)
+                after_accumulation(parameter)
         self._arrived.clear()
         self._stepped.clear()
         self.together = self._failed = False
@@ -300,7 +312,7 @@ def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             parameter.grad.add_(gradient)
-    _after_accumulation(parameter)
+    after_accumulation(parameter)
 
 
 def _references_of_one() -> int:
@@ -328,7 +340,8 @@ def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     return gradient
 
 
-def _after_accumulation(parameter: torch.Tensor) -> None:
+def after_accumulation(parameter: torch.Tensor) -> None:
+    """Call what users have registered for when ``.grad`` is complete."""
     hooks: Mapping[int, Callable[[torch.Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for hook in hooks.values():
         hook(parameter)

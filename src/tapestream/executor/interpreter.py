@@ -154,7 +154,14 @@ class Interpreter:
     def _run_rest(self) -> None:
         while self._pending is not None and not isinstance(self._pending, Phase):
             match self._pending:
-                case Forward() | Record() | Backward() | Keep() | KeepInside() | Restore():
+                case Forward(start, stop):
+                    self._let_come(range(start + self._done, stop))
+                    self._done = 0
+                    self._next()
+                case Record(stage) | Backward(stage):
+                    self._let_come((stage,), backward=isinstance(self._pending, Backward))
+                    self._next()
+                case Keep() | KeepInside() | Restore():
                     self._next()
                 case Update(block) if not self._blocks().has_gradient(block):
                     self._next()
@@ -281,6 +288,7 @@ class Interpreter:
         given = self.cotangents.pop(k + 1)
         begun = self.begun(k) if self.begun is not None else []
         if not any(g is not None for g in given):
+            self._let_come((k,), backward=True)
             self.cotangents[k] = begun or [None] * len(tape.inputs)
         else:
             self._compute_begins(k, backward=True)
@@ -304,6 +312,13 @@ class Interpreter:
         if self.blocks is None:
             raise ScheduleError("the schedule moves parameter blocks, but this program streams none")
         return self.blocks
+
+    def _let_come(self, stages: Iterable[int], *, backward: bool = False) -> None:
+        """Of stages that this rank leaves out: where blocks are divided among ranks, each gathers what any of them
+        needs."""
+        for k in stages if self.blocks is not None and self.blocks.divided else ():
+            self._compute_begins(k, backward=backward)
+            self._compute_ended(k)
 
     def _compute_begins(self, k: int, *, backward: bool = False) -> None:
         if self.blocks is not None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tapestream.errors import BudgetError
-from tapestream.executor.copies import BlockCopies
+from tapestream.executor.copies import SHOWN, BlockCopies
+from tapestream.executor.shard_copies import ShardCopies
 from tapestream.ir.actions import Tier, Value
 from tapestream.storage.blocks import ParameterBlock
 from tapestream.storage.pool import Pool
@@ -44,22 +45,41 @@ class Loans:
     def bring(self, value: Value) -> bool:
         """The same for one value that a block's parameters show."""
         copies = self._copies
-        for tier in (Tier.HOST, Tier.DEVICE):
+        for tier in (Tier.HOST, copies.near, Tier.DEVICE):
             copies.wait(value, tier)
         ahead = value in self._ahead
         if ahead:
             self._ahead.remove(value)
-        if copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE):
+        if not isinstance(copies, ShardCopies):
+            return self._bring_near(value, ahead=ahead)
+        if copies.has(value, Tier.DEVICE):
+            return False
+        comes = self._bring_near(value, ahead=ahead)
+        copies.gather_now(value)
+        if comes:
+            copies.release(value, copies.near)
+        return True
+
+    def bring_near(self, value: Value) -> bool:
+        """Bring what an update works on; returns whether anything was brought. See `BlockRegions.near`."""
+        for tier in (Tier.HOST, self._copies.near):
+            self._copies.wait(value, tier)
+        return self._bring_near(value, ahead=False)
+
+    def _bring_near(self, value: Value, *, ahead: bool) -> bool:
+        copies, near = self._copies, self._copies.near
+        if copies.tier_of(value) is near or copies.has(value, near):
             if ahead and copies.home_of(value) is Tier.DISK:
                 copies.release(value, Tier.HOST)
             return ahead
         if ahead:  # half way
-            copies.start(value, Tier.HOST, Tier.DEVICE)
-            copies.wait(value, Tier.DEVICE)
+            copies.start(value, Tier.HOST, near)
+            copies.wait(value, near)
             copies.release(value, Tier.HOST)
         else:
-            copies.copy_now(value, copies.home_of(value), Tier.DEVICE)
-            copies.show(value, Tier.DEVICE)
+            copies.copy_now(value, copies.home_of(value), near)
+            if near is Tier.DEVICE and value.kind in SHOWN:
+                copies.show(value, near)
         return True
 
     def look_ahead(self, block: int, limit_nbytes: int) -> bool:
@@ -75,7 +95,7 @@ class Loans:
             fits = fits and len({value.index for value in self._ahead if not self._one_hop(value)}) < 2
         for value in missing if fits else ():
             try:
-                copies.start(value, copies.home_of(value), Tier.DEVICE if self._one_hop(value) else Tier.HOST)
+                copies.start(value, copies.home_of(value), copies.near if self._one_hop(value) else Tier.HOST)
             except BudgetError:  # the host is full
                 return False
             self._ahead.append(value)
@@ -87,9 +107,9 @@ class Loans:
         copies = self._copies
         for value in [value for value in half_way if value.index == half_way[0].index]:
             held = self._pool.held_nbytes(Tier.DEVICE)
-            if not copies.has(value, Tier.DEVICE) and held + self._nbytes(value) <= limit_nbytes:
+            if not copies.has(value, copies.near) and held + self._nbytes(value) <= limit_nbytes:
                 copies.wait(value, Tier.HOST)
-                copies.start(value, Tier.HOST, Tier.DEVICE)
+                copies.start(value, Tier.HOST, copies.near)
 
     def drop_ahead(self) -> None:
         """Give up what `look_ahead` has started to bring and nobody was lent, where no other call uses the store."""
@@ -105,7 +125,7 @@ class Loans:
         """End a `lend` that has brought something. ``written``: and that has been written into."""
         for value in self._brought.pop(block, []):
             if written:
-                self._copies.copy_now(value, Tier.DEVICE, self._copies.home_of(value))
+                self._copies.take_back(value)
             self._copies.show(value, self._copies.home_of(value))
             self._copies.release(value, Tier.DEVICE)
 
@@ -119,7 +139,7 @@ class Loans:
     def keep(self, block: int) -> bool:
         """End a `lend` by letting what it has brought live on the device, until `BlockStore.place` moves it. Not where
         the block has gradients, which live with their parameters: returns whether it stays."""
-        if any(p.grad is not None for p in self._blocks[block].parameters):
+        if self._copies.shards is not None or any(p.grad is not None for p in self._blocks[block].parameters):
             return False
         for value in self._brought.pop(block, []):
             self._copies.resident |= {value}
@@ -133,7 +153,7 @@ class Loans:
 
     def _on_its_way(self, value: Value) -> bool:
         copies = self._copies
-        there = copies.tier_of(value) is Tier.DEVICE or copies.has(value, Tier.DEVICE)
+        there = copies.tier_of(value) is copies.near or copies.has(value, copies.near)
         return there or (copies.home_of(value) is Tier.DISK and copies.has(value, Tier.HOST))
 
     def _nbytes(self, value: Value) -> int:

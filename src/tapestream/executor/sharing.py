@@ -1,9 +1,12 @@
 """What the store asks of those who train the same model in other processes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from tapestream.storage.blocks import Share
 
 
 class Sharing(Protocol):
@@ -26,3 +29,44 @@ class Sharing(Protocol):
     ) -> dict[int, torch.Tensor]:
         """By number of a parameter of the block that was announced last: what earlier backwards have left, to which
         every rank's gradient is added, in the order of ranks, in new tensors. ``fresh``: this rank's."""
+
+    def givers(self, number: int) -> list[int]:
+        """The ranks that have a gradient of parameter ``number`` of the block that was announced last."""
+
+    @property
+    def scale(self) -> float:
+        """What each rank's gradient is multiplied with before it is added."""
+
+
+class Arrival(Protocol):
+    """What comes from other ranks."""
+
+    def wait(self) -> None:
+        """Until it is there. Raises StorageError where a rank does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """Numbers of one ``dtype`` at bytes ``first`` to ``last`` of a shard: those of ``ranks`` are added in this order,
+    to what is there if it has ``begun``."""
+
+    first: int
+    last: int
+    dtype: torch.dtype
+    ranks: Sequence[int]
+    begun: bool
+
+
+class Shards(Protocol):
+    """The ranks among which parameter blocks are divided: all do what follows, in the same order."""
+
+    share: Share
+
+    def meet(self, what: str, document: object) -> None:
+        """Come to something that no plan knows. Raises InputError, on every rank, where others do something else."""
+
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Arrival:
+        """Begin to bring the bytes of all ranks' shards into ``whole``."""
+
+    def sum(self, whole: torch.Tensor, shard: torch.Tensor, addends: Sequence[Addends]) -> Arrival:
+        """Begin to add up what ``whole`` has on every rank, of this rank's shard."""

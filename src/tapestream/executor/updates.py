@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.autograd.graph import increment_version
 
 from tapestream.executor.copies import BlockCopies
 from tapestream.executor.gradients import Found, GradientBook
 from tapestream.executor.loans import Loans
 from tapestream.ir.actions import Kind, Tier, Value
-from tapestream.storage.blocks import ParameterBlock, StatePart
+from tapestream.storage.blocks import ParameterBlock, Piece, StatePart
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
 
@@ -20,12 +21,26 @@ class PartUpdate:
     """What one update works on: the block, the part and what it covers, gradients by parameter number.
 
     ``views()``: the state in the order of the part's slots. State that no update has written takes no memory before.
+    ``shard``: the bytes of the parameters' shard, where blocks are divided among ranks, and gradients are the shard's.
     """
 
     block: ParameterBlock
     part: StatePart | None
     gradients: Found
     views: Callable[[], Sequence[torch.Tensor]]
+    shard: torch.Tensor | None = None
+
+    def tensors(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is updated of a parameter that has a gradient, and the gradient of that. Another tensor over the same
+        bytes: the parameter's own ``.grad``, which may lie on another device, is left alone."""
+        block, gradient = self.block, self.gradients[piece.number]
+        stride = block.strides[piece.number]
+        if self.shard is None:
+            return piece.of(block.parameters[piece.number].detach(), stride), piece.of(gradient, stride)
+        own = block.piece_in(self.shard, piece)
+        first, _ = block.own_elements()[piece.number]
+        given = gradient[piece.start - first : piece.stop - first]
+        return own, given.as_strided(own.shape, own.stride()) if piece.whole else given
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,7 @@ class Updates:
         for block, part, gradients in found:
             this = self._copies.blocks[block]
             what = this.state_parts[part] if this.state_parts else None
-            work.append(PartUpdate(this, what, gradients, partial(self._state, block, part)))
+            work.append(PartUpdate(this, what, gradients, partial(self._state, block, part), self._shard(block)))
         if not work:
             return
         self._pool.trim()  # released regions must not linger beside the rule's temporaries
@@ -81,9 +96,13 @@ class Updates:
                 self._under_way.pop(one.block.index, None)
             raise
         for block, part, gradients in found:
+            if self._copies.shards is not None:  # which the rule has not seen as tensors of their own
+                increment_version([self._copies.blocks[block].parameters[i] for i in gradients])
             if not self._on_device:
                 state = Value(Kind.OPTIMIZER_STATE, block, part)
-                there = {state} if self._copies.has(state, Tier.DEVICE) else set()  # not if none of it has a gradient
+                there = (
+                    {state} if self._copies.has(state, self._copies.near) else set()
+                )  # not if none of it has a gradient
                 self._copies.dirty |= {Value(Kind.PARAMETERS, block), *there}
             if self.eager and block not in self._under_way and block not in self.pinned:
                 self._gradients.stepped(block, gradients)
@@ -95,7 +114,7 @@ class Updates:
 
     def now(self, block: int) -> None:
         """All that a schedule does for the updates of a block, at once."""
-        self._loans.bring(Value(Kind.PARAMETERS, block))
+        self._loans.bring_near(Value(Kind.PARAMETERS, block))
         first = self._under_way[block][0] if block in self._under_way else 0
         for part in range(first, self._copies.blocks[block].updates):
             state = Value(Kind.OPTIMIZER_STATE, block, part)
@@ -125,7 +144,7 @@ class Updates:
         if part == 0:
             self._under_way.pop(block, None)
             eager = self.eager and block not in self.pinned
-            found = self._gradients.hooked(block) if eager else self._gradients.at_step(block)
+            found = self._gradients.in_backward(block) if eager else self._gradients.at_step(block)
         else:
             due, found = self._under_way.pop(block, (part, {}))
             assert due == part, f"part {due} of block {block} was to be updated, not {part}"
@@ -134,6 +153,10 @@ class Updates:
         if last:
             self.done.add(block)
         return found
+
+    def _shard(self, block: int) -> torch.Tensor | None:
+        copies = self._copies
+        return None if copies.shards is None else copies.region(Value(Kind.PARAMETERS, block), copies.near).memory
 
     def _used(self, found: Iterable[tuple[int, int, Found]]) -> list[Region]:
         return [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]
@@ -144,11 +167,11 @@ class Updates:
         if not this.nbytes_of(state.kind, part):  # no state, or that of parameters without elements
             nothing = torch.empty(0, dtype=torch.uint8, device=copies.device)
             return this.state_parts[part].views(nothing) if this.state_parts else []
-        made = copies.has(state, Tier.DEVICE)
+        made = copies.has(state, copies.near)
         if not made and copies.holds(state, copies.home_of(state)):  # a plan did not know of its home
-            copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+            copies.copy_now(state, copies.home_of(state), copies.near)
             made = True
-        region = copies.region(state, Tier.DEVICE)
+        region = copies.region(state, copies.near)
         if not made:
             copies.engine.compute_begins([region])
         return self.state_views(block, part, region.memory)
@@ -156,14 +179,14 @@ class Updates:
     def _bring(self, state: Value) -> bool:
         """Let a part of the state come, if it is not there and there is one; returns whether it is to go home again."""
         copies = self._copies
-        for tier in (Tier.HOST, Tier.DEVICE):
+        for tier in (Tier.HOST, copies.near):
             copies.wait(state, tier)
-        if copies.tier_of(state) is Tier.DEVICE or copies.has(state, Tier.DEVICE):
+        if copies.tier_of(state) is copies.near or copies.has(state, copies.near):
             return False
         if not copies.blocks[state.index].nbytes_of(state.kind, state.part):
             return False
         if copies.holds(state, copies.home_of(state)):
-            copies.copy_now(state, copies.home_of(state), Tier.DEVICE)
+            copies.copy_now(state, copies.home_of(state), copies.near)
         else:
             copies.reserve(state, below=True)
         return True
@@ -171,5 +194,5 @@ class Updates:
     def _send_home(self, state: Value) -> None:
         copies = self._copies
         if state in copies.dirty:
-            copies.copy_now(state, Tier.DEVICE, copies.home_of(state))
-        copies.release(state, Tier.DEVICE)
+            copies.copy_now(state, copies.near, copies.home_of(state))
+        copies.release(state, copies.near)

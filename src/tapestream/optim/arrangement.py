@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from tapestream.errors import InputError
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.handle import Handle
-from tapestream.optim.parts import Member, part_limits, passed_nbytes, state_parts
+from tapestream.optim.parts import Member, part_limits, passed_nbytes, shard_parts, state_parts
 from tapestream.optim.rule import Rule
 from tapestream.optim.showing import Showing
 from tapestream.optim.state import StateShape
 from tapestream.optim.tried import Group, Tried
-from tapestream.storage.blocks import StatePart
+from tapestream.storage.blocks import ParameterBlock, StatePart
 
 
 class Arrangement:
@@ -139,11 +140,24 @@ class Arrangement:
         """The parts of every block for a limit of their bytes."""
         cut = []
         for block, members in zip(self._handle.store.blocks, self._members, strict=True):
+            if block.share.ranks > 1:
+                self._check_elementwise(block, members)
+                cut.append(shard_parts(block, members, limit, together=self._together))
+                continue
             large = [one for one in members if limit is not None and one.nbytes > limit]
             divisible = {one.number for one in large if self._tried.may_be_cut(block.parameters[one.number])}
             members = [replace(one, divisible=one.number in divisible) for one in members]
             cut.append(state_parts(members, limit, together=self._together))
         return cut
+
+    def _check_elementwise(self, block: ParameterBlock, members: Sequence[Member]) -> None:
+        whole = [one for one in members if not self._tried.may_be_cut(block.parameters[one.number])]
+        if whole:
+            raise InputError(
+                f"this optimizer looks at tensors of {list(whole[0].shape)} as wholes, but with peers=ts.Peers("
+                "shard=True) each rank updates a part of them; use one that treats every number by itself (AdamW, SGD, "
+                "Adagrad, Lion), or ts.Peers() with a copy on each rank"
+            )
 
     @property
     def _together(self) -> bool:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tapestream.optim.state import StateShape
-from tapestream.storage.blocks import Piece, StatePart
+from tapestream.storage.blocks import ParameterBlock, Piece, StatePart
 from tapestream.storage.layout import Layout
+from tapestream.storage.transfer import round_up
 
 LEAST_PART_NBYTES = 2**20  # smaller copies cost more in latency than they spare in memory
 _SHARE = 16  # of the device budget, at most one in so many bytes is a part
@@ -104,7 +105,53 @@ def _pieces(member: Member, limit_nbytes: int | None) -> Iterator[tuple[Member, 
     length = -(-elements // (count * GRAIN)) * GRAIN
     for start in range(0, elements, length):
         stop = min(elements, start + length)
-        yield member, Piece(member.number, start, stop, whole=stop - start == elements)
+        yield member, Piece(member.number, start, stop, whole=stop - start == elements, first=start == 0)
+
+
+def shard_parts(
+    block: ParameterBlock, members: Sequence[Member], limit_nbytes: int | None, *, together: bool = False
+) -> tuple[StatePart, ...]:
+    """The same of the state of a block's shard: runs of its bytes, as many and with as much room on every rank, whose
+    plans are one. A parameter of which the rank has nothing is a piece without elements, so that what counts its steps
+    is the same on all."""
+    if not members:
+        return ()
+    own = block.layout.nbytes // block.share.ranks
+    state = -(-sum(one.nbytes for one in members) // block.share.ranks)
+    count = 1 if limit_nbytes is None else max(1, min(_MOST, -(-state // limit_nbytes)))
+    length = round_up(-(-own // count))
+    every = [
+        [_part(pieces, together) for pieces in _shard_pieces(block, members, rank * own, own, length)]
+        for rank in range(block.share.ranks)
+    ]
+    return tuple(_with_room_for(mine, [parts[k] for parts in every]) for k, mine in enumerate(every[block.share.rank]))
+
+
+def _shard_pieces(
+    block: ParameterBlock, members: Sequence[Member], first: int, nbytes: int, length: int
+) -> list[list[tuple[Member, Piece]]]:
+    """By part, what ``length`` bytes each of the shard that begins at byte ``first`` have of every parameter."""
+    found: list[list[tuple[Member, Piece]]] = []
+    seen: set[int] = set()
+    for start in range(first, first + nbytes, length):
+        spans = block.layout.within(start, min(start + length, first + nbytes))
+        there = {block.trained[at]: span for at, span in spans.items()}
+        found.append([])
+        for one in members:
+            if one.number in there:
+                a, b = there[one.number]
+                whole = b - a == one.elements
+                found[-1].append((one, Piece(one.number, a, b, whole=whole, first=one.number not in seen)))
+                seen.add(one.number)
+    absent = [(one, Piece(one.number, 0, 0, whole=not one.elements)) for one in members if one.number not in seen]
+    found[0] += absent
+    return found
+
+
+def _with_room_for(part: StatePart, alike: Sequence[StatePart]) -> StatePart:
+    nbytes, extra = max(one.nbytes for one in alike), max(one.extra_nbytes for one in alike)
+    layout = part.layout or Layout((), (), (), 0)
+    return replace(part, layout=replace(layout, nbytes=nbytes) if nbytes else None, extra_nbytes=extra)
 
 
 def _part(pieces: Sequence[tuple[Member, Piece]], together: bool) -> StatePart:
@@ -127,7 +174,9 @@ def _extra_nbytes(pieces: Sequence[tuple[Member, Piece]], together: bool, part_n
     casts = [_share(member, piece, member.cast_nbytes) for member, piece in pieces]
     own = [_share(member, piece, member.rule_nbytes) for member, piece in pieces]
     steps = [_share(member, piece, member.step_nbytes) for member, piece in pieces]
-    ever = sum(steps) if together else max(b + n for b, n in zip((0, *own), steps, strict=False))
+    ever = sum(steps) if together or not steps else max(b + n for b, n in zip((0, *own), steps, strict=False))
+    if not pieces:
+        return 0
     largest, *others = sorted(pieces, key=lambda pair: -pair[1].elements)
     made = [_share(member, piece, member.first_nbytes) for member, piece in others]
     alone = max(_share(*largest, largest[0].state.nbytes), _share(*largest, largest[0].first_nbytes) - part_nbytes)

@@ -133,13 +133,10 @@ class Rule:
     def _entries(self, update: PartUpdate) -> list[_Entry]:
         block, part, found, places = update.block, update.part, list[_Entry](), _Places(update)
         for number, piece in enumerate(() if part is None else part.pieces):
-            parameter, gradient = block.parameters[piece.number], update.gradients.get(piece.number)
+            parameter = block.parameters[piece.number]
             key = id(parameter), piece.start
-            if gradient is not None and key[0] in self._group_of:
-                stride = block.strides[piece.number]
-                # Another tensor over the same bytes: the parameter's own .grad, which may lie on another device, is
-                # left alone.
-                own, given = piece.of(parameter.detach(), stride), piece.of(gradient, stride)
+            if piece.number in update.gradients and key[0] in self._group_of:
+                own, given = update.tensors(piece)
                 found.append(_Entry(parameter, key, number, piece, own, given, places))
         return found
 
@@ -202,7 +199,7 @@ class Rule:
         key, piece = id(entry.parameter), entry.piece
         if piece.whole:
             return self.scalars[key]
-        if piece.start == 0:
+        if piece.first:
             self._before[key] = copy.deepcopy(self.scalars[key])
             return self.scalars[key]
         return copy.deepcopy(self._before[key])
@@ -223,7 +220,7 @@ class Rule:
                         "size: make it yourself, of all parameters, its state in memory, or use another, such as AdamW"
                     )
                 view.copy_(value)
-        if entry.piece.start:
+        if not entry.piece.first:
             return
         known = self.scalars.get(id(entry.parameter))
         if known is None or known.keys() != scalars.keys() or any(known[k] is not v for k, v in scalars.items()):

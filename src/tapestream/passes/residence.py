@@ -1,9 +1,11 @@
-"""Which block values a schedule leaves on the device, and when."""
+"""Which block values a schedule leaves on the device, and when: whole, or their shards."""
 
 from tapestream.costs import Profile
 from tapestream.ir import Free, Kind, Offload, Phase, PhaseKind, Prefetch, Schedule, Tier, Value
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
+
+_ON_DEVICE = (Tier.DEVICE, Tier.SHARD)
 
 
 def resident_of(schedule: Schedule, profile: Profile, update: UpdateMode, found: frozenset[Value]) -> frozenset[Value]:
@@ -11,7 +13,8 @@ def resident_of(schedule: Schedule, profile: Profile, update: UpdateMode, found:
     sends home."""
     there = {value for value in found if value.kind is not Kind.GRADIENT}
     if update != "backward":
-        sent = {a.value for a in schedule if isinstance(a, Offload) and a.value.kind is Kind.GRADIENT}
+        home = (a.value for a in schedule if isinstance(a, Offload) and a.target not in _ON_DEVICE)
+        sent = {value for value in home if value.kind is Kind.GRADIENT}
         trained = (Value(Kind.GRADIENT, b) for b, cost in enumerate(profile.blocks) if cost.gradient_nbytes)
         there.update(value for value in trained if value not in sent)
     return frozenset(there)
@@ -19,12 +22,14 @@ def resident_of(schedule: Schedule, profile: Profile, update: UpdateMode, found:
 
 def staying_of(schedule: Schedule) -> frozenset[Value]:
     """Block values that are on the device throughout: between steps too."""
-    return at_start(schedule) - {a.value for a in schedule if isinstance(a, Free) and a.tier is Tier.DEVICE}
+    there = frozenset(pair for pair in schedule.resident if pair[1] in _ON_DEVICE)
+    left = there - {(action.value, action.tier) for action in schedule if isinstance(action, Free)}
+    return frozenset(value for value, _ in left)
 
 
 def at_start(schedule: Schedule) -> frozenset[Value]:
     """Block values that are on the device when a step begins, and when it ends."""
-    return frozenset(value for value, tier in schedule.resident if tier is Tier.DEVICE)
+    return frozenset(value for value, tier in schedule.resident if tier in _ON_DEVICE)
 
 
 def ever_on_disk(schedule: Schedule) -> frozenset[Value]:
@@ -36,18 +41,18 @@ def ever_on_disk(schedule: Schedule) -> frozenset[Value]:
 
 def at_step_of(schedule: Schedule) -> frozenset[Value]:
     """Block values that are on the device when the step phase begins; without one, when the schedule ends."""
-    there = set(at_start(schedule))
+    there = {pair for pair in schedule.resident if pair[1] in _ON_DEVICE}
     for action in schedule:
         match action:
-            case Prefetch(value, _, Tier.DEVICE) if not value.kind.by_stage:  # saved tensors go with their backward
-                there.add(value)
-            case Free(value, Tier.DEVICE):
-                there.discard(value)
+            case Prefetch(value, _, tier) if tier in _ON_DEVICE and not value.kind.by_stage:  # saved go with backwards
+                there.add((value, tier))
+            case Free(value, tier):
+                there.discard((value, tier))
             case Phase(PhaseKind.STEP):
                 break
             case _:
                 pass
-    return frozenset(there)
+    return frozenset(value for value, _ in there)
 
 
 def idle_nbytes(schedule: Schedule, profile: Profile, update: UpdateMode) -> int:

@@ -79,6 +79,16 @@ class Agreement:
             raise InputError(f"ranks do different things: {others}; every rank must make the same calls, in order")
         return [found for _, _, found in every]
 
+    def agree(self, what: str, document: Any) -> None:
+        """Say the same as every other rank. Raises as `told`, and InputError, on every rank, where documents differ."""
+        every = self.told(what, document)
+        if any(one != every[0] for one in every):
+            raise differing(f"ranks {what}, and what they came with does", every)
+
+    def least(self, what: str, number: int) -> int:
+        """The least that any rank says. Raises as `told`."""
+        return int(min(self.told(what, number)))
+
     def same(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Let these be rank 0's on every rank, one after the other by way of ``device``. Raises StorageError."""
         first = torch.distributed.get_global_rank(self.group, 0)

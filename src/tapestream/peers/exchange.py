@@ -25,7 +25,7 @@ class Exchange:
         self, agreement: Agreement, gradients: str, device: torch.device, most: int, state: Callable[[], bytes]
     ) -> None:
         self.agreement, self._device, self._state = agreement, device, state
-        self._scale = 1.0 / agreement.size if gradients == "mean" else 1.0
+        self.scale = 1.0 / agreement.size if gradients == "mean" else 1.0
         self._words = -(-max(1, most) // _WORD)
         self._summed: set[int] = set()
         self._memory: Tensor | None = None
@@ -73,12 +73,16 @@ class Exchange:
         """See `Sharing`."""
         self._summed.clear()
 
+    def givers(self, number: int) -> list[int]:
+        """See `Sharing`."""
+        return [rank for rank, has in enumerate(self._has) if number < len(has) and has[number]]
+
     def sum(
         self, parameters: Sequence[Tensor], fresh: Mapping[int, Tensor], earlier: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """See `Sharing`."""
         found: dict[int, Tensor] = {}
-        numbers = [i for i in range(len(parameters)) if i in earlier or any(i < len(h) and h[i] for h in self._has)]
+        numbers = [i for i in range(len(parameters)) if i in earlier or self.givers(i)]
         with torch.no_grad():
             for some in _buckets(parameters, numbers):
                 self._sum_some(parameters, some, fresh, earlier, found)
@@ -104,10 +108,10 @@ class Exchange:
         for i, (start, length) in zip(some, spans, strict=True):
             if i in fresh:  # what lies elsewhere in it is sent, and added to nothing
                 own = mine[start : start + length].copy_(fresh[i].reshape(-1))
-                if self._scale != 1.0:
-                    own.mul_(self._scale)
+                if self.scale != 1.0:
+                    own.mul_(self.scale)
         wanted = (
-            (start, start + length, [r for r, has in enumerate(self._has) if i < len(has) and has[i]], earlier.get(i))
+            (start, start + length, self.givers(i), earlier.get(i))
             for i, (start, length) in zip(some, spans, strict=True)
         )
         sum_spans(self.agreement, "came to a sum of gradients", mine, came, total, wanted)

@@ -20,10 +20,15 @@ class Peers:
     ``gradients``: "mean" multiplies each rank's gradient by 1/N before it is added, as DistributedDataParallel does;
     "sum" does not. They are added in the order of ranks, micro-batch after micro-batch: the bits that one process
     accumulates that runs the same micro-batches in this order.
+
+    ``shard``: of N ranks, each keeps 1/N of the bytes of blocks, of their gradients and of their optimizer's state
+    below the device, and reads and writes no more than that (as FSDP2 and ZeRO-3 do); blocks are gathered on the device
+    while they run. Else each has a copy of all.
     """
 
     group: Group | None = None
     gradients: Literal["mean", "sum"] = "mean"
+    shard: bool = False
 
     def __post_init__(self) -> None:
         if self.gradients not in _WAYS:
@@ -35,7 +40,7 @@ class Peers:
         found = Agreement.of(self.group)
         if found is None:
             return None
-        mine = [f"gradients={self.gradients!r}", *looks]
+        mine = [f"gradients={self.gradients!r}", f"shard={self.shard!r}", *looks]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         if len(set(found.told("streamed a model", digest))) > 1:
             lines = zip_longest(*found.told("compared models", mine), fillvalue="nothing")

@@ -8,7 +8,7 @@ moves the same bytes as a ring does.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -173,11 +173,12 @@ def part_of(elements: int, ranks: int) -> int:
     return padded(-(-elements // ranks))
 
 
-def gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
-    """Every rank's ``part`` into ``whole``, by the name that this PyTorch has for it."""
+def gather_into(whole: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> Any:
+    """Every rank's ``part`` into ``whole``, by the name that this PyTorch has for it; with ``async_op`` what to wait
+    for."""
     distributed = torch.distributed
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(as_bytes(whole), as_bytes(part), group=group)
+    return gather(as_bytes(whole), as_bytes(part), group=group, async_op=async_op)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

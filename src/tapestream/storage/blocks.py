@@ -14,12 +14,14 @@ from tapestream.storage.transfer import ALIGNMENT
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements ``start`` to ``stop`` of parameter ``number`` of a block, in the order in which they lie in memory;
-    ``whole``: that is all of them."""
+    ``whole``: that is all of them; ``first``: of those of this parameter that are updated here, the one with which
+    counters of steps go on."""
 
     number: int
     start: int
     stop: int
     whole: bool = True
+    first: bool = True
 
     @property
     def elements(self) -> int:
@@ -55,6 +57,20 @@ class StatePart:
         return [] if self.layout is None else self.layout.views(memory)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this process, ``rank`` of ``ranks``, keeps of every parameter block below the device: one of as many equal
+    parts of its bytes, the block's shard."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, nbytes: int) -> tuple[int, int]:
+        """The first of these bytes that are the shard's, and the one behind the last."""
+        part = nbytes // self.ranks
+        return self.rank * part, (self.rank + 1) * part
+
+
 @dataclass(slots=True, eq=False)
 class ParameterBlock:
     """Block ``index``: Parameter objects keep their identity; only what ``.data`` shows changes.
@@ -62,7 +78,8 @@ class ParameterBlock:
     PARAMETERS holds those numbered ``trained``: those that take gradients, or all where none does; ``layout`` is that
     of GRADIENT too. BUFFERS holds the others, ``frozen``, which no update changes, so that they are never written
     back and have no bytes of gradients. ``state_parts``: the optimizer's state and what each part of it covers.
-    ``unit``: the bytes of parameters and gradients are multiples of it, as direct transfers need.
+    ``unit``: the bytes of parameters and gradients, and of their shards, are multiples of it, as direct transfers need.
+    ``share``: which shard is this process's own. Optimizer state is that of the shard.
     """
 
     index: int
@@ -74,6 +91,7 @@ class ParameterBlock:
     strides: tuple[tuple[int, ...], ...] = field(init=False)
     state_parts: tuple[StatePart, ...] = ()
     unit: int = ALIGNMENT
+    share: Share = Share()
     _once: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -84,8 +102,9 @@ class ParameterBlock:
         """Lay out what takes gradients now, or has taken some, apart from what never did."""
         self._once |= {i for i, p in enumerate(self.parameters) if p.requires_grad}
         self.trained, self.frozen = divided([i in self._once for i in range(len(self.parameters))])
+        unit = self.unit * self.share.ranks
         self.layout, self.frozen_layout = (
-            Layout.of(((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers), self.unit)
+            Layout.of(((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers), unit)
             for numbers in (self.trained, self.frozen)
         )
 
@@ -115,7 +134,7 @@ class ParameterBlock:
         return max(1, len(self.state_parts))
 
     def nbytes_of(self, kind: Kind, part: int = 0) -> int:
-        """Bytes of one of its values."""
+        """Bytes of one of its values, whole; of the state, of what this process has."""
         match kind:
             case Kind.OPTIMIZER_STATE:
                 return self.state_parts[part].nbytes if self.state_parts else 0
@@ -123,6 +142,11 @@ class ParameterBlock:
                 return self.frozen_layout.nbytes
             case _:
                 return self.layout.nbytes
+
+    def shard_nbytes_of(self, kind: Kind, part: int = 0) -> int:
+        """The same of what this process has of it below the device."""
+        nbytes = self.nbytes_of(kind, part)
+        return nbytes if kind is Kind.OPTIMIZER_STATE else nbytes // self.share.ranks
 
     def views(self, memory: torch.Tensor, kind: Kind = Kind.PARAMETERS) -> dict[int, torch.Tensor]:
         """By number, tensors of the parameters' shapes and strides over the bytes of a value; gradients lie like
@@ -132,6 +156,37 @@ class ParameterBlock:
             i: view if view.stride() == self.strides[i] else view.as_strided(view.shape, self.strides[i])
             for i, view in zip(numbers, layout.views(memory), strict=True)
         }
+
+    def own_elements(self, kind: Kind = Kind.PARAMETERS) -> dict[int, tuple[int, int]]:
+        """By number, which elements of each parameter, in the order in which they lie in memory, are in the shard."""
+        numbers, layout = (self.frozen, self.frozen_layout) if kind is Kind.BUFFERS else (self.trained, self.layout)
+        found = layout.within(*self.share.of(layout.nbytes))
+        return {i: found.get(at, (0, 0)) for at, i in enumerate(numbers)}
+
+    def own(self, memory: torch.Tensor, kind: Kind = Kind.PARAMETERS) -> dict[int, torch.Tensor]:
+        """These elements by number, in one dimension, over the bytes of a shard."""
+        return {
+            i: self.piece_in(memory, Piece(i, start, stop, whole=False), kind)
+            for i, (start, stop) in self.own_elements(kind).items()
+        }
+
+    def piece_in(self, memory: torch.Tensor, piece: Piece, kind: Kind = Kind.PARAMETERS) -> torch.Tensor:
+        """A piece of a parameter that the shard has, over the bytes of the shard: of the parameter's shape where it is
+        whole, in one dimension elsewhere."""
+        numbers, layout = (self.frozen, self.frozen_layout) if kind is Kind.BUFFERS else (self.trained, self.layout)
+        at, (first, _) = numbers.index(piece.number), self.share.of(layout.nbytes)
+        dtype = layout.dtypes[at]
+        start = layout.offsets[at] + piece.start * dtype.itemsize - first if piece.elements else 0
+        flat = memory.narrow(0, start, piece.elements * dtype.itemsize).view(dtype)
+        return flat.as_strided(layout.shapes[at], self.strides[piece.number]) if piece.whole else flat
+
+    def take_own(self, memory: torch.Tensor, tensors: Mapping[int, torch.Tensor], kind: Kind) -> None:
+        """Copy what is the shard's of whole tensors, by number of their parameter, into the bytes of the shard."""
+        spans, own = self.own_elements(kind), self.own(memory, kind)
+        for i, tensor in tensors.items():
+            start, stop = spans[i]
+            if start < stop:
+                own[i].copy_(in_memory_order(tensor.detach(), self.strides[i])[start:stop])
 
     def show(self, views: Mapping[int, torch.Tensor]) -> None:
         """Let parameters' ``.data`` be the view of the same number."""

@@ -55,6 +55,16 @@ class Layout:
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
         ]
 
+    def within(self, first: int, last: int) -> dict[int, tuple[int, int]]:
+        """By number of a tensor, which of its elements, from one to another, lie in bytes ``first`` to ``last``, both
+        multiples of every width of element; those of which none do are left out."""
+        found = {}
+        for number, (shape, dtype, offset) in enumerate(zip(self.shapes, self.dtypes, self.offsets, strict=True)):
+            start, stop = max(first, offset), min(last, offset + math.prod(shape) * dtype.itemsize)
+            if start < stop:
+                found[number] = (start - offset) // dtype.itemsize, (stop - offset) // dtype.itemsize
+        return found
+
 
 def in_memory_order(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """The elements of ``tensor`` in one dimension, in the order in which a dense tensor of these strides holds them: a

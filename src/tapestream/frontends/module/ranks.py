@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapestream.costs import Machine, Profile
 from tapestream.errors import InputError
 from tapestream.executor.blocks import BlockStore
 from tapestream.frontends.module.calls.anchor import hooked
 from tapestream.frontends.module.calls.outside_sums import OutsideSums
+from tapestream.frontends.module.one_plan import OnePlan, Shapes
+from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.peers.agreement import Agreement
+from tapestream.peers.divided import DividedBlocks
 from tapestream.peers.exchange import Exchange, buffers_nbytes, gradients_nbytes
 from tapestream.peers.peers import Peers
 from tapestream.storage.blocks import ParameterBlock
@@ -27,7 +31,12 @@ class Ranks:
     never pass the hooks of DistributedDataParallel.
     """
 
-    def __init__(self, model: nn.Module, store: BlockStore, peers: Peers | None, agreement: Agreement | None) -> None:
+    def __init__(
+        self, model: nn.Module, store: BlockStore, peers: Peers | None, agreement: Agreement | None,
+        divided: DividedBlocks | None = None,
+    ) -> None:  # fmt: skip
+        self.one_plan = None if agreement is None or divided is None else OnePlan(agreement, divided)
+        self.shards = store.copies.shards.share.ranks if store.copies.shards is not None else 1
         self._model, self._store = model, store
         averaging = _averaging()
         self._inside = [m for m in model.modules() if averaging is not None and isinstance(m, averaging)]
@@ -39,6 +48,27 @@ class Ranks:
             store.gradients.sharing = self.exchange
         self.outside = OutsideSums(self.exchange, store)
 
+    # -- where blocks are divided: see `OnePlan` ---------------------------------------------------------------------
+
+    def shapes(self, own: Shapes) -> Shapes:
+        """Those that a plan for every rank's call must serve."""
+        return own if self.one_plan is None else self.one_plan.shapes(own)
+
+    def machine(self, own: Machine) -> Machine:
+        """The slowest of every link on any rank."""
+        return own if self.one_plan is None else self.one_plan.machine(own)
+
+    def profiles(self, own: list[Profile]) -> list[Profile]:
+        """What holds for every rank."""
+        return own if self.one_plan is None else self.one_plan.profiles(own)
+
+    def begin(self, prepared: Prepared) -> None:
+        """A call with these plans begins. Raises InputError, on every rank, where others have other plans."""
+        if self.one_plan is not None:
+            self.one_plan.begin(prepared)
+
+    # -- sums --------------------------------------------------------------------------------------------------------
+
     def _state(self) -> bytes:
         """What must be the same on all ranks when a backward begins."""
         there = (self.outside.earlier.get(id(p), p.grad) is not None for p in self._model.parameters())
@@ -47,7 +77,7 @@ class Ranks:
     def exchanged_nbytes(self) -> list[int]:
         """Device bytes that summing each block's gradients may take beside them: those of a block that this rank has
         left out, as they are summed and as they go home. None in one process."""
-        blocks = [] if self.exchange is None else self._store.blocks
+        blocks = [] if self.exchange is None or self.one_plan is not None else self._store.blocks
         most = max((gradients_nbytes(block.parameters) for block in blocks), default=0)
         return [2 * most for _ in blocks]
 
@@ -55,7 +85,8 @@ class Ranks:
         """Device bytes of the buffers for all sums, those of parameters ``outside`` of blocks too."""
         if self.exchange is None:
             return 0
-        every = (*(block.parameters for block in self._store.blocks), outside)
+        inside = self._store.blocks if self.one_plan is None else []  # of shards, plans know what sums take
+        every = (*(block.parameters for block in inside), outside)
         return buffers_nbytes(every, self.exchange.agreement.size)
 
     def followed(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:

@@ -16,7 +16,6 @@ from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.around import check_around, check_uncovered
-from tapestream.frontends.available import free_nbytes, ranks_here
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.blocks import parts_around
 from tapestream.frontends.module.calls.again import Beginning, UnplannedBlock, cannot_begin_again
@@ -35,6 +34,7 @@ from tapestream.frontends.module.homes.weights import Source
 from tapestream.frontends.module.homes.wide import trains
 from tapestream.frontends.module.observing.left_out import check_called_by_chance
 from tapestream.frontends.module.observing.observe import Observation
+from tapestream.frontends.module.one_plan import found_budget
 from tapestream.frontends.module.plans.batch import batch_of
 from tapestream.frontends.module.plans.prepare import Prepared, prepare, without_results
 from tapestream.frontends.module.plans.terms import Update
@@ -84,26 +84,25 @@ class Streamed:
         tables: Sequence[nn.Embedding] = (),
         peers: Peers | None = None,
     ) -> None:
-        self.model, self.blocks, self.device, self.budget = model, [*blocks, *wide], device, budget
+        self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
         self.parts = parts_around(model, self.blocks)
-        if budget.device_nbytes is None:
-            there = workspaces_nbytes(device)  # counted in plans, and free no more
-            self.budget = budget.with_device(free_nbytes(device, ranks_here() if peers else 1) + there)
+        agreement = None if peers is None else peers.joined(looks_of(model, self.blocks))
+        self.budget = found_budget(budget, device, workspaces_nbytes(device), agreement)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
         self.longest = longest
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
-        agreement = None if peers is None else peers.joined(looks_of(model, self.blocks))
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
-            weights=weights, progress=self.progress, tables=tables, agreement=agreement)  # fmt: skip
+            weights=weights, progress=self.progress, tables=tables, agreement=agreement,
+            shard=peers is not None and peers.shard)  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)
         self.update: Update = None
         self.optimizer: StreamedOptimizer | None = None
-        self._known, self.ranks = Known(model), Ranks(model, self.store, peers, agreement)
+        self._known, self.ranks = Known(model), Ranks(model, self.store, peers, agreement, self.homes.shards)
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self.observation: Observation | None = None
@@ -166,6 +165,7 @@ class Streamed:
         if planned is None:
             return original(*args, **kwargs)
         found, prepared = planned
+        self.ranks.begin(prepared)
         self.store.settle()
         if prepared is not self.last:
             self.homes.reserve(prepared.on_disk)
@@ -226,7 +226,7 @@ class Streamed:
         """Speeds of the links: given, or measured once."""
         if self._machine is None:
             self._machine = self.homes.measured()
-        return self._machine
+        return self.ranks.machine(self._machine)
 
     def replan(self) -> None:
         """Forget all plans: the optimizer, or what is trainable, has changed."""
@@ -261,7 +261,7 @@ class Streamed:
         if self.store.divide_thawed(live=bool(self._live.calls)):
             self.replan()
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
-        kind, shapes = key_of(state, self._mode(), self.device), shapes_of(state)
+        kind, shapes = key_of(state, self._mode(), self.device), self.ranks.shapes(shapes_of(state))
         found, optimizer = self._prepared.find(kind, shapes), self.optimizer
         if optimizer is not None and (found is None or optimizer.behind):
             found = None if optimizer.follow(live=bool(self._live.calls)) else found

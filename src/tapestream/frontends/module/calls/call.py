@@ -92,7 +92,8 @@ class StreamCall:
         root = root_of_graph().view(0)
         blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
         anchor, self._ends = anchored(root, [p for block in blocks for p in block.parameters])
-        self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
         for name, node in self._watched.items():
             node.register_prehook(refusing(name, self._ends[0]))
         return anchor
@@ -172,7 +173,7 @@ class StreamCall:
         self.live.begins(self, cotangents)
         if not self._differentiating and not torch._C._autograd._get_current_graph_task_keep_graph():
             self._differentiating = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _begin(self, segment: int, state: State) -> None:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
@@ -288,20 +289,16 @@ class StreamCall:
         try:
             for interpreter in self.interpreters:
                 if interpreter is not None:
-                    interpreter.finish_backward()
                     self._collect(interpreter)
+                    interpreter.finish_backward()
             self._outside.sum(wanted=all(view.wanted for view in self._views.values()))
         finally:
             self._close(publish=publish)
 
     def _collect(self, interpreter: Interpreter) -> None:
-        """Gradients of blocks whose first stage the backward did not reach."""
+        """Gradients of blocks whose first stage the backward did not reach: the rest of the plan is about them too."""
         for block in self.store.blocks if all(view.wanted for view in self._views.values()) else ():
             self.store.take_gradients(block.index, interpreter.sums)
-
-    def _end(self) -> None:
-        if not self.closed:
-            self._close()
 
     def abort(self) -> None:
         """After an exception: nothing of this call is left."""
@@ -321,6 +318,8 @@ class StreamCall:
         self._close()
 
     def _close(self, *, publish: bool = True) -> None:
+        if self.closed:
+            return
         self.closed = True
         self.live.allocator.ended()
         self.interpreters = [None] * len(self.interpreters)

@@ -197,6 +197,7 @@ class SegmentView:
         self, store: BlockStore, uses: list[int | None], borrowed: Container[int] = (), unread: Container[int] = ()
     ) -> None:
         self._store, self._uses, self._borrowed, self._unread = store, uses, borrowed, unread
+        self.divided = store.copies.shards is not None
         self.wanted = True  # whether the backward at hand asks for gradients of parameters
         self.seeds: Sums = {}
         self._running: int | None = None

@@ -70,7 +70,8 @@ class OutsideSums:
     def sum(self, *, wanted: bool) -> None:
         """A backward that reached the blocks has ended: take part in what the other ranks still sum, then sum these,
         and let all know. ``wanted``: gradients of the blocks' parameters were asked for."""
-        if self.sharing is None or not (wanted or self.earlier):
+        divided = self._store.copies.shards is not None  # plans sum gradients all the same
+        if self.sharing is None or not (wanted or self.earlier or divided):
             return
         own = self._parameters
         fresh = {n: p.grad for n, p in enumerate(own) if id(p) in self.earlier and p.grad is not None}

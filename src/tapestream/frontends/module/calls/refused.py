@@ -50,7 +50,9 @@ def or_split(
         if error.split is not None:  # that of the longest call, for which this one is refused
             raise
         refused = error.to_keep()  # what was observed of the call is dropped before parts of it are
-    text, split = f"{which}{refused.message}", next(_numbers_of_parts(handle, prepare, args, kwargs), None)
+    together = handle.ranks.one_plan is not None  # whose parts may be other ones on other ranks
+    parts = iter(()) if together else _numbers_of_parts(handle, prepare, args, kwargs)
+    text, split = f"{which}{refused.message}", next(parts, None)
     if split is not None:
         text += f". Cut into {split} equal parts, one after the other, it fits"
     raise refused.saying(text, split=split)

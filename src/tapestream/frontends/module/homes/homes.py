@@ -23,8 +23,9 @@ from tapestream.frontends.module.homes.weights import Source, Weights
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.peers.agreement import Agreement
+from tapestream.peers.divided import DividedBlocks
 from tapestream.planning.measure import measure_machine
-from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.blocks import ParameterBlock, Share
 from tapestream.storage.disk import DiskFolder
 from tapestream.storage.heap import free_at_once, keep_freed, scarce
 from tapestream.storage.layout import unit_nbytes
@@ -59,9 +60,11 @@ class Homes:
         progress: Callable[[str, int, int], None],
         tables: Sequence[nn.Embedding] = (),
         agreement: Agreement | None = None,
+        shard: bool = False,
     ) -> None:
         self._path, self._budget, self._agreement = folder, budget, agreement
-        self._host_nbytes = host_limit(budget, ranks_here() if agreement else 1)
+        self._host_nbytes = _host_nbytes(budget, agreement)
+        self.shards = None if agreement is None or not shard else DividedBlocks(agreement, device)
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
@@ -88,7 +91,7 @@ class Homes:
             below = self._check_room(home, groups, blocks, unit)
             maker.outside(device)
             self._let_be_same(parts_outside(model, [*blocks, *tables]), device)
-            self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device)
+            self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device, self.shards)
             self.store.copies.on_disk = below
             undo.callback(self._disown)
             for number, members in enumerate(groups):
@@ -98,9 +101,7 @@ class Homes:
                 maker.block(module, device)
                 self._let_be_same(module.modules(), device)
             maker.tell()
-            for owned in (*(block.parameters for block in self.store.blocks), self.tables.parameters):
-                mark(owned)
-                undo.callback(unmark, owned)
+            self._mark(undo)
             if not _lean(device, home, budget):
                 keep_freed((budget.device_nbytes or 0) if not is_accelerator(device) else 0)
             self._undo = undo.pop_all()
@@ -113,11 +114,20 @@ class Homes:
         undo.callback(pool.close)
         return pool
 
+    def _mark(self, undo: ExitStack) -> None:
+        for owned in (*(block.parameters for block in self.store.blocks), self.tables.parameters):
+            mark(owned)
+            undo.callback(unmark, owned)
+
     def _adopt(self, number: int, modules: Sequence[nn.Module], maker: Maker, unit: int) -> None:
         for module in modules:
             maker.block(module, self.store.device)
         self._let_be_same([m for module in modules for m in module.modules()], self.store.device)
-        self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit))
+        self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit, share=self._share))
+
+    @property
+    def _share(self) -> Share:
+        return Share() if self.shards is None else self.shards.share
 
     def _let_be_same(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         """What these hold is that of the first rank on all."""
@@ -157,7 +167,7 @@ class Homes:
         kinds = (Kind.OPTIMIZER_STATE, Kind.GRADIENT) if gradients else (Kind.OPTIMIZER_STATE,)
         homes, room = self.store.homes, budget.device_nbytes or 0
         total = sum(
-            block.nbytes_of(kind, part)
+            block.shard_nbytes_of(kind, part)
             for kind in kinds
             if homes[kind] is Tier.DISK or kind in homes.overflowing
             for block in self.store.blocks
@@ -172,7 +182,7 @@ class Homes:
     def reserve(self, values: Iterable[Value]) -> None:
         """See that the disk has room for these, so that no step finds it full: bytes that are not there yet are
         reserved, and wait in the pool. Raises BudgetError or StorageError that says what all of them take."""
-        sizes = {value: self.store.blocks[value.index].nbytes_of(value.kind, value.part) for value in values}
+        sizes = {value: self.store.copies.nbytes_in(value, Tier.DISK) for value in values}
         missing = [n for value, n in sizes.items() if n and not self.store.copies.has(value, Tier.DISK)]
         missing.sort(reverse=True)  # small ones fit between large ones
         regions: list[Region] = []
@@ -234,8 +244,8 @@ class Homes:
         inside = [parameters_of([blocks[position] for position in members]) for members in groups]
         if tier is Tier.DEVICE or not inside:
             return frozenset()
-        laid_out = [ParameterBlock(number, found, unit=unit) for number, found in enumerate(inside)]
-        sizes = {Value(kind, b.index): b.nbytes_of(kind) for b in laid_out for kind in b.kinds}
+        laid_out = [ParameterBlock(number, found, unit=unit, share=self._share) for number, found in enumerate(inside)]
+        sizes = {Value(kind, b.index): b.shard_nbytes_of(kind) for b in laid_out for kind in b.kinds}
         below = dict[Value, int]()
         if Kind.PARAMETERS in home.overflowing:
             largest = max(sizes.values())
@@ -258,6 +268,13 @@ class Homes:
     def _disown(self) -> None:
         for block in self.store.blocks:
             self.store.disown(block.index)
+
+
+def _host_nbytes(budget: Budget, agreement: Agreement | None) -> int:
+    """What the host may hold: of several ranks, the least of any, whose plans may be one."""
+    if agreement is None:
+        return host_limit(budget, 1)
+    return agreement.least("looked at its memory", host_limit(budget, ranks_here()))
 
 
 def parts_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

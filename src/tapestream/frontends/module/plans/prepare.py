@@ -137,8 +137,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
 
 def without_results(handle: "Streamed", found: Prepared, known: MutableMapping[object, Prepared]) -> Prepared:
     """``found``, or where calls of its kind find what they return dropped when backward begins, and the plan is not the
-    user's own, plans with that room, which are kept in ``known``."""
-    if not found.returned.dropped or handle.given is not None:
+    user's own nor that of other ranks too, plans with that room, which are kept in ``known``."""
+    if not found.returned.dropped or handle.given is not None or handle.ranks.one_plan is not None:
         return found
     key = id(found), "without results"
     if key not in known:
@@ -312,7 +312,7 @@ def _block_cost(handle: "Streamed", block: ParameterBlock, speed: float) -> Bloc
         gradient_nbytes=gradient,
         optimizer_state_nbytes=state,
         buffers_nbytes=block.frozen_layout.nbytes,
-        update_seconds=(2 * parameters + gradient + 2 * state) / speed,
+        update_seconds=((2 * parameters + gradient) / block.share.ranks + 2 * state) / speed,
         update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
         state_parts=parts,
     )
@@ -338,7 +338,7 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
         [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
-        observed.turn.nbytes, observed.turn.seconds, exchanged=handle.ranks.exchanged_nbytes(),
+        observed.turn.nbytes, observed.turn.seconds, handle.ranks.shards, handle.ranks.exchanged_nbytes(),
     )  # fmt: skip
     found = []
     for number, segment in enumerate(observed.segments):
@@ -346,4 +346,4 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
         stages = list(segment.costs)
         carried = segment.travellers.carried(stages)
         found.append(step.profile(number, stages, segment.initial_nbytes, carried))
-    return found
+    return handle.ranks.profiles(found)

@@ -1,0 +1,129 @@
+"""`DividedBlocks`: the shards of a model's blocks, gathered from all ranks and summed over them."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from tapestream.costs import Link
+from tapestream.costs.profile import SUMMED_AT_ONCE
+from tapestream.executor.sharing import Addends
+from tapestream.peers.agreement import Agreement
+from tapestream.peers.sums import as_bytes, gather_into
+from tapestream.storage.blocks import Share
+
+_SIZES, _TIMES = (4096, 2**21), 5  # bytes of a rank's shard that are gathered to measure how fast that is
+_GATHER, _SUM = "came to the shards of a block", "came to the sum of a block's gradients"
+
+
+class DividedBlocks:
+    """``share``: this rank's. ``moved_nbytes``: what has come from other ranks; ``wait_seconds``: waited for it."""
+
+    def __init__(self, agreement: Agreement, device: torch.device) -> None:
+        self._agreement, self._device = agreement, device
+        self.share = Share(agreement.rank, agreement.size)
+        self.moved_nbytes, self.wait_seconds = 0, 0.0
+
+    def meet(self, what: str, document: object) -> None:
+        """See `Shards`."""
+        self._agreement.agree(what, document)
+
+    def measured(self) -> Link:
+        """The link to other ranks, by gathers of a little and of more; every rank must measure."""
+        little, more = (self._seconds_of(nbytes) for nbytes in _SIZES)
+        moved = (_SIZES[1] - _SIZES[0]) * (self.share.ranks - 1)
+        return Link(moved / max(more - little, 1e-9), little)
+
+    def _seconds_of(self, nbytes: int) -> float:
+        shard = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        whole = torch.empty(nbytes * self.share.ranks, dtype=torch.uint8, device=self._device)
+        seconds = []
+        for _ in range(_TIMES):
+            begin = perf_counter()
+            self.gather(shard, whole).wait()
+            if self._device.type != "cpu":
+                whole[:1].cpu()
+            seconds.append(perf_counter() - begin)
+        self.moved_nbytes, self.wait_seconds = 0, 0.0
+        return median(seconds)
+
+    def gather(self, shard: Tensor, whole: Tensor) -> "Coming":
+        """See `Shards`."""
+        self.moved_nbytes += whole.numel() - shard.numel()
+        begin = lambda: gather_into(whole, shard, self._agreement.group, async_op=True)  # noqa: E731
+        return Coming(self, _GATHER, begin, (whole, shard))
+
+    def sum(self, whole: Tensor, shard: Tensor, addends: Sequence[Addends]) -> "Coming":
+        """See `Shards`. What is larger than is sent at once goes piece by piece, and is there when this returns, but
+        for the last one."""
+        size, part = self.share.ranks, shard.numel()
+        self.moved_nbytes += whole.numel() - part
+        if whole.numel() <= SUMMED_AT_ONCE:
+            return self._begin(whole, shard, 0, addends)
+        length = SUMMED_AT_ONCE // (2 * size) // 4096 * 4096
+        packed = torch.empty(size * length, dtype=torch.uint8, device=whole.device)
+        rows = whole.view(size, part)
+        for first in range(0, part, length):
+            last = min(first + length, part)
+            sent = packed[: size * (last - first)].view(size, last - first).copy_(rows[:, first:last])
+            coming = self._begin(sent.view(-1), shard[first:last], first, addends)
+            if last < part:
+                coming.wait()
+        return coming
+
+    def _begin(self, whole: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> "Coming":
+        came, group = torch.empty_like(whole), self._agreement.group
+        begin = lambda: torch.distributed.all_to_all_single(came, whole, group=group, async_op=True)  # noqa: E731
+        return Coming(self, _SUM, begin, (whole, came), lambda: _add(came, shard, first, addends))
+
+    def waited(self, what: str, work: Callable[[], object]) -> None:
+        """Wait for something, and count the seconds."""
+        start = perf_counter()
+        try:
+            self._agreement.waited(what, work)
+        finally:
+            self.wait_seconds += perf_counter() - start
+
+
+class Coming:
+    """See `Arrival`. ``held``: what must stay until it has come; ``then``: what is done with it."""
+
+    def __init__(
+        self,
+        blocks: DividedBlocks,
+        what: str,
+        begin: Callable[[], torch.distributed.Work],
+        held: tuple[Tensor, ...],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._blocks, self._what, self._held, self._then = blocks, what, held, then
+        with torch.no_grad():
+            self._work = blocks._agreement.waited(what, begin)
+        self._done = False
+
+    def wait(self) -> None:
+        """See `Arrival`."""
+        if self._done:
+            return
+        self._done = True
+        self._blocks.waited(self._what, self._work.wait)
+        if self._then is not None:
+            with torch.no_grad():
+                self._then()
+        self._held, self._then = (), None
+
+
+def _add(came: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> None:
+    """Add up what has come of bytes ``first`` on of each rank's gradients, in the order of ranks."""
+    length = shard.numel()
+    for one in addends:
+        low, high = max(one.first - first, 0), min(one.last - first, length)
+        if low >= high:
+            continue
+        own, begun = shard[low:high].view(one.dtype), one.begun
+        for rank in one.ranks:
+            theirs = as_bytes(came)[rank * length + low : rank * length + high].view(one.dtype)
+            own.add_(theirs) if begun else own.copy_(theirs)
+            begun = True
