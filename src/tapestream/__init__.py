@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tapestream.frontends.module.homes.home import Home
     from tapestream.frontends.module.optimizer import optimizer
     from tapestream.frontends.module.stream import stream, unstream
+    from tapestream.frontends.module.whole import whole
     from tapestream.frontends.plan import plan, report, verify
     from tapestream.frontends.program.program import Program
     from tapestream.frontends.saving.save import load, save
@@ -61,6 +62,7 @@ _HOMES = {
     "stream": "tapestream.frontends.module.stream",
     "sum_over_ranks": "tapestream.peers.sums",
     "unstream": "tapestream.frontends.module.stream",
+    "whole": "tapestream.frontends.module.whole",
     "plan": "tapestream.frontends.plan",
     "report": "tapestream.frontends.plan",
     "verify": "tapestream.frontends.plan",
@@ -120,6 +122,7 @@ __all__ = [
     "track_memory",
     "unstream",
     "verify",
+    "whole",
 ]
 
 if not TYPE_CHECKING:  # for which names that there are not would all be there

@@ -1,20 +1,33 @@
 """`ts.Peers(shard=True)`: the bits of one plain process, of blocks of which each rank keeps a part."""
 
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from several import in_ranks
 from trainings import (
+    OPTIMIZERS,
     TIGHT,
+    batch,
     half_frozen,
     leave_out,
+    made,
     one_process,
     only_outside,
     only_the_last,
+    plainly,
     same_in_all,
     some_use_one,
+    streamed,
     with_sums,
 )
 
 import tapestream as ts
+from tapestream.errors import InputError
+from tapestream.storage.tensor_files import read_tensors
 
 pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
@@ -90,3 +103,131 @@ def test_the_same_on_any_number_of_ranks() -> None:
     which = [((TIGHT, "disk", 4, "adamw"), SUMS)]
     for size in (2, 4):
         same_in_all(size, which, [one_process(1, 4, "adamw")])
+
+
+def reading(rank: int, size: int, folder: str) -> Any:
+    """What is between calls of a model and of its optimizer; and a run that goes on from what another has saved."""
+    with streamed(rank, TIGHT, "disk", **SHARD) as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model)
+        for step in range(2):
+            found.zero_grad()
+            model(batch(step, rank)).backward()
+            found.step()
+        with torch.no_grad():
+            loss = float(model(batch(9, 9)))
+        parameter = model.blocks[1].up.weight
+        refused = []
+        for read in (lambda: parameter.sum(), lambda: parameter.data, model.state_dict, lambda: parameter.grad + 1):
+            try:
+                read()
+            except InputError as error:
+                refused.append(str(error))
+        with ts.whole(model):
+            weights = [hashlib.sha1(v.numpy().tobytes()).hexdigest() for v in model.state_dict().values()]
+            gradient = float(parameter.grad.double().sum())
+        saved = ts.save(folder, model=model, optimizer=found, more={"step": 2})
+        state = found.state_dict()["state"]
+        moments = [float(state[n]["exp_avg"].double().sum()) for n in sorted(state)]
+        for step in range(2, 4):
+            found.zero_grad()
+            model(batch(step, rank)).backward()
+            found.step()
+        with ts.whole(model):
+            last = [hashlib.sha1(v.numpy().tobytes()).hexdigest() for v in model.state_dict().values()]
+    with streamed(rank, TIGHT, "disk", **SHARD) as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model)
+        assert ts.load(folder, model=model, optimizer=found) == {"more": {"step": 2}}
+        for step in range(2, 4):
+            found.zero_grad()
+            model(batch(step, rank)).backward()
+            found.step()
+        with ts.whole(model):
+            again = [hashlib.sha1(v.numpy().tobytes()).hexdigest() for v in model.state_dict().values()]
+    return loss, weights, gradient, moments, refused, str(saved), last == again
+
+
+def plainly_read(folder: str) -> Any:
+    torch.set_num_threads(1)
+    model = made()
+    found = OPTIMIZERS["adamw"](plainly, model)
+    for step in range(2):
+        found.zero_grad()
+        for micro in range(2):
+            (model(batch(step, micro)) * 0.5).backward()
+        found.step()
+    with torch.no_grad():
+        loss = float(model(batch(9, 9)))
+    weights = [hashlib.sha1(v.numpy().tobytes()).hexdigest() for v in model.state_dict().values()]
+    state = found.state_dict()["state"]
+    saved = ts.save(folder, model=model, optimizer=found, more={"step": 2})
+    moments = [float(state[n]["exp_avg"].double().sum()) for n in sorted(state)]
+    return loss, weights, float(model.blocks[1].up.weight.grad.double().sum()), moments, saved
+
+
+def test_whole_tensors_are_read_and_saved_together(tmp_path: Path) -> None:
+    found = in_ranks(2, reading, str(tmp_path / "shards"), seconds=100)
+    loss, weights, gradient, moments, alone = plainly_read(str(tmp_path / "alone"))
+    for one in found:
+        assert isinstance(one, tuple), one
+        assert one[:4] == (loss, weights, gradient, moments)
+        assert len(one[4]) == 4
+        assert all("divided among ranks" in said and "ts.whole(model)" in said for said in one[4])
+        assert one[6]
+    (saved,) = {Path(one[5]) for one in found}
+    for path in sorted(alone.glob("*/*.safetensors")):
+        if path.parent.name != "generators":
+            mine, theirs = (read_tensors(one) for one in (saved / path.relative_to(alone), path))
+            assert mine.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert torch.equal(mine[name], tensor), name
+
+
+# -- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+def alone(rank: int, size: int, how: str) -> Any:
+    """The second rank does something by itself."""
+    budget = TIGHT if how == "budget" and rank else "1MiB"
+    with streamed(rank, budget, "disk", **SHARD) as model:
+        found = OPTIMIZERS["sgd"](ts.optimizer, model)
+        for step in range(2):
+            found.zero_grad()
+            if how == "order" and rank:
+                model.blocks._modules = dict(reversed(model.blocks._modules.items()))
+            if how == "fails" and rank and step:
+                raise ValueError("this rank's own")
+            if how == "kind" and rank:
+                model.eval()
+            model(batch(step, rank)).backward()
+            if how == "evaluates" and rank:
+                with torch.no_grad():
+                    model(batch(step, rank))
+            if how == "reads" and rank:
+                with ts.whole(model):
+                    model.blocks[0].up.weight.sum()
+            if how == "saves" and not rank:
+                ts.save(tempfile.mkdtemp(), model=model)
+            found.step()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("budget", "InputError: ranks followed a plan, and what they came with"),
+        ("order", "InputError: ranks do different things|InputError: ranks came to a block that no plan brings, and"),
+        ("evaluates", "InputError: ranks do different things: rank 0 began step"),
+        ("reads", "InputError: ranks do different things: rank 0 began step"),
+        ("saves", "InputError: ranks do different things: rank 0 began ts.save"),
+        ("kind", "trained"),
+    ],
+)
+def test_what_one_rank_does_alone_is_one_line_on_every_rank(how: str, said: str) -> None:
+    for found in in_ranks(2, alone, how, timeout=20):
+        assert found.startswith(tuple(said.split("|"))), found
+
+
+def test_a_rank_that_fails_ends_the_others_within_the_timeout() -> None:
+    first, second = in_ranks(2, alone, "fails", timeout=4)
+    assert second == "ValueError: this rank's own"
+    assert "not every rank came" in first or "different things" in first, first

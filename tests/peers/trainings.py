@@ -118,10 +118,8 @@ def streamed(rank: int, budget: int | str, home: str, dtype: torch.dtype = torch
         where = {"folder": folder} if home == "disk" else {}
         peers = more.pop("peers", ts.Peers())
         model = ts.stream(model, budget=budget, device="cpu", home=home, peers=peers, **where, **more)
-        try:
-            yield model
-        finally:
-            ts.unstream(model)
+        yield model
+        ts.unstream(model)  # where all ranks have come here
 
 
 def trained(

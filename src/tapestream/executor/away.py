@@ -171,11 +171,17 @@ def _taken(target: AwayParameter | AwayGradient, source: torch.Tensor) -> Any:
     where = target._tapestream_away
     if isinstance(source, AwayParameter | AwayGradient):
         source = source.detach()  # which needs a reader
-    whole = source.detach().expand(target.shape).to(target.dtype)
+    source = torch.as_tensor(source)
+    with torch.no_grad():
+        whole = torch.empty(target.shape, dtype=target.dtype).copy_(source) if _differs(source, target) else source
     where.holder.keep_part(where.value, {where.number: whole})
     if isinstance(target, AwayParameter):
         increment_version(target)  # a call whose backward is to come must not recompute with it
     return target
+
+
+def _differs(source: torch.Tensor, target: torch.Tensor) -> bool:
+    return (source.shape, source.dtype) != (target.shape, target.dtype)
 
 
 def _each(
@@ -206,9 +212,9 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return whole
 
     args, kwargs = pytree.tree_map(opened, (args, kwargs))
+    if name == "detach":
+        return args[0]
     result = func(*args, **kwargs)
-    if name == "__get__" or name == "detach":
-        return result
     for where, whole, version in wholes:
         if whole._version != version:
             where.holder.keep_part(where.value, {where.number: whole})

@@ -70,3 +70,6 @@ class Shards(Protocol):
 
     def sum(self, whole: torch.Tensor, shard: torch.Tensor, addends: Sequence[Addends]) -> Arrival:
         """Begin to add up what ``whole`` has on every rank, of this rank's shard."""
+
+    def complete(self, flat: torch.Tensor) -> None:
+        """Let numbers of other ranks come to where this one has zeros; of each number one rank has it."""

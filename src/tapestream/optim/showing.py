@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ class Showing:
     streamed."""
 
     def __init__(self, store: BlockStore, scalars: Mapping[int, dict[str, Any]]) -> None:
-        self._store, self._scalars = store, scalars
+        self._store, self._scalars, self._shards = store, scalars, store.copies.shards
         self._shown: dict[torch.Tensor, tuple[object, object]] = {}
         # By id of a parameter: its block, and the part and number there of each of its pieces.
         self._where: dict[int, tuple[ParameterBlock, list[tuple[int, int]]]] = {}
@@ -51,7 +52,7 @@ class Showing:
                 scalars, (_, where) = self._scalars.get(id(parameter)), self._where.get(id(parameter), (None, []))
                 if scalars is None or not where:
                     continue
-                source = views[where[0][0]] if len(where) == 1 else self
+                source = views[where[0][0]] if len(where) == 1 and self._shards is None else self
                 shown = self._shown.get(parameter)
                 if not shown or not state.get(parameter) or shown[0] is not scalars or shown[1] is not source:
                     state[parameter] = {**scalars, **self._tensors(parameter, views)}
@@ -89,7 +90,7 @@ class Showing:
         part, number = where[0]
         slots = zip(block.state_parts[part].slots, views[part], strict=False)
         found = {name: view for (at, name), view in slots if at == number}
-        if len(where) == 1:
+        if len(where) == 1 and self._shards is None:
             return found
         return {name: self._in_parts(parameter, name, view.dtype) for name, view in found.items()}
 
@@ -103,7 +104,16 @@ class Showing:
                 for piece, place in zip(pieces, where, strict=True)
             ]
 
-        return StateInParts.over(parameter.shape, block.strides[pieces[0].number], dtype, places)
+        stride = block.strides[pieces[0].number]
+        if self._shards is None:
+            return StateInParts.over(parameter.shape, stride, dtype, places)
+        return StateInParts.over(parameter.shape, stride, dtype, places, partial(self._complete, block.index, name))
+
+    def _complete(self, block: int, name: str, flat: torch.Tensor) -> None:
+        """Let what other ranks have of one tensor of state come to where it is missing; every rank must read it."""
+        assert self._shards is not None
+        self._shards.meet(f"came to read {name!r} of an optimizer's state", block)
+        self._shards.complete(flat)
 
     def _slots(self, block: ParameterBlock, part: int, number: int) -> dict[str, torch.Tensor]:
         """The state of one piece, where it lives."""

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tapestream.errors import InputError
 from tapestream.storage.layout import in_memory_order
 
 Places = Callable[[], Sequence[tuple[slice, torch.Tensor]]]
-"""Where the state lies now: ranges of its elements, in memory order, and the bytes of each."""
+"""Where the state lies now: ranges of its elements, in memory order, and the bytes of each; of all, of its shape."""
 
 
 class StateInParts(torch.Tensor):
@@ -25,23 +26,33 @@ class StateInParts(torch.Tensor):
     pieces: Callable[[], list[torch.Tensor]] | None = None  # that follow each other, if it lies in row-major order
 
     @staticmethod
-    def over(shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, places: Places) -> "StateInParts":
-        """The tensor of this shape whose elements lie at ``places``; ``stride``: of a dense tensor in that order."""
+    def over(
+        shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, places: Places,
+        complete: Callable[[torch.Tensor], None] | None = None,
+    ) -> "StateInParts":  # fmt: skip
+        """The tensor of this shape whose elements lie at ``places``; ``stride``: of a dense tensor in that order.
+        ``complete``: brings those that lie in other processes to where there are zeros."""
 
         def whole_in(flat: torch.Tensor) -> torch.Tensor:
+            if complete is not None:
+                flat.zero_()
             for where, view in places():
-                flat[where].copy_(view)
+                flat[where].copy_(view if view.dim() == 1 else in_memory_order(view, stride))
+            if complete is not None:
+                complete(flat)
             return flat.as_strided(shape, stride)
 
         def write(value: torch.Tensor) -> None:
             flat = in_memory_order(value, stride)
             for where, view in places():
-                view.copy_(flat[where])
+                view.copy_(flat[where] if view.dim() == 1 else flat[where].as_strided(shape, stride))
 
         made = _made(shape, dtype, lambda: whole_in(torch.empty(shape.numel(), dtype=dtype, device="cpu")), write)
         made.whole_in = whole_in
-        in_rows = tuple(stride) == made.stride()
-        made.pieces = (lambda: [view for _, view in places()]) if in_rows else None
+        if complete is not None:
+            made.pieces = lambda: [made.read().contiguous()]
+        elif tuple(stride) == made.stride():
+            made.pieces = lambda: [view for _, view in places()]
         return made
 
     @classmethod
@@ -99,6 +110,21 @@ class StateInParts(torch.Tensor):
     def tolist(self) -> Any:
         """Of the whole."""
         return self.read().tolist()
+
+
+def read_when_asked(shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> StateInParts:
+    """A tensor that ``read()`` gives whenever it is read, and nobody writes into."""
+
+    def whole_in(flat: torch.Tensor) -> torch.Tensor:
+        found = read()
+        return flat.view(found.shape).copy_(found)
+
+    def write(_: torch.Tensor) -> None:
+        raise InputError("a tensor that is divided among ranks can be read here, and not be written into")
+
+    made = _made(shape, dtype, read, write)
+    made.whole_in, made.pieces = whole_in, lambda: [read().contiguous()]
+    return made
 
 
 def _made(

@@ -54,7 +54,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
                 f"master={master!r} was asked for; it is 'auto' (fp32 masters for 16-bit parameters) or None"
             )
         handle.check_idle("ts.optimizer()")
-        self._handle, self._class = handle, optimizer_class
+        self._handle, self._class, self.model = handle, optimizer_class, handle.model
         listed = as_groups(groups)
         small = template(optimizer_class, listed, options)
         filled = [{**made, "params": given["params"]} for made, given in zip(small.param_groups, listed, strict=True)]

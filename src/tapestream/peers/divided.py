@@ -16,6 +16,7 @@ from tapestream.storage.blocks import Share
 
 _SIZES, _TIMES = (4096, 2**21), 5  # bytes of a rank's shard that are gathered to measure how fast that is
 _GATHER, _SUM = "came to the shards of a block", "came to the sum of a block's gradients"
+_STATE = "came to an optimizer's state"
 
 
 class DividedBlocks:
@@ -72,6 +73,13 @@ class DividedBlocks:
             if last < part:
                 coming.wait()
         return coming
+
+    def complete(self, flat: Tensor) -> None:
+        """See `Shards`. Bytes are added, of which all but one are zero."""
+        there = as_bytes(flat).to(self._device)
+        self.waited(_STATE, lambda: torch.distributed.all_reduce(there, group=self._agreement.group))
+        if there.data_ptr() != flat.data_ptr():
+            as_bytes(flat).copy_(there)
 
     def _begin(self, whole: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> "Coming":
         came, group = torch.empty_like(whole), self._agreement.group

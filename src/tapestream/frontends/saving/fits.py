@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tapestream.errors import InputError, StorageError
 from tapestream.frontends.saving.manifest import MANIFEST
-from tapestream.frontends.saving.state import in_other_groups, is_stateful, state_of
+from tapestream.frontends.saving.state import in_other_groups, is_stateful
+from tapestream.frontends.saving.together import state_to_save
 from tapestream.frontends.saving.tree import MALFORMED
 from tapestream.optim.streamed import StreamedOptimizer
 
@@ -92,7 +93,7 @@ def _names_of(cls: type[Any]) -> list[str]:
 
 
 def _check_module(name: str, part: nn.Module, tree: Mapping[str, Any], folder: Path) -> None:
-    mine = state_of(part)
+    mine = state_to_save(part)
     if mine.keys() != tree.keys():
         mine = part.state_dict()  # saved from one with a module per layer, perhaps
     here, there = _shapes(mine), _shapes(tree)

@@ -15,7 +15,8 @@ from tapestream.frontends.saving.fits import check_fits, check_given, notes_of
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import GENERATORS, MANIFEST, check_name, read_manifest, write_manifest
 from tapestream.frontends.saving.shards import Place, Shards, write_shards
-from tapestream.frontends.saving.state import is_stateful, only_copies, state_of
+from tapestream.frontends.saving.state import is_stateful, only_copies
+from tapestream.frontends.saving.together import ranks_that_share, saved_together, state_to_save
 from tapestream.frontends.saving.tree import MALFORMED, pack, unpack
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.storage.tensor_files import write_text
@@ -43,6 +44,9 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     order, and those that are conjugated or negated views. If the process is killed at any moment, the last complete
     save is there. Once this save is complete, all but the last ``keep`` are removed.
 
+    Where ranks divide a model's blocks (``Peers(shard=True)``) every rank must save, and the first one writes: what one
+    process would, whole tensors, so that any number of ranks can go on from there.
+
     Raises InputError for what cannot be saved, StorageError if the disk is full (before anything is written) or fails.
     """
     saves = Saves(path)
@@ -53,6 +57,16 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     if not parts:
         raise InputError("save() needs parts by name: model=model, optimizer=optimizer")
     trees, tensors = _packed(parts)
+    ranks = ranks_that_share(parts.values())
+    if ranks is not None:
+        return saved_together(ranks, tensors, lambda: _write(saves, keep, progress, parts, trees, tensors))
+    return _write(saves, keep, progress, parts, trees, tensors)
+
+
+def _write(
+    saves: Saves, keep: int, progress: Progress | None, parts: Mapping[str, Any], trees: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+) -> Path:  # fmt: skip
     total, done = _nbytes(tensors), 0
 
     def written(nbytes: int) -> None:
@@ -135,7 +149,7 @@ def _packed(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
         optimizer = handle_of(part).optimizer if isinstance(part, nn.Module) and is_streamed(part) else part
         if isinstance(optimizer, StreamedOptimizer):
             optimizer.check_stepped("ts.save()")
-    states = {**{name: state_of(part) for name, part in parts.items()}, GENERATORS: generators.states()}
+    states = {**{name: state_to_save(part) for name, part in parts.items()}, GENERATORS: generators.states()}
     packed = {name: pack(state, name) for name, state in states.items()}
     return {name: tree for name, (tree, _) in packed.items()}, {name: found for name, (_, found) in packed.items()}
 

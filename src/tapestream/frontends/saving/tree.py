@@ -92,7 +92,8 @@ class _Packer:
 
     def _named(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         if isinstance(tensor, StateInParts) and tensor.pieces:
-            return self._add(object(), tensor, path)
+            known = "in parts", id(tensor)
+            return self._names[known] if known in self._names else self._add(known, tensor, path)
         if is_lazy(tensor):
             raise InputError(f"{self._place(path)} has no shape yet; call the module once, then save it")
         tensor = tensor.detach()
