@@ -22,6 +22,7 @@ from trainings import (
     same_in_all,
     some_use_one,
     streamed,
+    variants,
     with_sums,
 )
 
@@ -33,6 +34,9 @@ pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
+D, H, K = ts.Tier.DEVICE, ts.Tier.HOST, ts.Tier.DISK
+DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
+TWO_HOPS = ts.Machine(links={(H, D): ts.Link(2e9), (D, H): ts.Link(2e9), (K, H): ts.Link(1e9), (H, K): ts.Link(1e9)})
 SHARD = {"peers": ts.Peers(shard=True)}
 SUMS = {"peers": ts.Peers(gradients="sum", shard=True)}
 
@@ -99,10 +103,24 @@ def test_shared_gradients_and_what_lies_outside_alone() -> None:
 
 
 def test_the_same_on_any_number_of_ranks() -> None:
-    """With gradients summed, not averaged, by ranks that run four micro-batches a step together."""
-    which = [((TIGHT, "disk", 4, "adamw"), SUMS)]
+    """With gradients summed, not averaged, by ranks that run four micro-batches a step together; in sixteen bits
+    through masters, too."""
+    half = {"dtype": torch.bfloat16, "master": "auto", "prepare": leave_out}
+    which = [((TIGHT, "disk", 4, "adamw"), SUMS), ((TIGHT, "disk", 4, "adamw"), SUMS | half)]
+    plainly, through_masters = in_ranks(1, variants, which)[0]
+    assert plainly == one_process(1, 4, "adamw")
     for size in (2, 4):
-        same_in_all(size, which, [one_process(1, 4, "adamw")])
+        same_in_all(size, which, [plainly, through_masters])
+
+
+@pytest.mark.parametrize(
+    ("engine", "home"), [("fake_streams", "host"), ("fake_streams", "disk"), ("adversarial", "disk")]
+)
+def test_every_engine(engine: str, home: str) -> None:
+    """Two that find what is used before it has come, or given away before it was used."""
+    more = {"engine": engine, "machine": TWO_HOPS if engine == "fake_streams" else DIRECT, "prepare": leave_out} | SHARD
+    which = [((TIGHT, home, 4, "adamw", "step"), more), (("1GiB", home, 2, "adamw", "backward"), more)]
+    same_in_all(2, which, [one_process(2, micros, "adamw", prepare=leave_out) for micros in (4, 2)])
 
 
 def reading(rank: int, size: int, folder: str) -> Any:

@@ -30,15 +30,16 @@ def main(how: str, said: str) -> None:
             output_dir=folder, per_device_train_batch_size=2, max_steps=5, max_grad_norm=0.5, logging_steps=1,
             report_to=[], use_cpu=True, save_strategy="no", ddp_backend="gloo", disable_tqdm=True, seed=3,
         )  # fmt: skip
-        if how == "streamed":
-            model = ts.stream(model, budget="4MiB", device="cpu", home="disk", folder=folder, peers=ts.Peers())
+        if how != "plain":
+            peers = ts.Peers(shard=how == "divided")
+            model = ts.stream(model, budget="4MiB", device="cpu", home="disk", folder=folder, peers=peers)
             optimizer: Any = ts.optimizer(model, torch.optim.AdamW, **OPTIONS)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
         data: Any = [{"input_ids": one, "labels": one} for one in tokens]
         trainer = Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
         trainer.train()
-        if how == "streamed":
+        if how != "plain":
             ts.unstream(model)
     steps = [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
     weights = hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

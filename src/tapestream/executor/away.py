@@ -145,7 +145,7 @@ def bring_back(parameter: nn.Parameter) -> None:
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in _QUESTIONS or (name == "__get__" and attribute not in _CONTENTS):
+    if name in _QUESTIONS or (name == "__get__" and attribute not in _CONTENTS) or func is torch.autograd.grad:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     found = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AwayParameter | AwayGradient)]

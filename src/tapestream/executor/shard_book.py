@@ -77,8 +77,8 @@ class ShardBook(GradientBook):
                 high = low + (stop - start) * dtype.itemsize
                 addends.append(Addends(low, high, dtype, ranks, i in earlier))
         self._arrived[block] = self._summed[block] = summed
-        whole, shard = (copies.region(value, tier).memory for tier in (Tier.DEVICE, Tier.SHARD))
-        return copies.others.sum(whole, shard, addends)
+        whole, shard = copies.region(value, Tier.DEVICE), copies.region(value, Tier.SHARD)
+        return copies.used_by(lambda: copies.others.sum(whole.memory, shard.memory, addends), whole, shard)
 
     def at_step(self, block: int) -> Found:
         """This rank's part of the gradients that ``.grad`` stands for."""

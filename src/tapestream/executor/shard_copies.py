@@ -1,6 +1,6 @@
 """`ShardCopies`: copies of blocks that are divided among ranks: shards, and on the device what is gathered of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -29,8 +29,13 @@ class ShardCopies(BlockCopies):
 
     def _copy(self, here: Region, there: Region, target: Tier) -> Ticket | Arrival:
         if target is Tier.DEVICE:
-            return self.others.gather(here.memory, there.memory)
+            return self.used_by(lambda: self.others.gather(here.memory, there.memory), here, there)
         return super()._copy(here, there, target)
+
+    def used_by(self, begin: Callable[[], Arrival], *regions: Region) -> Arrival:
+        """What ``begin()`` begins, which reads or writes regions as compute does that is issued now."""
+        self.engine.compute_begins(regions)
+        return _Using(begin(), self.engine, regions)
 
     def show(self, value: Value, tier: Tier) -> None:
         """See `BlockCopies`."""
@@ -113,3 +118,15 @@ class ShardCopies(BlockCopies):
     def _numbers(self, value: Value) -> tuple[int, ...]:
         block = self.blocks[value.index]
         return block.frozen if value.kind is Kind.BUFFERS else block.trained
+
+
+class _Using:
+    """Something that comes from other ranks, and the regions that it uses until then."""
+
+    def __init__(self, arrival: Arrival, engine: CopyEngine, regions: Sequence[Region]) -> None:
+        self._arrival, self._engine, self._regions = arrival, engine, regions
+
+    def wait(self) -> None:
+        """See `Arrival`."""
+        self._arrival.wait()
+        self._engine.compute_ended(self._regions)
