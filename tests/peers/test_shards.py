@@ -1,13 +1,18 @@
 """`ts.Peers(shard=True)`: the bits of one plain process, of blocks of which each rank keeps a part."""
 
+import copy
 import hashlib
+import io
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from several import in_ranks
+from torch import nn
 from trainings import (
     OPTIMIZERS,
     TIGHT,
@@ -249,3 +254,59 @@ def test_a_rank_that_fails_ends_the_others_within_the_timeout() -> None:
     first, second = in_ranks(2, alone, "fails", timeout=4)
     assert second == "ValueError: this rank's own"
     assert "not every rank came" in first or "different things" in first, first
+
+
+READS: dict[str, Any] = {
+    "sum": lambda p: p.sum(), "data": lambda p: p.data, "detach": lambda p: p.detach(), "item": lambda p: p[0],
+    "iterate": list, "numpy": lambda p: np.asarray(p), "array": lambda p: p.detach().numpy(),
+    "list": lambda p: p.tolist(),
+    "equal": lambda p: torch.equal(p, p), "compare": lambda p: p == 1, "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p]), "product": lambda p: torch.ones(3, len(p)) @ p, "to": lambda p: p.to("cpu"),
+    "cpu": lambda p: p.cpu(), "double": lambda p: p.double(), "copied": lambda p: torch.zeros(p.shape).copy_(p),
+    "as_tensor": lambda p: torch.as_tensor(p) + 1, "pickle": lambda p: torch.save(p, io.BytesIO()),
+    "deepcopy": copy.deepcopy, "clone": lambda p: p.clone(), "view": lambda p: p.view(-1), "T": lambda p: p.T,
+    "foreach": lambda p: torch._foreach_add([p], 1), "init": nn.init.ones_, "add": lambda p: p.add_(1),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, 24), p),
+    "max": lambda p: p.max(), "isnan": lambda p: p.isnan().any(), "contiguous": lambda p: p.contiguous(),
+    "lerp": lambda p: torch.zeros(p.shape).lerp_(p, 0.5), "storage": lambda p: p.untyped_storage(),
+    "numpy_": lambda p: p.numpy(force=True),
+}  # fmt: skip
+
+
+def read_alone(rank: int, size: int) -> list[str]:
+    """What was not refused of all that reads a parameter, or its gradient, that is away."""
+    passed = []
+    with streamed(rank, "1GiB", "disk", **SHARD) as model:
+        model(batch(0, rank)).backward()
+        parameter = model.blocks[1].up.weight
+        for name, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
+            assert tensor.shape == (96, 24)
+            assert torch.zeros_like(tensor).stride() == (24, 1)
+            assert "divided among ranks" in repr(tensor)
+            with warnings.catch_warnings():  # what PyTorch asks no class about gives no numbers
+                warnings.simplefilter("ignore", UserWarning)
+                assert torch.tensor(tensor).isnan().all()
+                assert torch.empty(0).set_(tensor).isnan().all()
+            for how, read in READS.items():
+                try:
+                    with torch.no_grad(), warnings.catch_warnings():
+                        warnings.simplefilter("ignore", UserWarning)
+                        read(tensor)
+                    passed.append(f"{name}: {how}")
+                except InputError as error:
+                    if "ts.whole(model)" not in str(error):
+                        passed.append(f"{name}: {how} says {error}")
+        with ts.whole(model):
+            assert torch.equal(copy.deepcopy(parameter), parameter.detach())
+            with torch.no_grad():
+                parameter.add_(1)
+            added = parameter.detach().clone()
+        with ts.whole(model):
+            assert torch.equal(parameter.detach(), added)
+    assert torch.equal(parameter.detach(), added)
+    return passed
+
+
+def test_nothing_reads_what_is_away_without_a_word() -> None:
+    assert in_ranks(2, read_alone) == [[], []]

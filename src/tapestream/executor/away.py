@@ -23,7 +23,15 @@ _QUESTIONS = frozenset(
     "retain_grad", "is_shared", "is_pinned", "type", "is_inference")
 )  # fmt: skip
 _CONTENTS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes that give numbers
-_SCALING = frozenset(("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_"))
+_LOOKS = frozenset(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_tensor")
+)  # fmt: skip
+_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
+_NUMBER_BY_NUMBER = frozenset(
+    ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_", "clamp_", "clip_", "nan_to_num_",
+    "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALES)
+)  # fmt: skip
 _NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"))
 
 
@@ -40,6 +48,9 @@ class Holder(Protocol):
 
     def whole(self, value: Value) -> Mapping[int, torch.Tensor]:
         """Whole tensors by number; every rank must ask."""
+
+    def any_of(self, found: torch.Tensor) -> None:
+        """Let ``found`` be the largest of all ranks'; every rank must ask."""
 
 
 class Away:
@@ -86,6 +97,12 @@ class AwayParameter(nn.Parameter):
         """Answer questions of shape; give the rest whole tensors, where somebody reads them, or refuse it."""
         return _called(func, args, kwargs or {})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, _: Any) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
 
 class AwayGradient(torch.Tensor):
     """A gradient, summed over ranks, of which this rank has a part. Norms and factors work as with a whole one."""
@@ -105,8 +122,14 @@ class AwayGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same as of a parameter; what clipping does works without `Away.reader`."""
+        """The same as of a parameter; what clipping and `GradScaler` do works without `Away.reader`."""
         return _called(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, _: Any) -> torch.Tensor:
+        return self.detach().clone()
 
 
 class _Where:
@@ -145,23 +168,25 @@ def bring_back(parameter: nn.Parameter) -> None:
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in _QUESTIONS or (name == "__get__" and attribute not in _CONTENTS) or func is torch.autograd.grad:
+    asks = name in _QUESTIONS or name in _LOOKS or (name == "__get__" and attribute not in _CONTENTS)
+    if asks or func is torch.autograd.grad:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     found = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AwayParameter | AwayGradient)]
     if name == "copy_" and found[0] is args[0]:
         return _taken(args[0], args[1])
     gradients = all(isinstance(one, AwayGradient) for one in found)
-    if gradients and name in _SCALING:
-        return _each(func, args, kwargs, lambda where: where.holder.own(where.value, where.number), given_back=True)
+    if gradients and name in _NUMBER_BY_NUMBER:
+        return _each_number(func, name, args, kwargs)
     if gradients and name in _NORMS:
-        return _each(func, args, kwargs, lambda where: where.holder.whole(where.value)[where.number])
+        return _each_norm(func, args, kwargs)
     readers = [one._tapestream_away.holder.away.reader for one in found]
     if any(reader is None for reader in readers):
         raise InputError(
             f"{attribute if name == '__get__' else name}() would read a tensor of {list(found[0].shape)} that is "
-            "divided among ranks, each of which has a part of it; on every rank, read it inside of ts.whole(model), "
-            "or save with ts.save()"
+            "divided among ranks, each of which has a part of it. Between calls, read it on every rank inside of "
+            "ts.whole(model), save it with ts.save() and update it with ts.optimizer(); in the model's own code, call "
+            "the module that has it"
         )
     return _read(func, name, args, kwargs)
 
@@ -184,17 +209,35 @@ def _differs(source: torch.Tensor, target: torch.Tensor) -> bool:
     return (source.shape, source.dtype) != (target.shape, target.dtype)
 
 
-def _each(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Callable[[_Where], torch.Tensor],
-    *, given_back: bool = False,
-) -> Any:  # fmt: skip
-    """Run ``func`` of one tensor, or of a list of them one by one, on what ``tensor`` gives for each."""
-    first, rest = args[0], args[1:]
+def _each_number(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func``, which changes every number by itself, on what this rank has."""
+    places = [one._tapestream_away for one in pytree.tree_leaves(args) if isinstance(one, AwayGradient)]
+
+    def own(one: Any) -> Any:
+        if not isinstance(one, AwayGradient):
+            return one
+        where = one._tapestream_away
+        return where.holder.own(where.value, where.number)
+
+    func(*pytree.tree_map(own, args), **pytree.tree_map(own, kwargs))
+    if name == _UNSCALES:  # what is no number on one rank keeps all from stepping
+        places[0].holder.any_of(args[1])
+    return None if name.startswith("_") else args[0]
+
+
+def _each_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on a whole tensor; on one after the other where it is given a list."""
+
+    def whole(one: Any) -> Any:
+        if not isinstance(one, AwayGradient):
+            return one
+        where = one._tapestream_away
+        return where.holder.whole(where.value)[where.number]
+
+    first, *rest = args
     if not isinstance(first, list | tuple):
-        result = func(tensor(first._tapestream_away), *rest, **kwargs)
-        return first if given_back else result
-    results = [func([tensor(one._tapestream_away)], *rest, **kwargs) for one in first]
-    return None if given_back else [result[0] for result in results]
+        return func(whole(first), *rest, **kwargs)
+    return [func([whole(one)], *rest, **kwargs)[0] for one in first]
 
 
 def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -158,6 +158,10 @@ class ShardBook(GradientBook):
         self.forget_whole()
         return self.copies.own(value, number)
 
+    def any_of(self, found: torch.Tensor) -> None:
+        """See `Holder`."""
+        self.copies.any_of(found)
+
     def whole(self, value: Value) -> Mapping[int, torch.Tensor]:
         """Whole gradients by number, those of the last block that was asked for without asking others again."""
         if self._whole is None or self._whole[0] != value:

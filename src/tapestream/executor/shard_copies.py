@@ -77,6 +77,7 @@ class ShardCopies(BlockCopies):
 
     def keep_part(self, value: Value, tensors: Mapping[int, torch.Tensor]) -> None:
         """Keep what belongs to this rank of whole tensors, where its shard lives."""
+        self.adopt_replaced(value)
         self.write(value, self.tier_of(value), tensors)
 
     def own(self, value: Value, number: int) -> torch.Tensor:
@@ -90,6 +91,7 @@ class ShardCopies(BlockCopies):
 
     def gathered(self, value: Value, what: str) -> torch.Tensor:
         """The bytes of all ranks, on the host; every rank must ask, and say ``what`` for."""
+        self.adopt_replaced(value)
         there = self.has(value, self.near)
         if not there:
             self.copy_now(value, self.home_of(value), self.near)
@@ -99,6 +101,11 @@ class ShardCopies(BlockCopies):
         if not there:
             self.release(value, self.near)
         return whole.cpu()
+
+    def any_of(self, found: torch.Tensor) -> None:
+        """See `Holder`."""
+        self.others.meet("came to gradients that may be no numbers", 0)
+        self.others.largest(found)
 
     def gather_now(self, value: Value) -> None:
         """Bring the whole to the device, beside a shard that is there."""

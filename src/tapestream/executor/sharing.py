@@ -73,3 +73,6 @@ class Shards(Protocol):
 
     def complete(self, flat: torch.Tensor) -> None:
         """Let numbers of other ranks come to where this one has zeros; of each number one rank has it."""
+
+    def largest(self, found: torch.Tensor) -> None:
+        """Let ``found`` be the largest of all ranks'."""

@@ -155,8 +155,11 @@ class Updates:
         return found
 
     def _shard(self, block: int) -> torch.Tensor | None:
-        copies = self._copies
-        return None if copies.shards is None else copies.region(Value(Kind.PARAMETERS, block), copies.near).memory
+        copies, value = self._copies, Value(Kind.PARAMETERS, block)
+        if copies.shards is None:
+            return None
+        copies.adopt_replaced(value)  # which the parameters show, and their shard does not
+        return copies.region(value, copies.near).memory
 
     def _used(self, found: Iterable[tuple[int, int, Found]]) -> list[Region]:
         return [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]

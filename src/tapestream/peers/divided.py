@@ -81,6 +81,14 @@ class DividedBlocks:
         if there.data_ptr() != flat.data_ptr():
             as_bytes(flat).copy_(there)
 
+    def largest(self, found: Tensor) -> None:
+        """See `Shards`."""
+        there = found.to(self._device)
+        most = torch.distributed.ReduceOp.MAX
+        self.waited(_STATE, lambda: torch.distributed.all_reduce(there, most, group=self._agreement.group))
+        if there is not found:
+            found.copy_(there)
+
     def _begin(self, whole: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> "Coming":
         came, group = torch.empty_like(whole), self._agreement.group
         begin = lambda: torch.distributed.all_to_all_single(came, whole, group=group, async_op=True)  # noqa: E731
