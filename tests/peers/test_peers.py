@@ -388,3 +388,20 @@ def test_inputs_that_are_none() -> None:
     for given in ("mean", True, ts.Peers):
         with pytest.raises(InputError, match=r"it is ts.Peers\(\), or None"):
             ts.stream(made(), budget="1MiB", device="cpu", peers=given)  # type: ignore[arg-type]
+
+
+def verifying(rank: int, size: int, peers: ts.Peers) -> Any:
+    """Gradients of earlier backwards are afterwards as before."""
+    with streamed(rank, TIGHT, "disk", peers=peers) as model:
+        ts.verify(model, batch(0, rank))
+        model(batch(0, rank)).backward()
+        ts.verify(model, batch(1, rank))
+        with ts.whole(model):
+            found = float(model.blocks[2].up.weight.grad.double().sum())
+        with ts.whole(model):
+            return found == float(model.blocks[2].up.weight.grad.double().sum())
+
+
+@pytest.mark.parametrize("peers", WAYS)
+def test_verify_compares_sums(peers: ts.Peers) -> None:
+    assert in_ranks(2, verifying, peers) == [True, True]

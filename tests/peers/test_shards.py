@@ -49,14 +49,16 @@ SUMS = {"peers": ts.Peers(gradients="sum", shard=True)}
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_bits_of_one_process(size: int) -> None:
     which, expected = [], []
-    for budget, micros, optimizer, update in (
-        (TIGHT, size, "adamw", "step"),
-        (TIGHT, size, "adamw", "backward"),
-        (TIGHT, 2 * size, "sgd", "step"),
-        ("1GiB", size, "sgd", "backward"),
-        ("1GiB", 2 * size, "adamw", "step"),
+    for budget, home, micros, optimizer, update in (
+        (TIGHT, "disk", size, "adamw", "step"),
+        (TIGHT, "disk", size, "adamw", "backward"),
+        (TIGHT, "disk", 2 * size, "sgd", "step"),
+        ("1GiB", "disk", size, "sgd", "backward"),
+        ("1GiB", "disk", 2 * size, "adamw", "step"),
+        ("400KiB", "device", 2 * size, "adamw", "step"),
+        ("1GiB", "device", size, "sgd", "backward"),
     ):
-        which.append(((budget, "disk", micros, optimizer, update), SHARD))
+        which.append(((budget, home, micros, optimizer, update), SHARD))
         expected.append(one_process(size, micros, optimizer))
     same_in_all(size, which, expected)
 

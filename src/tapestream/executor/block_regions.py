@@ -37,7 +37,10 @@ class BlockRegions:
 
     def home_of(self, value: Value, on_disk: frozenset[Value] | None = None) -> Tier:
         """Where a value lives that is not resident; where it would with other values ``on_disk``."""
-        return Tier.DISK if value in (self.on_disk if on_disk is None else on_disk) else self._homes[value.kind]
+        if value in (self.on_disk if on_disk is None else on_disk):
+            return Tier.DISK
+        home = self._homes[value.kind]
+        return self.near if home is Tier.DEVICE else home
 
     def fills_host(self, value: Value) -> bool:
         """Whether a value at home on the host may go to the disk, and others of the model have."""

@@ -44,7 +44,7 @@ class BlockStore:
     ) -> None:  # fmt: skip
         self.pool, self.engine, self.modules, self.uses = pool, engine, modules, uses
         homes = home_tiers(home)
-        self.homes, self.home, self.device = homes, homes[Kind.PARAMETERS], device
+        self.homes, self.device = homes, device
         self.blocks: list[ParameterBlock] = []
         self.copies: BlockCopies
         self.gradients: GradientBook
@@ -54,6 +54,7 @@ class BlockStore:
         else:
             self.copies = divided = ShardCopies(pool, engine, self.blocks, homes, device, shards)
             self.gradients = ShardBook(divided)
+        self.home = self.copies.home_of(Value(Kind.PARAMETERS, 0))
         self.loans = Loans(pool, self.blocks, self.copies)
         self.updates = Updates(pool, self.copies, self.gradients, self.loans)
         self.lend, self.give_back, self.keep = self.loans.lend, self.loans.give_back, self.loans.keep
@@ -177,7 +178,7 @@ class BlockStore:
         """Move parameters and optimizer state so that exactly ``resident`` lives on the device; `settle` leaves it
         there. The disk is the home of ``on_disk`` then, whatever that of their kinds is (None: of what it is now)."""
         self.copies.staying = resident
-        if self.home is Tier.DEVICE:
+        if self.home is self.copies.near:
             return
         copies, before = self.copies, self.copies.resident
         found = copies.on_disk if on_disk is None else on_disk

@@ -59,7 +59,7 @@ class Updates:
 
     def __init__(self, pool: Pool, copies: BlockCopies, gradients: GradientBook, loans: Loans) -> None:
         self._pool, self._copies, self._gradients, self._loans = pool, copies, gradients, loans
-        self._on_device = copies.home_of(Value(Kind.PARAMETERS, 0)) is Tier.DEVICE
+        self._on_device = copies.home_of(Value(Kind.PARAMETERS, 0)) is copies.near
         self.updater: Updater | None = None
         self.done: set[int] = set()
         self.pinned: frozenset[int] = frozenset()  # blocks that are plain tensors on the device

@@ -24,9 +24,11 @@ from tapestream.frontends.module.plans.batch import paces_of
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.frontends.module.streamed import Streamed
+from tapestream.frontends.module.whole import whole
 from tapestream.frontends.program.program import Program
 from tapestream.frontends.suggested import head_of, helped, remedies_for, seconds_of, tried, tried_with
 from tapestream.ir.actions import MEMORIES, Tier
+from tapestream.peers.sums import sum_over_ranks
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
 from tapestream.planning.remedy import Remedy
@@ -236,7 +238,8 @@ def verify(model: nn.Module, batch: Any) -> None:
 
     ``batch``: as in `plan`. Differentiated is the model's own loss (``loss`` in what it returns), or the sum of all
     that it returns if it has none. Needs memory for the plain step, which runs twice: what differs between its two runs
-    is not compared, and a warning says so. Weights, gradients, buffers and generators are afterwards as before. Raises
+    is not compared, and a warning says so. Weights, gradients, buffers and generators are afterwards as before. Of
+    several ranks (``peers=``) every one verifies, with a batch of its own: sums are compared. Raises
     GradientError naming the first parameter whose gradient differs, or if nothing could be compared.
     """
     handle = handle_of(model)
@@ -247,10 +250,11 @@ def verify(model: nn.Module, batch: Any) -> None:
         )
     kept = [p.grad for p in model.parameters()]
     try:
-        streamed = _gradients(model, arguments, handle.device)
+        with whole(model):
+            streamed = _gradients(model, arguments, handle.device)
         handle.store.settle()
         with handle.bypassed():
-            plain, again = (_gradients(model, arguments, handle.device) for _ in range(2))
+            plain, again = (_summed(handle, _gradients(model, arguments, handle.device)) for _ in range(2))
     finally:
         for p, gradient in zip(model.parameters(), kept, strict=True):
             p.grad = gradient
@@ -288,6 +292,18 @@ def _gradients(model: nn.Module, arguments: Arguments, device: torch.device) -> 
     found = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
     found["the loss"] = loss.detach()
     return found
+
+
+def _summed(handle: Streamed, found: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Gradients of plain PyTorch over all ranks: those of blocks are summed here, the others are already."""
+    exchange = handle.ranks.exchange
+    if exchange is None:
+        return found
+    inside = {id(p) for block in handle.store.blocks for p in block.parameters}
+    inside -= set(map(id, handle.pinned.parameters()))
+    names = [name for name, p in handle.model.named_parameters() if id(p) in inside]
+    scaled = [None if (gradient := found[name]) is None else gradient * exchange.scale for name in names]
+    return found | dict(zip(names, sum_over_ranks(scaled, exchange.agreement.group), strict=True))
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

@@ -102,7 +102,7 @@ class Arrangement:
         store, given = self._handle.store, self._handle.given
         largest = max((sum(one.nbytes for one in block) for block in self._members), default=0)
         budget = (self._handle.budget if given is None else given.budget).device_nbytes
-        if store.home is Tier.DEVICE:
+        if store.home is store.copies.near:
             return part_limits(None, largest)
         return part_limits(budget, largest, self._passed_nbytes(budget))
 

@@ -1,5 +1,6 @@
 """`DividedBlocks`: the shards of a model's blocks, gathered from all ranks and summed over them."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
@@ -10,6 +11,7 @@ from torch import Tensor
 from tapestream.costs import Link
 from tapestream.costs.profile import SUMMED_AT_ONCE
 from tapestream.executor.sharing import Addends
+from tapestream.ir.actions import Tier
 from tapestream.peers.agreement import Agreement
 from tapestream.peers.sums import as_bytes, gather_into
 from tapestream.storage.blocks import Share
@@ -20,12 +22,13 @@ _STATE = "came to an optimizer's state"
 
 
 class DividedBlocks:
-    """``share``: this rank's. ``moved_nbytes``: what has come from other ranks; ``wait_seconds``: waited for it."""
+    """``share``: this rank's. ``bytes_moved``: that have come from other ranks, by lane: to the device of gathers, from
+    it of sums; ``wait_seconds``: waited for them."""
 
     def __init__(self, agreement: Agreement, device: torch.device) -> None:
         self._agreement, self._device = agreement, device
         self.share = Share(agreement.rank, agreement.size)
-        self.moved_nbytes, self.wait_seconds = 0, 0.0
+        self.bytes_moved, self.wait_seconds = Counter[tuple[Tier, Tier]](), 0.0
 
     def meet(self, what: str, document: object) -> None:
         """See `Shards`."""
@@ -47,12 +50,13 @@ class DividedBlocks:
             if self._device.type != "cpu":
                 whole[:1].cpu()
             seconds.append(perf_counter() - begin)
-        self.moved_nbytes, self.wait_seconds = 0, 0.0
+        self.bytes_moved.clear()
+        self.wait_seconds = 0.0
         return median(seconds)
 
     def gather(self, shard: Tensor, whole: Tensor) -> "Coming":
         """See `Shards`."""
-        self.moved_nbytes += whole.numel() - shard.numel()
+        self.bytes_moved[Tier.SHARD, Tier.DEVICE] += whole.numel() - shard.numel()
         begin = lambda: gather_into(whole, shard, self._agreement.group, async_op=True)  # noqa: E731
         return Coming(self, _GATHER, begin, (whole, shard))
 
@@ -60,7 +64,7 @@ class DividedBlocks:
         """See `Shards`. What is larger than is sent at once goes piece by piece, and is there when this returns, but
         for the last one."""
         size, part = self.share.ranks, shard.numel()
-        self.moved_nbytes += whole.numel() - part
+        self.bytes_moved[Tier.DEVICE, Tier.SHARD] += whole.numel() - part
         if whole.numel() <= SUMMED_AT_ONCE:
             return self._begin(whole, shard, 0, addends)
         length = SUMMED_AT_ONCE // (2 * size) // 4096 * 4096

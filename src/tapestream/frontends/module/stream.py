@@ -84,7 +84,8 @@ def stream(
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
     looked_up = _tables(model, found, tables, where, folder, peers)
-    stays = blocks is not None or tiers[Kind.PARAMETERS] is Tier.DEVICE
+    divided = peers is not None and peers.shard
+    stays = blocks is not None or (tiers[Kind.PARAMETERS] is Tier.DEVICE and not divided)
     wide = [] if stays else wide_modules(model, found, looked_up)
     handle = Streamed(
         model, found, wide, device=where, budget=Budget.of(budget), home=tiers, folder=folder, planner=planner,

@@ -204,7 +204,7 @@ class Homes:
         """Where ``wanted``, let `measured` find its answer beside what is done until then: a disk is busy, hardly a
         processor. Not on a GPU, of which profiling counts the bytes."""
         beside = self._speeds is None and not is_accelerator(self.store.device)
-        if wanted and beside and self.store.home is not Tier.DEVICE:
+        if wanted and beside and self.store.home is not self.store.copies.near:
             thread = ThreadPoolExecutor(1, "tapestream-speeds")
             self._speeds = thread.submit(self._measure)
             thread.shutdown(wait=False)
@@ -215,7 +215,7 @@ class Homes:
         return self._measure() if speeds is None else speeds.result()
 
     def _measure(self) -> Machine:
-        if self.store.home is Tier.DEVICE:
+        if self.store.home is self.store.copies.near:
             return Machine()
         folder = self._path if self.store.homes.use(Tier.DISK) else None
         device, within = self.store.device, self._budget.device_nbytes
@@ -225,7 +225,8 @@ class Homes:
     def statistics_since(self) -> tuple[dict[tuple[Tier, Tier], int], float]:
         """Bytes moved per lane and seconds waited since the last call of this."""
         moved, waited = Counter[tuple[Tier, Tier]](), 0.0
-        for now in (self.engine.statistics(), self.states.statistics()):
+        others = () if self.shards is None else (self.shards,)
+        for now in (self.engine.statistics(), self.states.statistics(), *others):
             moved.update(now.bytes_moved)
             waited += now.wait_seconds
         (before, waited_before), self._counted = self._counted, (moved, waited)
