@@ -17,9 +17,11 @@ from trainings import (
     OPTIMIZERS,
     TIGHT,
     batch,
+    digest,
     half_frozen,
     leave_out,
     made,
+    one_length,
     one_process,
     only_outside,
     only_the_last,
@@ -33,13 +35,14 @@ from trainings import (
 
 import tapestream as ts
 from tapestream.errors import InputError
+from tapestream.frontends.module.stream import handle_of
 from tapestream.storage.tensor_files import read_tensors
 
 pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
-D, H, K = ts.Tier.DEVICE, ts.Tier.HOST, ts.Tier.DISK
+D, S, H, K = ts.Tier.DEVICE, ts.Tier.SHARD, ts.Tier.HOST, ts.Tier.DISK
 DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
 TWO_HOPS = ts.Machine(links={(H, D): ts.Link(2e9), (D, H): ts.Link(2e9), (K, H): ts.Link(1e9), (H, K): ts.Link(1e9)})
 SHARD = {"peers": ts.Peers(shard=True)}
@@ -312,3 +315,51 @@ def read_alone(rank: int, size: int) -> list[str]:
 
 def test_nothing_reads_what_is_away_without_a_word() -> None:
     assert in_ranks(2, read_alone) == [[], []]
+
+
+def bytes_of_a_step(rank: int, size: int, update: str) -> Any:
+    """Moved in one step, by the plan; and what this rank has of all blocks between two steps."""
+    with streamed(rank, "300KiB", "disk", **SHARD) as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model, update=update)
+        for step in range(3):
+            found.zero_grad()
+            model(one_length(step, rank)).backward()
+            found.step()
+            report = ts.report(model)
+        found.zero_grad()
+        store = handle_of(model).store
+        store.gradients.leave()
+        held = sum(store.copies.nbytes_in(value, tier) for value, tier in store.copies.regions)
+        every = sum(block.parameters_nbytes + size * sum(p.nbytes for p in block.state_parts) for block in store.blocks)
+    return report.bytes_moved, report.plan.simulation.bytes_moved, held, every
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_each_rank_keeps_and_moves_its_part(update: str) -> None:
+    for moved, planned, held, every in in_ranks(2, bytes_of_a_step, update):
+        assert moved == planned
+        assert {(S, D), (D, S), (K, D), (D, K)} == set(moved)
+        assert held == every // 2
+
+
+def going_on(rank: int, size: int, folder: str, first: int, last: int) -> Any:
+    """Four micro-batches a step, whatever the number of ranks; from the latest save to another."""
+    with streamed(rank, TIGHT, "disk", **SUMS) as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model)
+        if first:
+            ts.load(folder, model=model, optimizer=found)
+        for step in range(first, last):
+            found.zero_grad()
+            for turn in range(4 // size):
+                model(batch(step, turn * size + rank)).backward()
+            found.step()
+        ts.save(folder, model=model, optimizer=found)
+    return digest(model)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    at_once = in_ranks(1, going_on, str(tmp_path / "alone"), 0, 3)[0]
+    for size, first, last in ((4, 0, 1), (2, 1, 2), (1, 2, 3)):
+        found = in_ranks(size, going_on, str(tmp_path / "ranks"), first, last)
+        assert isinstance(found[0], list), found
+    assert found == [at_once]
