@@ -1,9 +1,9 @@
 """Several processes that train one streamed model on gloo, beside DistributedDataParallel and FSDP2 in the same run.
 
-A step is zero_grad, forward, backward and AdamW, each rank with a batch of its own and one thread. Ours: everything in
-memory, and with the home on disk within a budget. ``same bits``: the weights after all steps are those of
-DistributedDataParallel (whose sums have other bits for more than two ranks). On as many ranks as the machine has cores,
-and on more, which take turns.
+A step is zero_grad, forward, backward and AdamW, each rank with a batch of its own and one thread. Ours: a copy on each
+rank, beside DistributedDataParallel, and one copy that is divided, beside FSDP2; each in memory, and with the home on
+disk within a budget. ``same bits``: the weights after all steps are those of DistributedDataParallel (whose sums have
+other bits for more than two ranks). On as many ranks as the machine has cores, and on more, which take turns.
 """
 
 import multiprocessing
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 import tapestream as ts
-from benchmarks.common import Row, Settings, alternate, milliseconds, same_bits, save, settings, yes
+from benchmarks.common import Row, Settings, Timings, alternate, milliseconds, same_bits, save, settings, yes
 from benchmarks.networks import Case, Network, gpt
 
 TITLE = "Several processes, beside DistributedDataParallel and FSDP2 on gloo"
 BUDGET = "96MiB"
-AVERAGED = "DistributedDataParallel"
+AVERAGED, SHARDED = "DistributedDataParallel", "FSDP2"
 
 
 def main() -> None:
@@ -54,24 +54,24 @@ def _rank(rank: int, ranks: int, chosen: Settings, folder: str, said: Any) -> No
     with ExitStack() as undo:
         steps = dict(_contenders(rank, case, Path(folder), networks, undo))
         timings = alternate(steps, chosen.rounds, "cpu")
-        rows = []
-        for name in steps:
-            if name != AVERAGED:
-                row: Row = {
-                    "network": case.name,
-                    "ranks": ranks,
-                    "with": name,
-                    "its ms": milliseconds(timings.seconds(AVERAGED)),
-                }
-                row |= {"ms": milliseconds(timings.seconds(name)), **timings.ratio(name, AVERAGED)}
-                if name.startswith("ts.stream"):
-                    most = 1.0 if name.endswith("in memory") else None
-                    row |= {} if most is None else {"claim": "at most 1.00", "met": yes(row["ratio"] <= most)}
-                    row["same bits"] = yes(same_bits(*(list(networks[one].parameters()) for one in (name, AVERAGED))))
-                rows.append(row)
+        rows = [_row(case, ranks, name, timings, networks) for name in steps if name != AVERAGED]
     if rank == 0:
         said.send(rows)
     torch.distributed.destroy_process_group()
+
+
+def _row(case: Case, ranks: int, name: str, timings: Timings, networks: dict[str, Network]) -> Row:
+    beside = SHARDED if "divided" in name else AVERAGED
+    row: Row = {"network": case.name, "ranks": ranks, "with": name, "beside": beside}
+    row |= {"its ms": milliseconds(timings.seconds(beside)), "ms": milliseconds(timings.seconds(name))}
+    row |= timings.ratio(name, beside)
+    if not name.startswith("ts.stream"):
+        return row
+    if name.endswith("in memory"):
+        row |= {"claim": "at most 1.00", "met": yes(row["ratio"] <= 1.0)}
+    with ts.whole(networks[name]):
+        ours = [p.detach().clone() for p in networks[name].parameters()]
+    return row | {"same bits": yes(same_bits(ours, list(networks[AVERAGED].parameters())))}
 
 
 def _contenders(
@@ -86,13 +86,17 @@ def _contenders(
     for block in network.blocks:
         fully_shard(block)
     fully_shard(network)
-    yield "FSDP2", _stepper(rank, case, network, _plain(network))
-    for name, options in (
-        ("ts.stream, in memory", {"home": "device", "budget": "16GiB"}),
-        (f"ts.stream, on disk within {BUDGET}", {"home": "disk", "budget": BUDGET, "folder": folder}),
+    yield SHARDED, _stepper(rank, case, network, _plain(network))
+    in_memory = {"home": "device", "budget": "16GiB"}
+    on_disk = {"home": "disk", "budget": BUDGET, "folder": folder}
+    for name, options, divided in (
+        ("ts.stream, a copy each, in memory", in_memory, False),
+        (f"ts.stream, a copy each, on disk within {BUDGET}", on_disk, False),
+        ("ts.stream, divided, in memory", in_memory, True),
+        (f"ts.stream, divided, on disk within {BUDGET}", on_disk, True),
     ):
         network = networks[name] = case.network()
-        ts.stream(network, device="cpu", peers=ts.Peers(), **options)  # type: ignore[arg-type]
+        ts.stream(network, device="cpu", peers=ts.Peers(shard=divided), **options)  # type: ignore[arg-type]
         undo.callback(ts.unstream, network)
         yield name, _stepper(rank, case, network, ts.optimizer(network, torch.optim.AdamW, foreach=False))
 

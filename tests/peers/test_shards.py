@@ -363,3 +363,29 @@ def test_another_number_of_ranks_goes_on_with_the_same_bits(tmp_path: Path) -> N
         found = in_ranks(size, going_on, str(tmp_path / "ranks"), first, last)
         assert isinstance(found[0], list), found
     assert found == [at_once]
+
+
+def with_large_blocks(model: Any) -> None:
+    """Whose state is cut into parts that are smaller than the parameters' shard."""
+    torch.manual_seed(7)
+    for block in model.blocks[:2]:
+        block.up, block.down = nn.Linear(24, 12000), nn.Linear(12000, 24)
+
+
+def large(rank: int, size: int, update: str) -> Any:
+    with streamed(rank, "18MiB", "disk", frozen=with_large_blocks, **SHARD) as model:
+        found = OPTIMIZERS["adamw"](ts.optimizer, model, update=update)
+        for step in range(3):
+            found.zero_grad()
+            model(batch(step, rank)).backward()
+            found.step()
+        parts = len(handle_of(model).store.blocks[0].state_parts)
+    return parts, digest(model)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_state_in_parts(update: str) -> None:
+    expected = one_process(2, 2, "adamw", frozen=with_large_blocks)
+    for parts, found in in_ranks(2, large, update):
+        assert parts > 1
+        assert found == expected

@@ -60,6 +60,8 @@ class ShardCopies(BlockCopies):
 
     def replace(self, value: Value, numbers: Sequence[int]) -> None:
         """Take over this rank's part of what users have put into parameters, on every rank."""
+        if not numbers:
+            return
         parameters = self.blocks[value.index].parameters
         for number in numbers:
             check_alike(parameters[number], self.away.looks(value, number))
