@@ -5,15 +5,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tapestream.errors import InputError, StorageError
+from tapestream.peers.collectives import Collectives, Group
 
-Group: TypeAlias = Any
-"""A ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension."""
 T = TypeVar("T")
 
 _FEW, _HEAD = 512, 8  # bytes that are told at once, and those of them that say how many there are
@@ -24,12 +23,13 @@ _KNOWN: "weakref.WeakKeyDictionary[Group, Agreement]" = weakref.WeakKeyDictionar
 class Agreement:
     """A line beside a group's own, over which its ranks say what they begin.
 
-    ``group``: what tensors are sent over; ``rank``, ``size``: of this process in it.
+    ``group``: what tensors are sent over, by its ``collectives``; ``rank``, ``size``: of this process in it.
     """
 
     def __init__(self, group: Group) -> None:
         distributed = torch.distributed
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
+        self.collectives = Collectives(group)
         ranks = distributed.get_process_group_ranks(group)
         # Of its own, so that operations of other kinds never meet; gloo, so that none of its tensors is on a GPU.
         make = partial(distributed.new_group, ranks, _timeout_of(group), "gloo", use_local_synchronization=True)
@@ -91,12 +91,11 @@ class Agreement:
 
     def same(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Let these be rank 0's on every rank, one after the other by way of ``device``. Raises StorageError."""
-        first = torch.distributed.get_global_rank(self.group, 0)
         for tensor in tensors:
             there = tensor.detach().to(device).contiguous()
             as_words = there.view(-1).view(torch.uint8) if there.numel() else None
             if as_words is not None:
-                send = partial(torch.distributed.broadcast, as_words, first, group=self.group)
+                send = partial(self.collectives.broadcast, as_words)
                 self.waited("made a model the same on every rank", send)
                 if self.rank:
                     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -13,7 +14,7 @@ from tapestream.costs.profile import SUMMED_AT_ONCE
 from tapestream.executor.sharing import Addends
 from tapestream.ir.actions import Tier
 from tapestream.peers.agreement import Agreement
-from tapestream.peers.sums import as_bytes, gather_into
+from tapestream.peers.collectives import Pending, as_bytes
 from tapestream.storage.blocks import Share
 
 _SIZES, _TIMES = (4096, 2**21), 5  # bytes of a rank's shard that are gathered to measure how fast that is
@@ -57,7 +58,7 @@ class DividedBlocks:
     def gather(self, shard: Tensor, whole: Tensor) -> "Coming":
         """See `Shards`."""
         self.bytes_moved[Tier.SHARD, Tier.DEVICE] += whole.numel() - shard.numel()
-        begin = lambda: gather_into(whole, shard, self._agreement.group, async_op=True)  # noqa: E731
+        begin = partial(self._agreement.collectives.gather, whole, shard)
         return Coming(self, _GATHER, begin, (whole, shard))
 
     def sum(self, whole: Tensor, shard: Tensor, addends: Sequence[Addends]) -> "Coming":
@@ -81,21 +82,20 @@ class DividedBlocks:
     def complete(self, flat: Tensor) -> None:
         """See `Shards`. Bytes are added, of which all but one are zero."""
         there = as_bytes(flat).to(self._device)
-        self.waited(_STATE, lambda: torch.distributed.all_reduce(there, group=self._agreement.group))
+        self.waited(_STATE, partial(self._agreement.collectives.add, there))
         if there.data_ptr() != flat.data_ptr():
             as_bytes(flat).copy_(there)
 
     def largest(self, found: Tensor) -> None:
         """See `Shards`."""
         there = found.to(self._device)
-        most = torch.distributed.ReduceOp.MAX
-        self.waited(_STATE, lambda: torch.distributed.all_reduce(there, most, group=self._agreement.group))
+        self.waited(_STATE, partial(self._agreement.collectives.largest, there))
         if there is not found:
             found.copy_(there)
 
     def _begin(self, whole: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> "Coming":
-        came, group = torch.empty_like(whole), self._agreement.group
-        begin = lambda: torch.distributed.all_to_all_single(came, whole, group=group, async_op=True)  # noqa: E731
+        came = torch.empty_like(whole)
+        begin = partial(self._agreement.collectives.exchange, came, whole)
         return Coming(self, _SUM, begin, (whole, came), lambda: _add(came, shard, first, addends))
 
     def waited(self, what: str, work: Callable[[], object]) -> None:
@@ -114,7 +114,7 @@ class Coming:
         self,
         blocks: DividedBlocks,
         what: str,
-        begin: Callable[[], torch.distributed.Work],
+        begin: Callable[[], Pending],
         held: tuple[Tensor, ...],
         then: Callable[[], None] | None = None,
     ) -> None:

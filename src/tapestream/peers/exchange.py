@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tapestream.errors import GradientError, InputError
 from tapestream.peers.agreement import Agreement, differing
-from tapestream.peers.sums import as_bytes, padded, part_of, sum_spans
+from tapestream.peers.collectives import as_bytes
+from tapestream.peers.sums import padded, part_of, sum_spans
 
 AT_ONCE = 2**25
 """Bytes of gradients that are sent at a time, or those of the largest."""

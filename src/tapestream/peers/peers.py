@@ -7,7 +7,8 @@ from itertools import zip_longest
 from typing import Literal
 
 from tapestream.errors import InputError
-from tapestream.peers.agreement import Agreement, Group, differing
+from tapestream.peers.agreement import Agreement, differing
+from tapestream.peers.collectives import Group
 
 _WAYS = ("mean", "sum")
 

@@ -8,13 +8,14 @@ moves the same bytes as a ring does.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from tapestream.errors import InputError
-from tapestream.peers.agreement import Agreement, Group, differing
+from tapestream.peers.agreement import Agreement, differing
+from tapestream.peers.collectives import Group
 
 _WHAT = "began a sum over ranks"
 Span: TypeAlias = tuple[int, int, Sequence[int], Tensor | None]
@@ -146,8 +147,8 @@ def sum_spans(
 ) -> None:
     """Each rank gets its part of everybody's ``mine`` in ``came``, adds it up in ``total``, and sends that to all:
     ``mine`` has the sums of the ``spans`` afterwards, and elsewhere anything. Raises StorageError."""
-    send, group, part = torch.distributed.all_to_all_single, agreement.group, total.numel()
-    agreement.waited(what, lambda: send(as_bytes(came), as_bytes(mine), group=group))
+    collectives, part = agreement.collectives, total.numel()
+    agreement.waited(what, lambda: collectives.exchange(came, mine).wait())
     first = agreement.rank * part
     for start, stop, ranks, earlier in spans:
         low, high = max(start, first), min(stop, first + part)
@@ -160,7 +161,7 @@ def sum_spans(
             one = came[r * part + low - first : r * part + high - first]
             own.add_(one) if begun else own.copy_(one)
             begun = True
-    agreement.waited(what, lambda: gather_into(mine, total, group))
+    agreement.waited(what, lambda: collectives.gather(mine, total).wait())
 
 
 def padded(elements: int) -> int:
@@ -171,16 +172,3 @@ def padded(elements: int) -> int:
 def part_of(elements: int, ranks: int) -> int:
     """Elements of each rank's part of so many."""
     return padded(-(-elements // ranks))
-
-
-def gather_into(whole: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> Any:
-    """Every rank's ``part`` into ``whole``, by the name that this PyTorch has for it; with ``async_op`` what to wait
-    for."""
-    distributed = torch.distributed
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    return gather(as_bytes(whole), as_bytes(part), group=group, async_op=async_op)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """As bytes: not every backend knows every dtype."""
-    return tensor.view(torch.uint8)
