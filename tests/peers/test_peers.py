@@ -221,10 +221,10 @@ def measured(rank: int, size: int, update: str, peers: ts.Peers) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("peers", WAYS)
+@pytest.mark.parametrize(("size", "peers"), [*((2, peers) for peers in WAYS), (4, ts.Peers(shard=2))])
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_sums_are_in_the_budget(update: str, peers: ts.Peers) -> None:
-    for peaks in in_ranks(2, measured, update, peers):
+def test_sums_are_in_the_budget(update: str, size: int, peers: ts.Peers) -> None:
+    for peaks in in_ranks(size, measured, update, peers):
         assert max(peaks) <= ts.Budget(TIGHT).device_nbytes, peaks
 
 
@@ -402,6 +402,6 @@ def verifying(rank: int, size: int, peers: ts.Peers) -> Any:
             return found == float(model.blocks[2].up.weight.grad.double().sum())
 
 
-@pytest.mark.parametrize("peers", WAYS)
-def test_verify_compares_sums(peers: ts.Peers) -> None:
-    assert in_ranks(2, verifying, peers) == [True, True]
+@pytest.mark.parametrize(("size", "peers"), [*((2, peers) for peers in WAYS), (4, ts.Peers(shard=2))])
+def test_verify_compares_sums(size: int, peers: ts.Peers) -> None:
+    assert in_ranks(size, verifying, peers) == [True] * size

@@ -29,6 +29,7 @@ from trainings import (
     same_in_all,
     some_use_one,
     streamed,
+    trained,
     variants,
     with_sums,
 )
@@ -36,6 +37,7 @@ from trainings import (
 import tapestream as ts
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
+from tapestream.peers import divided
 from tapestream.storage.tensor_files import read_tensors
 
 pytestmark = [
@@ -121,6 +123,21 @@ def test_the_same_on_any_number_of_ranks() -> None:
     assert plainly == one_process(1, 4, "adamw")
     for size in (2, 4):
         same_in_all(size, which, [plainly, through_masters])
+
+
+def test_copies_that_pairs_of_ranks_divide() -> None:
+    """Gradients are added within each pair, then over pairs."""
+    pairs = {"peers": ts.Peers(shard=2), "prepare": leave_out}
+    which = [
+        ((budget, home, micros, "adamw", update), pairs)
+        for budget, home, micros, update in (
+            (TIGHT, "disk", 4, "step"),
+            (TIGHT, "disk", 8, "step"),
+            (TIGHT, "disk", 4, "backward"),
+            ("1GiB", "device", 8, "step"),
+        )
+    ]
+    same_in_all(4, which, [one_process(4, a[2], "adamw", prepare=leave_out, among=2) for a, _ in which])
 
 
 @pytest.mark.parametrize(
@@ -389,3 +406,23 @@ def test_state_in_parts(update: str) -> None:
     for parts, found in in_ranks(2, large, update):
         assert parts > 1
         assert found == expected
+
+
+def in_pieces(rank: int, size: int, peers: ts.Peers) -> Any:
+    """Sums of blocks that are too large to be sent at once."""
+    divided.SUMMED_AT_ONCE = 40000
+    return trained(rank, size, TIGHT, "disk", 2 * size, "adamw", prepare=leave_out, peers=peers)
+
+
+def test_large_blocks_are_summed_piece_by_piece() -> None:
+    expected = one_process(2, 4, "adamw", prepare=leave_out)
+    assert in_ranks(2, in_pieces, ts.Peers(shard=True)) == [expected] * 2
+    expected = one_process(4, 8, "adamw", prepare=leave_out, among=2)
+    assert in_ranks(4, in_pieces, ts.Peers(shard=2)) == [expected] * 4
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(InputError, match=r"shard='yes'.*it is True, or how many ranks"):
+        ts.Peers(shard="yes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"4 ranks do not come in groups of 3; give a divisor of 4"):
+        ts.Peers(shard=3).among(4)

@@ -88,14 +88,18 @@ def leave_out(model: Any, step: int, micro: int) -> None:
 def one_process(
     ranks: int, micros: int, optimizer: str, *, prepare: Any = prepare_nothing, clip: bool = False,
     dtype: torch.dtype = torch.float32, frozen: Callable[[Any], None] = lambda model: None, way: str = "mean",
+    among: int = 1,
 ) -> list[Any]:  # fmt: skip
-    """Plain PyTorch: every micro-batch in turn, each gradient times 1/ranks before it is added."""
+    """Plain PyTorch: every micro-batch in turn, each gradient times 1/ranks before it is added. ``among``: gradients of
+    blocks are first added up over so many micro-batches."""
     torch.set_num_threads(1)
     model = made(dtype=dtype)
     frozen(model)
     found, norms = OPTIMIZERS[optimizer](plainly, model), []
+    inside = {id(p) for p in model.blocks.parameters()}
     for step in range(STEPS):
         found.zero_grad()
+        run: dict[torch.Tensor, torch.Tensor] = {}
         for micro in range(micros):
             prepare(model, step, micro)
             parameters = [p for p in model.parameters() if p.requires_grad]
@@ -103,7 +107,12 @@ def one_process(
             for p, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     gradient = gradient * (1 / ranks) if way == "mean" and ranks > 1 else gradient
-                    p.grad = gradient.clone() if p.grad is None else p.grad.add_(gradient)
+                    if id(p) in inside:
+                        run[p] = run[p] + gradient if p in run else gradient.clone()
+                    else:
+                        p.grad = gradient.clone() if p.grad is None else p.grad.add_(gradient)
+            for p in list(run) if (micro + 1) % among == 0 else ():
+                p.grad = run.pop(p) if p.grad is None else p.grad.add_(run.pop(p))
         if clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         found.step()

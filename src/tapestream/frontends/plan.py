@@ -303,7 +303,9 @@ def _summed(handle: Streamed, found: dict[str, torch.Tensor | None]) -> dict[str
     inside -= set(map(id, handle.pinned.parameters()))
     names = [name for name, p in handle.model.named_parameters() if id(p) in inside]
     scaled = [None if (gradient := found[name]) is None else gradient * exchange.scale for name in names]
-    return found | dict(zip(names, sum_over_ranks(scaled, exchange.agreement.group), strict=True))
+    divided = handle.homes.shards
+    summed = sum_over_ranks(scaled, exchange.agreement.group) if divided is None else divided.ordered(scaled)
+    return found | dict(zip(names, summed, strict=True))
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ class Agreement:
         distributed = torch.distributed
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         self.collectives = Collectives(group)
+        self._among = {range(self.size): self.collectives}
         ranks = distributed.get_process_group_ranks(group)
         # Of its own, so that operations of other kinds never meet; gloo, so that none of its tensors is on a GPU.
         make = partial(distributed.new_group, ranks, _timeout_of(group), "gloo", use_local_synchronization=True)
@@ -67,6 +68,16 @@ class Agreement:
         if found not in _KNOWN:
             _KNOWN[found] = cls(found)
         return _KNOWN[found]
+
+    def among(self, ranks: range) -> Collectives:
+        """The operations of some ranks of the group, this one among them; each of these must ask."""
+        if ranks not in self._among:
+            every = torch.distributed.get_process_group_ranks(self.group)
+            backend = torch.distributed.get_backend_config(self.group)
+            some, until = [every[rank] for rank in ranks], _timeout_of(self.group)
+            make = partial(torch.distributed.new_group, some, until, backend, use_local_synchronization=True)
+            self._among[ranks] = Collectives(self.waited("made a group", make))
+        return self._among[ranks]
 
     def told(self, what: str, document: Any) -> list[Any]:
         """Say that this rank ``what``, with a ``document`` (JSON), and hear what the others do: the documents by rank.

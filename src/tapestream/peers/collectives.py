@@ -22,7 +22,7 @@ class Collectives:
     through RAM."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
         """Begin to bring every rank's ``part`` into ``whole``, by the name that this PyTorch has for it."""
@@ -36,24 +36,24 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Let this be that of the group's first rank."""
-        first = torch.distributed.get_global_rank(self._group, 0)
-        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, first, group=self._group))
+        first = torch.distributed.get_global_rank(self.group, 0)
+        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, first, group=self.group))
 
     def add(self, tensor: Tensor) -> None:
         """Add up those of all ranks, in no order that is known."""
-        self._in_place(tensor, lambda there: torch.distributed.all_reduce(there, group=self._group))
+        self._in_place(tensor, lambda there: torch.distributed.all_reduce(there, group=self.group))
 
     def largest(self, tensor: Tensor) -> None:
         """The largest of all ranks, number by number."""
         most = torch.distributed.ReduceOp.MAX
-        self._in_place(tensor, lambda there: torch.distributed.all_reduce(there, most, group=self._group))
+        self._in_place(tensor, lambda there: torch.distributed.all_reduce(there, most, group=self.group))
 
     def _begun(self, operation: Callable[..., Any], target: Tensor, source: Tensor) -> Pending:
         if not self._goes_through_ram(target):
-            found: Pending = operation(target, source, group=self._group, async_op=True)
+            found: Pending = operation(target, source, group=self.group, async_op=True)
             return found
         there = torch.empty_like(target, device="cpu")
-        return _ThroughRam(operation(there, source.cpu(), group=self._group, async_op=True), there, target)
+        return _ThroughRam(operation(there, source.cpu(), group=self.group, async_op=True), there, target)
 
     def _in_place(self, tensor: Tensor, operation: Callable[[Tensor], object]) -> None:
         if not self._goes_through_ram(tensor):
@@ -66,7 +66,7 @@ class Collectives:
     def _goes_through_ram(self, tensor: Tensor) -> bool:
         if tensor.is_cpu:
             return False
-        backends = dict(one.split(":") for one in torch.distributed.get_backend_config(self._group).split(","))
+        backends = dict(one.split(":") for one in torch.distributed.get_backend_config(self.group).split(","))
         return backends.get(tensor.device.type) in (None, "gloo")
 
 

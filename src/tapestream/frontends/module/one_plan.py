@@ -42,10 +42,10 @@ class OnePlan:
         return merged(list(own), every)
 
     def machine(self, own: Machine) -> Machine:
-        """The slowest of every link, with the one between ranks; measured once for each ``own``."""
+        """The slowest of every link, with those between ranks; measured once for each ``own``."""
         if self._known is None or self._known[0] is not own:
-            link = own.peers or self._shards.measured()
-            every = self._agreement.told("measured its links", _said(replace(own, peers=link)))
+            links = {} if own.peers is not None else self._shards.measured()
+            every = self._agreement.told("measured its links", _said(replace(own, links={**own.links, **links})))
             self._known = own, slowest([_heard(one, own) for one in every])
         return self._known[1]
 
@@ -78,5 +78,5 @@ def _said(machine: Machine) -> list[list[object]]:
 
 def _heard(said: list[list[object]], like: Machine) -> Machine:
     links = {(a, b): Link(*rest) for a, b, *rest in said}  # type: ignore[arg-type]
-    peers = links.pop(("peers", "peers"))
+    peers = links.pop(("peers", "peers"), None)
     return replace(like, links={(Tier[a], Tier[b]): link for (a, b), link in links.items()}, peers=peers)  # type: ignore[misc]

@@ -96,7 +96,7 @@ class Streamed:
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
             weights=weights, progress=self.progress, tables=tables, agreement=agreement,
-            shard=peers is not None and peers.shard)  # fmt: skip
+            among=1 if peers is None or agreement is None else peers.among(agreement.size))  # fmt: skip
         self.store, self.pool, self.engine = self.homes.store, self.homes.pool, self.homes.engine
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)

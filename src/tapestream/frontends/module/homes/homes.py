@@ -60,11 +60,11 @@ class Homes:
         progress: Callable[[str, int, int], None],
         tables: Sequence[nn.Embedding] = (),
         agreement: Agreement | None = None,
-        shard: bool = False,
+        among: int = 1,
     ) -> None:
         self._path, self._budget, self._agreement = folder, budget, agreement
         self._host_nbytes = _host_nbytes(budget, agreement)
-        self.shards = None if agreement is None or not shard else DividedBlocks(agreement, device)
+        self.shards = None if agreement is None or among == 1 else DividedBlocks(agreement, device, among)
         self._counted: tuple[Counter[tuple[Tier, Tier]], float] = (Counter(), 0.0)
         self._speeds: Future[Machine] | None = None
         with ExitStack() as undo:
