@@ -196,17 +196,17 @@ def _taken(target: AwayParameter | AwayGradient, source: torch.Tensor) -> Any:
     where = target._tapestream_away
     if isinstance(source, AwayParameter | AwayGradient):
         source = source.detach()  # which needs a reader
-    source = torch.as_tensor(source)
-    with torch.no_grad():
-        whole = torch.empty(target.shape, dtype=target.dtype).copy_(source) if _differs(source, target) else source
+    if not isinstance(source, torch.Tensor):
+        source = torch.as_tensor(source, device="cpu")
+    if (source.shape, source.dtype) == (target.shape, target.dtype):
+        whole = source
+    else:
+        with torch.no_grad():
+            whole = torch.empty(target.shape, dtype=target.dtype, device=source.device).copy_(source)
     where.holder.keep_part(where.value, {where.number: whole})
     if isinstance(target, AwayParameter):
         increment_version(target)  # a call whose backward is to come must not recompute with it
     return target
-
-
-def _differs(source: torch.Tensor, target: torch.Tensor) -> bool:
-    return (source.shape, source.dtype) != (target.shape, target.dtype)
 
 
 def _each_number(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,7 +33,9 @@ class ShardCopies(BlockCopies):
         return super()._copy(here, there, target)
 
     def used_by(self, begin: Callable[[], Arrival], *regions: Region) -> Arrival:
-        """What ``begin()`` begins, which reads or writes regions as compute does that is issued now."""
+        """What ``begin()`` begins, which reads or writes regions as compute does that is issued now. Released regions
+        must not linger beside the memory that it takes."""
+        self.pool.trim()
         self.engine.compute_begins(regions)
         return _Using(begin(), self.engine, regions)
 

@@ -1,6 +1,7 @@
 """`Collectives`: the operations of torch.distributed that ranks send tensors by, on whatever device these lie."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -22,22 +23,44 @@ class Collectives:
     through RAM."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.group, self._ranks = group, torch.distributed.get_process_group_ranks(group)
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
-        """Begin to bring every rank's ``part`` into ``whole``, by the name that this PyTorch has for it."""
-        distributed = torch.distributed
-        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-        return self._begun(gather, as_bytes(whole), as_bytes(part))
+        """Begin to bring every rank's ``part`` into ``whole``. By gloo one after the other: its own way takes as many
+        bytes again, and twice the time."""
+        return self._begun(self._gather, as_bytes(whole), as_bytes(part))
+
+    def _gather(self, whole: Tensor, part: Tensor) -> Pending:
+        distributed, size = torch.distributed, len(self._ranks)
+        if not self._by_gloo(whole):
+            gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+            found: Pending = gather(whole, part, group=self.group, async_op=True)
+            return found
+        rows = whole.view(size, -1)
+        rows[distributed.get_rank(self.group)] = part
+        send = partial(distributed.broadcast, group=self.group, async_op=True)
+        return _Several([send(row, rank) for row, rank in zip(rows, self._ranks, strict=True)])
 
     def exchange(self, came: Tensor, sent: Tensor) -> Pending:
-        """Begin to bring part ``rank`` of what every rank has ``sent`` into ``came``, one after the other."""
-        return self._begun(torch.distributed.all_to_all_single, as_bytes(came), as_bytes(sent))
+        """Begin to bring part ``rank`` of what every rank has ``sent`` into ``came``, one after the other. By gloo from
+        rank to rank, in half the time."""
+        return self._begun(self._exchange, as_bytes(came), as_bytes(sent))
+
+    def _exchange(self, came: Tensor, sent: Tensor) -> Pending:
+        distributed, size = torch.distributed, len(self._ranks)
+        if not self._by_gloo(came):
+            found: Pending = distributed.all_to_all_single(came, sent, group=self.group, async_op=True)
+            return found
+        mine, theirs, own = sent.view(size, -1), came.view(size, -1), distributed.get_rank(self.group)
+        theirs[own] = mine[own]
+        others = [(own + step) % size for step in range(1, size)]
+        begun = [distributed.isend(mine[k], self._ranks[k], group=self.group) for k in others]
+        begun += [distributed.irecv(theirs[k], self._ranks[k], group=self.group) for k in others]
+        return _Several([one for one in begun if one is not None])
 
     def broadcast(self, tensor: Tensor) -> None:
         """Let this be that of the group's first rank."""
-        first = torch.distributed.get_global_rank(self.group, 0)
-        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, first, group=self.group))
+        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, self._ranks[0], group=self.group))
 
     def add(self, tensor: Tensor) -> None:
         """Add up those of all ranks, in no order that is known."""
@@ -48,12 +71,11 @@ class Collectives:
         most = torch.distributed.ReduceOp.MAX
         self._in_place(tensor, lambda there: torch.distributed.all_reduce(there, most, group=self.group))
 
-    def _begun(self, operation: Callable[..., Any], target: Tensor, source: Tensor) -> Pending:
+    def _begun(self, operation: Callable[[Tensor, Tensor], Pending], target: Tensor, source: Tensor) -> Pending:
         if not self._goes_through_ram(target):
-            found: Pending = operation(target, source, group=self.group, async_op=True)
-            return found
+            return operation(target, source)
         there = torch.empty_like(target, device="cpu")
-        return _ThroughRam(operation(there, source.cpu(), group=self.group, async_op=True), there, target)
+        return _ThroughRam(operation(there, source.cpu()), there, target)
 
     def _in_place(self, tensor: Tensor, operation: Callable[[Tensor], object]) -> None:
         if not self._goes_through_ram(tensor):
@@ -64,10 +86,21 @@ class Collectives:
         tensor.copy_(there)
 
     def _goes_through_ram(self, tensor: Tensor) -> bool:
-        if tensor.is_cpu:
-            return False
+        return not tensor.is_cpu and self._by_gloo(tensor)
+
+    def _by_gloo(self, tensor: Tensor) -> bool:
         backends = dict(one.split(":") for one in torch.distributed.get_backend_config(self.group).split(","))
         return backends.get(tensor.device.type) in (None, "gloo")
+
+
+class _Several:
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        for one in self._pending:
+            one.wait()
 
 
 class _ThroughRam:

@@ -23,6 +23,7 @@ from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, i
 from tapestream.frontends.module.streamed import Site, Streamed
 from tapestream.frontends.module.swap import Swaps, swap_back
 from tapestream.ir.actions import Kind, Tier
+from tapestream.ir.homes import HomeTiers
 from tapestream.peers.peers import Peers
 from tapestream.planning.plan import Plan
 from tapestream.runner.passable import check_modules
@@ -84,9 +85,7 @@ def stream(
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
     looked_up = _tables(model, found, tables, where, folder, peers)
-    divided = peers is not None and peers.shard
-    stays = blocks is not None or (tiers[Kind.PARAMETERS] is Tier.DEVICE and not divided)
-    wide = [] if stays else wide_modules(model, found, looked_up)
+    wide = [] if blocks is not None or _stays(tiers, peers) else wide_modules(model, found, looked_up)
     handle = Streamed(
         model, found, wide, device=where, budget=Budget.of(budget), home=tiers, folder=folder, planner=planner,
         knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights, progress=progress,
@@ -178,6 +177,11 @@ def _call_block(self: nn.Module, original: Callable[..., Any], *args: Any, **kwa
         with use.left():
             return site.handle.call_block(site.position, original, args, kwargs)
     return site.handle.call_block(site.position, original, args, kwargs)
+
+
+def _stays(home: HomeTiers, peers: Peers | None) -> bool:
+    """Whether all of the model stays on the device, whole."""
+    return home[Kind.PARAMETERS] is Tier.DEVICE and not (peers is not None and peers.shard)
 
 
 def _tables(
