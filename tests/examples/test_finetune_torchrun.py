@@ -39,7 +39,7 @@ def test_goes_on_with_the_bits_of_one_process(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert f"step {step + 1}/{2 if step < 2 else 4}  loss {sum(losses):.3f}, mean of 2 processes" in said
-    trained, before = (load_file(folder / "model.safetensors") for folder in (out / "model", weights))
+    trained, before = (load_file(path / "model.safetensors") for path in (out / "state" / "000002" / "model", weights))
     own = dict(model.named_parameters())
     assert trained.keys() == before.keys()
     assert [name for name, found in trained.items() if not torch.equal(found, own[name])] == []
