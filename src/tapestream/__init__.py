@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from tapestream.frontends.chain import Chain
     from tapestream.frontends.join import Join
+    from tapestream.frontends.lightning import LightningStrategy
     from tapestream.frontends.loop.loop import Loop
     from tapestream.frontends.loss import linear_cross_entropy
     from tapestream.frontends.module.homes.home import Home
@@ -55,6 +56,7 @@ _HOMES = {
     "TapestreamError": "tapestream.errors",
     "Chain": "tapestream.frontends.chain",
     "Join": "tapestream.frontends.join",
+    "LightningStrategy": "tapestream.frontends.lightning",
     "Loop": "tapestream.frontends.loop.loop",
     "linear_cross_entropy": "tapestream.frontends.loss",
     "Home": "tapestream.frontends.module.homes.home",
@@ -93,6 +95,7 @@ __all__ = [
     "Home",
     "InputError",
     "Join",
+    "LightningStrategy",
     "Link",
     "Loop",
     "Machine",
