@@ -232,6 +232,17 @@ def in_group_of_one(rank: int, size: int, peers: ts.Peers) -> Any:
     return trained(rank, size, "1GiB", "disk", 2, "adamw", peers=peers)
 
 
+def automatically(rank: int, size: int) -> Any:
+    return trained(rank, size, TIGHT, "disk", 2, "sgd", peers="auto")
+
+
+def test_auto_is_all_ranks_or_none() -> None:
+    for size in (1, 2):
+        expected = one_process(size, 2, "sgd")
+        assert in_ranks(size, automatically) == [expected] * size
+    ts.unstream(ts.stream(made(), budget="1MiB", device="cpu", peers="auto"))
+
+
 @pytest.mark.parametrize("peers", WAYS)
 def test_a_group_of_one_trains_as_one_process(peers: ts.Peers) -> None:
     assert in_ranks(1, in_group_of_one, peers) == [one_process(1, 2, "adamw")]
@@ -386,7 +397,7 @@ def test_inputs_that_are_none() -> None:
     with pytest.raises(InputError, match="there is no process group; start each with torchrun"):
         ts.stream(made(), budget="1MiB", device="cpu", peers=ts.Peers())
     for given in ("mean", True, ts.Peers):
-        with pytest.raises(InputError, match=r"it is ts.Peers\(\), or None"):
+        with pytest.raises(InputError, match=r"it is ts.Peers\(\), 'auto', or None"):
             ts.stream(made(), budget="1MiB", device="cpu", peers=given)  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ class Away:
         known = self._stand_ins.get((value, number))
         if known is None or known.shape != parameter.shape:
             nothing = torch.zeros((), dtype=parameter.dtype, device="cpu")
-            if nothing.is_floating_point():
+            if nothing.is_floating_point() or nothing.is_complex():
                 nothing.fill_(torch.nan)
             known = self._stand_ins[value, number] = nothing.expand(parameter.shape)
         return known

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def stream(
     head: str | None = None,
     longest: Any = None,
     tables: BlockNames | None = None,
-    peers: Peers | None = None,
+    peers: Peers | Literal["auto"] | None = None,
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
@@ -74,14 +74,15 @@ def stream(
     made when something else reads them; after ``optimizer.step()`` that raises GradientError. ``tables``: embeddings of
     which few rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on
     the disk, and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one.
-    ``peers``: the ranks that train it together (`Peers`), each with a copy at home; the first one's weights are all's.
+    ``peers``: the ranks that train it together (`Peers`); the first one's weights are all's. "auto": `Peers()` where
+    the default process group has several ranks, None elsewhere.
     Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or BudgetError for
     what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which changes nothing.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
-    where, found = _checked_device(device), _checked_blocks(model, blocks)
+    where, found, peers = _checked_device(device), _checked_blocks(model, blocks), _checked_peers(peers)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
     looked_up = _tables(model, found, tables, where, folder, peers)
@@ -192,8 +193,6 @@ def _tables(
     folder: str | os.PathLike[str] | None,
     peers: Peers | None,
 ) -> list[nn.Embedding]:
-    if peers is not None and not isinstance(peers, Peers):
-        raise InputError(f"peers={peers!r} was asked for; it is ts.Peers(), or None for a model of this process alone")
     found = find_tables(model, blocks, names, device, folder)
     if peers is not None and any(table.weight.requires_grad for table in found):
         raise InputError(
@@ -218,6 +217,18 @@ def _check_model(model: object) -> None:
         raise InputError(f"stream takes a torch.nn.Module, found {what}; ts.Program takes functions")
     if is_streamed(model):
         raise InputError(f"this {type(model).__name__} is streamed already; call tapestream.unstream(model) first")
+
+
+def _checked_peers(peers: object) -> Peers | None:
+    if peers == "auto":
+        distributed = torch.distributed
+        there = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        return Peers() if there else None
+    if peers is not None and not isinstance(peers, Peers):
+        raise InputError(
+            f"peers={peers!r} was asked for; it is ts.Peers(), 'auto', or None for a model of this process alone"
+        )
+    return peers
 
 
 def _checked_blocks(model: nn.Module, blocks: BlockNames | None) -> list[nn.Module]:
