@@ -35,7 +35,7 @@ from trainings import (
 )
 
 import tapestream as ts
-from tapestream.errors import InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.peers import divided
 from tapestream.storage.tensor_files import read_tensors
@@ -426,3 +426,146 @@ def test_what_cannot_be_divided_is_refused() -> None:
         ts.Peers(shard="yes")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"4 ranks do not come in groups of 3; give a divisor of 4"):
         ts.Peers(shard=3).among(4)
+
+
+# -- what users may do between calls ----------------------------------------------------------------------------------
+
+WRITES: dict[str, Any] = {
+    "itself": lambda m, w: w.mul_(0), "data": lambda m, w: w.data.mul_(0), "detach": lambda m, w: w.detach().mul_(0),
+    "column": lambda m, w: w[:, 2].zero_(), "view": lambda m, w: w.view(-1).mul_(0),
+    "state": lambda m, w: m.state_dict()["blocks.1.up.weight"].mul_(0),
+    "numpy": lambda m, w: w.detach().numpy().fill(0), "copy": lambda m, w: w.copy_(torch.zeros(96, 24)),
+    "gradient": lambda m, w: w.grad.data.mul_(0),
+}  # fmt: skip
+
+
+def writing(rank: int, size: int) -> list[str]:
+    """Ways to write inside of ts.whole that were lost; what was written is that of the next reading."""
+    lost = []
+    with streamed(rank, "1GiB", "disk", **SHARD) as model:
+        weight = model.blocks[1].up.weight
+        model(batch(0, rank)).backward()
+        for how, write in WRITES.items():
+            with ts.whole(model), torch.no_grad():
+                weight.fill_(1)
+                weight.grad.fill_(1)
+            with ts.whole(model), torch.no_grad():
+                write(model, weight)
+                model.blocks[2].up.weight.sum()  # another block comes
+            with ts.whole(model):
+                if float((weight.grad if how == "gradient" else weight)[:, 2].sum()):
+                    lost.append(how)
+    return lost
+
+
+def test_what_is_written_inside_of_whole_stays() -> None:
+    assert in_ranks(2, writing) == [[], []]
+
+
+def gradients_kept(rank: int, size: int) -> Any:
+    """Present ones may be set and changed; earlier ones are gone, and say so."""
+    said = []
+    with streamed(rank, "1GiB", "disk", **SHARD) as model:
+        found = OPTIMIZERS["sgd"](ts.optimizer, model)
+        one, other = model.blocks[1].up.weight, model.blocks[2].up.weight
+        model(batch(0, rank)).backward()
+        old = one.grad
+        with ts.whole(model):
+            kept, masked = one.grad.clone(), one.grad * torch.ones(96, 24).tril()
+        one.grad.mul_(torch.ones(96, 24).tril())
+        with ts.whole(model):
+            assert torch.equal(one.grad, masked)
+        model.zero_grad()
+        model(batch(1, rank)).backward()
+        for wrong in (lambda: old.mul_(2), lambda: setattr(one, "grad", other.grad) or found.step()):
+            try:
+                wrong()
+            except GradientError as error:
+                said.append(str(error)[:39])
+        one.grad = kept
+        with ts.whole(model):
+            expected = torch.add(one.detach(), kept, alpha=-0.05)
+        found.step()
+        with ts.whole(model):
+            return said, torch.equal(one.detach(), expected)
+
+
+def test_gradients_that_are_gone_say_so_and_others_may_be_set() -> None:
+    for said, same in in_ranks(2, gradients_kept):
+        assert said == ["a gradient that is gone was read: it wa", "the .grad of a parameter of shape [96, "]
+        assert same
+
+
+class BySize(torch.optim.SGD):
+    """Looks at how many numbers there are, as 8-bit optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-0.02 if p.numel() > 2000 else -0.01)
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) + self.none.sum()
+
+
+def with_an_empty_block(model: Any) -> None:
+    model.blocks[1] = Empty()
+
+
+def written_by_one(rank: int, size: int, how: str, folder: str) -> Any:
+    with streamed(rank, "1GiB", "disk", **SHARD) as model:
+        weight = model.blocks[1].up.weight
+        if how == "size":
+            return ts.optimizer(model, BySize, lr=0.1)
+        found = OPTIMIZERS["adamw"](ts.optimizer, model)
+        model(batch(0, rank)).backward()
+        found.step()
+        if how == "loads":
+            saves = [ts.save(f"{folder}/{name}", model=model) for name in ("a", "b")]
+            ts.save(f"{folder}/b", model=model, more=1)
+            ts.load(f"{folder}/{'ab'[rank]}", model=model)
+            return saves
+        if how == "part":
+            ts.save(folder, block=model.blocks[0], all=nn.ModuleDict({"model": model}))
+            return ts.load(folder, block=model.blocks[0])
+        if how == "nowhere":
+            ts.save("/proc/nowhere", model=model)
+        state = found.state_dict() if how == "optimizer" else None
+        with torch.no_grad():
+            if how == "copy":
+                weight.copy_(torch.full((96, 24), float(rank)))
+            if how == "data" and rank:
+                weight.data = torch.ones(96, 24)
+            if how == "optimizer" and rank:
+                found.load_state_dict(state)
+        model(batch(0, rank)).backward()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("copy", "InputError: ranks came to write what is divided among ranks, and what they came with does differ"),
+        ("data", "InputError: when this call began, ranks had gradients of different parameters"),
+        ("optimizer", "InputError: ranks do different things: rank 0 began a call"),
+        ("loads", "InputError: ranks began ts.load(), and what they came with does differ"),
+        ("size", "InputError: this optimizer looks at tensors of"),
+        ("nowhere", "StorageError: "),
+    ],
+)
+def test_what_ranks_write_and_load_must_be_the_same(how: str, said: str, tmp_path: Path) -> None:
+    for found in in_ranks(2, written_by_one, how, str(tmp_path), timeout=20):
+        assert found.startswith(tuple(said.split("|"))), found
+
+
+def test_parts_of_a_model_are_saved_and_blocks_may_have_no_numbers(tmp_path: Path) -> None:
+    assert in_ranks(2, written_by_one, "part", str(tmp_path)) == [{}, {}]
+    which = [((TIGHT, "disk", 2, "adamw"), {"frozen": with_an_empty_block, **SHARD})]
+    same_in_all(2, which, [one_process(2, 2, "adamw", frozen=with_an_empty_block)])

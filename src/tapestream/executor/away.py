@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from tapestream.errors import InputError
+from tapestream.errors import GradientError, InputError
 from tapestream.ir.actions import Value
 
 Reader: TypeAlias = Callable[[Value, int], torch.Tensor]
@@ -41,7 +41,14 @@ class Holder(Protocol):
     away: "Away"
 
     def keep_part(self, value: Value, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Keep what belongs to this rank of whole tensors, by number of their parameter."""
+        """Keep what belongs to this rank of whole tensors, by number of their parameter; every rank must come with the
+        same."""
+
+    def age(self, value: Value, number: int) -> int:
+        """Grows when another gradient takes the place of one."""
+
+    def part_of(self, value: Value, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """What belongs to this rank of a tensor of the parameter's shape."""
 
     def own(self, value: Value, number: int) -> torch.Tensor:
         """The elements that this rank has of a parameter, where they live."""
@@ -117,6 +124,11 @@ class AwayGradient(torch.Tensor):
         found._tapestream_away = _Where(holder, value, number)
         return found
 
+    def stands_for(self, value: Value, number: int) -> bool:
+        """Whether it is the present gradient of this parameter."""
+        where = self._tapestream_away
+        return (where.value, where.number) == (value, number) and where.is_present
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient(divided among ranks, of shape {list(self.shape)}; read it inside ts.whole(model))"
 
@@ -135,17 +147,31 @@ class AwayGradient(torch.Tensor):
 class _Where:
     """``value`` of a block and the ``number`` of a parameter in it."""
 
-    __slots__ = ("_holder", "number", "value")
+    __slots__ = ("_age", "_holder", "number", "value")
 
     def __init__(self, holder: Holder, value: Value, number: int) -> None:
         self._holder, self.value, self.number = weakref.ref(holder), value, number
+        self._age = holder.age(value, number)
+
+    @property
+    def is_present(self) -> bool:
+        holder = self._holder()
+        return holder is not None and holder.age(self.value, self.number) == self._age
 
     @property
     def holder(self) -> Holder:
         found = self._holder()
-        if found is None:
-            raise InputError("a gradient that was divided among ranks was read, whose model is gone")
+        if found is None or not self.is_present:
+            raise GradientError(
+                "a gradient that is gone was read: it was divided among ranks, of a step before or of a model that is "
+                "streamed no more; read it before zero_grad(), inside of ts.whole(model), and keep a clone()"
+            )
         return found
+
+    @property
+    def reader(self) -> "Reader | None":
+        """Who reads it now."""
+        return self.holder.away.reader
 
 
 def send_away(parameter: nn.Parameter, holder: Holder, value: Value, number: int) -> torch.Tensor:
@@ -173,14 +199,14 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     found = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AwayParameter | AwayGradient)]
-    if name == "copy_" and found[0] is args[0]:
+    if name == "copy_" and found[0] is args[0] and found[0]._tapestream_away.reader is None:
         return _taken(args[0], args[1])
     gradients = all(isinstance(one, AwayGradient) for one in found)
     if gradients and name in _NUMBER_BY_NUMBER:
         return _each_number(func, name, args, kwargs)
     if gradients and name in _NORMS:
         return _each_norm(func, args, kwargs)
-    readers = [one._tapestream_away.holder.away.reader for one in found]
+    readers = [one._tapestream_away.reader for one in found]
     if any(reader is None for reader in readers):
         raise InputError(
             f"{attribute if name == '__get__' else name}() would read a tensor of {list(found[0].shape)} that is "
@@ -214,10 +240,13 @@ def _each_number(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     places = [one._tapestream_away for one in pytree.tree_leaves(args) if isinstance(one, AwayGradient)]
 
     def own(one: Any) -> Any:
-        if not isinstance(one, AwayGradient):
-            return one
-        where = one._tapestream_away
-        return where.holder.own(where.value, where.number)
+        if isinstance(one, AwayGradient):
+            where = one._tapestream_away
+            return where.holder.own(where.value, where.number)
+        if isinstance(one, torch.Tensor) and one.dim() and len(places) == 1:  # a mask, say
+            where = places[0]
+            return where.holder.part_of(where.value, where.number, one)
+        return one
 
     func(*pytree.tree_map(own, args), **pytree.tree_map(own, kwargs))
     if name == _UNSCALES:  # what is no number on one rank keeps all from stepping
@@ -241,24 +270,15 @@ def _each_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole tensors, and keep what it has written into them."""
-    wholes: list[tuple[_Where, torch.Tensor, int]] = []
+    """Run ``func`` on whole tensors; the reader keeps what is written into them."""
 
     def opened(one: Any) -> Any:
         if not isinstance(one, AwayParameter | AwayGradient):
             return one
         where = one._tapestream_away
-        reader = where.holder.away.reader
+        reader = where.reader
         assert reader is not None
-        whole = reader(where.value, where.number)
-        wholes.append((where, whole, whole._version))
-        return whole
+        return reader(where.value, where.number)
 
     args, kwargs = pytree.tree_map(opened, (args, kwargs))
-    if name == "detach":
-        return args[0]
-    result = func(*args, **kwargs)
-    for where, whole, version in wholes:
-        if whole._version != version:
-            where.holder.keep_part(where.value, {where.number: whole})
-    return result
+    return args[0] if name == "detach" else func(*args, **kwargs)

@@ -116,7 +116,10 @@ class BlockStore:
     def take_gradients(self, block: int, sums: Sums) -> None:
         """Take a block's gradients over from a call: nothing of that call will add to them any more."""
         self.gradients.take(block, sums)
-        if self.copies.shards is not None:  # their plan says when they are summed
+        if self.copies.shards is not None and self.blocks[block].layout.nbytes:  # the plan says when they are summed
+            return
+        if self.copies.shards is not None and block in self.gradients.fresh:
+            self.gradients.accumulate(block)
             return
         if self.gradients.are_own(block):
             self.gradients.fresh[block] = self.gradients.hooked(block)  # hooks may raise: before others are told

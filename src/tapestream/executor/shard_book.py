@@ -1,5 +1,6 @@
 """`ShardBook`: gradients of blocks that are divided among ranks, from the end of a backward to ``.grad``."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
 
 _READ = "came to read a gradient that is divided among ranks"
+_GIVEN = "came to a gradient that other code has set"
 
 
 class ShardBook(GradientBook):
@@ -25,6 +27,8 @@ class ShardBook(GradientBook):
         super().__init__(copies)
         self._summed: dict[int, list[int]] = {}  # by block, what this backward has left, for updates within it
         self._whole: tuple[Value, dict[int, torch.Tensor]] | None = None  # the last one that was read
+        self._ages: Counter[tuple[Value, int]] = Counter()
+        self.versions: Counter[int] = Counter()  # by block, grow when its gradients change
         self.away = copies.away
 
     def leaves(self, block: int) -> bool:
@@ -72,11 +76,14 @@ class ShardBook(GradientBook):
             if not ranks and i not in earlier:
                 continue
             summed.append(i)
+            if i not in earlier:
+                self._ages[value, i] += 1
             if start < stop:
                 low = this.layout.offsets[at] + start * dtype.itemsize - first
                 high = low + (stop - start) * dtype.itemsize
                 addends.append(Addends(low, high, dtype, ranks, i in earlier))
         self._arrived[block] = self._summed[block] = summed
+        self.versions[block] += 1
         whole, shard = copies.region(value, Tier.DEVICE), copies.region(value, Tier.SHARD)
         return copies.used_by(lambda: copies.others.sum(whole.memory, shard.memory, addends), whole, shard)
 
@@ -151,11 +158,21 @@ class ShardBook(GradientBook):
     def keep_part(self, value: Value, tensors: Mapping[int, torch.Tensor]) -> None:
         """See `Holder`."""
         self.forget_whole()
+        self.versions[value.index] += 1
         self.copies.keep_part(value, tensors)
+
+    def age(self, value: Value, number: int) -> int:
+        """See `Holder`."""
+        return self._ages[value, number]
+
+    def part_of(self, value: Value, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """See `Holder`."""
+        return self.copies.part_of(value, number, whole)
 
     def own(self, value: Value, number: int) -> torch.Tensor:
         """See `Holder`."""
         self.forget_whole()
+        self.versions[value.index] += 1
         return self.copies.own(value, number)
 
     def any_of(self, found: torch.Tensor) -> None:
@@ -174,16 +191,38 @@ class ShardBook(GradientBook):
         self._whole = None
 
     def _own_gradients(self, block: int) -> list[int]:
-        """Numbers of parameters whose ``.grad`` stands for a sum. Raises GradientError where it is something else."""
-        found = list[int]()
+        """Numbers of parameters whose ``.grad`` stands for a sum; other tensors there are taken over, part by part."""
+        found, given, value = list[int](), dict[int, torch.Tensor](), Value(Kind.GRADIENT, block)
         for i, parameter in enumerate(self.copies.blocks[block].parameters):
             gradient = parameter.grad
-            if isinstance(gradient, AwayGradient):
-                found.append(i)
-            elif gradient is not None and not isinstance(gradient, SteppedGradient):
+            if gradient is None or isinstance(gradient, SteppedGradient) or not parameter.numel():
+                continue
+            found.append(i)
+            if not isinstance(gradient, AwayGradient):
+                given[i] = gradient
+            elif not gradient.stands_for(value, i):
                 raise GradientError(
-                    f"a parameter of shape {list(parameter.shape)} was given a .grad by other code, but its block is "
-                    "divided among ranks, each of which has a part; change .grad in place (mul_, copy_ of what is the "
-                    "same on every rank), or set it to None"
+                    f"the .grad of a parameter of shape {list(parameter.shape)} is an earlier one, or another "
+                    "parameter's, but its block is divided among ranks, and gradients are not kept beside the present "
+                    "one; read it before zero_grad(), inside of ts.whole(model), and put a clone() there"
                 )
+        if given:
+            self._take_over(value, given)
         return found
+
+    def _take_over(self, value: Value, given: Mapping[int, torch.Tensor]) -> None:
+        """Gradients that other code has put there, the same on every rank."""
+        copies, parameters = self.copies, self.copies.blocks[value.index].parameters
+        for i, gradient in given.items():
+            if gradient.layout is not torch.strided:
+                raise GradientError(f"a sparse gradient of shape {list(parameters[i].shape)} was given; use to_dense()")
+        if copies.has(value, Tier.SHARD):
+            copies.check_same(_GIVEN, value, given)
+            copies.write(value, Tier.SHARD, given)
+        else:
+            copies.reserve(value, below=True)
+            copies.keep_part(value, given)
+        self.versions[value.index] += 1
+        for i in given:
+            self._ages[value, i] += 1
+            parameters[i].grad = AwayGradient.standing_for(parameters[i], self, value, i)

@@ -1,10 +1,12 @@
 """`ShardCopies`: copies of blocks that are divided among ranks: shards, and on the device what is gathered of them."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
+from tapestream.errors import InputError
 from tapestream.executor.away import Away, bring_back, send_away
 from tapestream.executor.copies import BlockCopies, check_alike
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
@@ -12,6 +14,7 @@ from tapestream.executor.sharing import Arrival, Shards
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.storage.blocks import ParameterBlock
+from tapestream.storage.layout import in_memory_order
 from tapestream.storage.pool import Pool
 from tapestream.storage.regions import Region
 
@@ -67,9 +70,11 @@ class ShardCopies(BlockCopies):
         parameters = self.blocks[value.index].parameters
         for number in numbers:
             check_alike(parameters[number], self.away.looks(value, number))
+        with torch._C.DisableTorchFunctionSubclass():
+            given = {number: parameters[number].data for number in numbers}
+        self.check_same("came to take over what p.data was set to", value, given)
         for tier in [tier for tier in Tier if self.has(value, tier) and (value, tier) not in self.tickets]:
-            with torch._C.DisableTorchFunctionSubclass():  # of parameters that are away their new data are not
-                self.write(value, tier, {number: parameters[number].data for number in numbers})
+            self.write(value, tier, given)
         for number in numbers:
             increment_version(parameters[number])
             self._shown[value][number] = send_away(parameters[number], self, value, number).data_ptr()
@@ -80,9 +85,31 @@ class ShardCopies(BlockCopies):
         self.keep_part(value, self.blocks[value.index].views(whole, value.kind))
 
     def keep_part(self, value: Value, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Keep what belongs to this rank of whole tensors, where its shard lives."""
+        """Keep what belongs to this rank of whole tensors, where its shard lives; every rank must bring the same."""
         self.adopt_replaced(value)
+        self.check_same("came to write what is divided among ranks", value, tensors)
         self.write(value, self.tier_of(value), tensors)
+
+    def check_same(self, what: str, value: Value, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Raise InputError, on every rank, where ranks write different numbers, or one of them does alone."""
+        sums = [[number, checksum(tensor)] for number, tensor in tensors.items()]
+        self.others.meet(what, [value.kind.value, value.index, sums])
+
+    def age(self, value: Value, number: int) -> int:
+        """Parameters are never others."""
+        return 0
+
+    def part_of(self, value: Value, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """See `Holder`. Raises InputError for a tensor of another shape."""
+        block = self.blocks[value.index]
+        shape = block.parameters[number].shape
+        if whole.shape != shape:
+            raise InputError(
+                f"a tensor of {list(whole.shape)} was to change a gradient of {list(shape)} that is divided among "
+                "ranks, number by number; expand() it to that shape, or do so inside of ts.whole(model)"
+            )
+        start, stop = block.own_elements(value.kind)[number]
+        return in_memory_order(whole, block.strides[number])[start:stop]
 
     def own(self, value: Value, number: int) -> torch.Tensor:
         """What this rank has of a parameter, where its shard lives."""
@@ -129,6 +156,11 @@ class ShardCopies(BlockCopies):
     def _numbers(self, value: Value) -> tuple[int, ...]:
         block = self.blocks[value.index]
         return block.frozen if value.kind is Kind.BUFFERS else block.trained
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The CRC-32 of a tensor's bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Using:

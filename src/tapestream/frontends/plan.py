@@ -15,6 +15,7 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import reserved_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, GradientError, InputError
+from tapestream.executor.away import AwayGradient
 from tapestream.executor.engines import EngineStatistics
 from tapestream.frontends.chain import Chain
 from tapestream.frontends.given import Arguments, arguments_of
@@ -248,7 +249,8 @@ def verify(model: nn.Module, batch: Any) -> None:
         raise InputError(
             "verify: with update='backward' a step changes the weights; verify before making the optimizer"
         )
-    kept = [p.grad for p in model.parameters()]
+    with whole(model):  # those that are divided make room for others
+        kept = [p.grad.clone() if isinstance(p.grad, AwayGradient) else p.grad for p in model.parameters()]
     try:
         with whole(model):
             streamed = _gradients(model, arguments, handle.device)

@@ -119,7 +119,7 @@ def shard_parts(
     own = block.layout.nbytes // block.share.ranks
     state = -(-sum(one.nbytes for one in members) // block.share.ranks)
     count = 1 if limit_nbytes is None else max(1, min(_MOST, -(-state // limit_nbytes)))
-    length = round_up(-(-own // count))
+    length = max(1, round_up(-(-own // count)))
     every = [
         [_part(pieces, together) for pieces in _shard_pieces(block, members, rank * own, own, length)]
         for rank in range(block.share.ranks)
@@ -133,7 +133,7 @@ def _shard_pieces(
     """By part, what ``length`` bytes each of the shard that begins at byte ``first`` have of every parameter."""
     found: list[list[tuple[Member, Piece]]] = []
     seen: set[int] = set()
-    for start in range(first, first + nbytes, length):
+    for start in range(first, first + max(1, nbytes), length):
         spans = block.layout.within(start, min(start + length, first + nbytes))
         there = {block.trained[at]: span for at, span in spans.items()}
         found.append([])

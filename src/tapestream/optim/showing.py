@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tapestream.executor.blocks import BlockStore
+from tapestream.executor.shard_copies import checksum
 from tapestream.ir.actions import Kind, Value
 from tapestream.optim.shown import StateInParts
 from tapestream.storage.blocks import ParameterBlock, Piece
@@ -67,6 +68,9 @@ class Showing:
     def written(self, parameter: torch.Tensor, found: Mapping[str, Any]) -> dict[str, Any]:
         """Copy what has a place in the parts into it; returns copies of the rest."""
         block, where = self._where[id(parameter)]
+        if self._shards is not None:  # each takes its part of what must be the same
+            sums = {name: checksum(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+            self._shards.meet("came to write an optimizer's state", [block.index, sorted(sums.items())])
         names: set[str] = set()
         for part, number in where:
             piece = block.state_parts[part].pieces[number]

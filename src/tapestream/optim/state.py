@@ -105,7 +105,7 @@ def is_elementwise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the optimizer treats each element by itself: two steps on a small tensor and on two pieces of it end in
+    """Whether the optimizer treats each element by itself: two steps on small tensors and on two pieces of each end in
     the same bits, and so does all the state, which is of the tensor's shape.
 
     ``options``, ``required``: as for `probe`; the learning rate is one that shows. False for optimizers that look at
@@ -114,23 +114,37 @@ def is_elementwise(
     if "lr" in options:
         shown = torch.full_like(options["lr"], 1e-2) if isinstance(options["lr"], torch.Tensor) else 1e-2
         options = {**options, "lr": shown}
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(_TRIED, generator=generator, device="cpu").to(device, dtype) for _ in range(3))
     with torch.random.fork_rng(devices=[device] if is_accelerator(device) else [], device_type=device.type):
-        try:
-            whole = _after(cls, options, required, start, gradients)
-            pieces = [
-                _after(cls, options, required, start.flatten()[cut], [g.flatten()[cut] for g in gradients])
-                for cut in (slice(_CUT), slice(_CUT, None))
-            ]
-        except Exception:  # it takes no tensor of one dimension, say
-            return False
+        return all(_treats_alike(cls, options, required, dtype, device, shape, cut) for shape, cut in _TRIED)
+
+
+_TRIED = ((7, 150), 512), ((8, 640), 1024), ((350, 300), 4096)
+"""Shapes, and where they are cut: rules may look at how many elements there are (8-bit ones begin at 4096)."""
+
+
+def _treats_alike(
+    cls: OptimizerClass,
+    options: Mapping[str, Any],
+    required: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    cut: int,
+) -> bool:
+    """A tensor of this shape and its two pieces."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for _ in range(3))
+    try:
+        whole = _after(cls, options, required, start, gradients)
+        pieces = [
+            _after(cls, options, required, start.flatten()[part], [g.flatten()[part] for g in gradients])
+            for part in (slice(cut), slice(cut, None))
+        ]
+    except Exception:  # it takes no tensor of one dimension, say
+        return False
     if any(piece.keys() != whole.keys() for piece in pieces):
         return False
     return all(_same(value, [piece[name] for piece in pieces], start.shape) for name, value in whole.items())
-
-
-_TRIED, _CUT = (7, 150), 512
 
 
 def _after(

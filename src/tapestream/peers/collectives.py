@@ -1,7 +1,8 @@
 """`Collectives`: the operations of torch.distributed that ranks send tensors by, on whatever device these lie."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from time import monotonic, sleep
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 Group: TypeAlias = Any
 """A ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension."""
+
+_LET_GO_SECONDS = 0.05
 
 
 class Pending(Protocol):
@@ -39,7 +42,11 @@ class Collectives:
         rows = whole.view(size, -1)
         rows[distributed.get_rank(self.group)] = part
         send = partial(distributed.broadcast, group=self.group, async_op=True)
-        return _Several([send(row, rank) for row, rank in zip(rows, self._ranks, strict=True)])
+
+        def begin() -> list[Pending]:
+            return [send(row, rank) for row, rank in zip(rows, self._ranks, strict=True)]
+
+        return _Several(begin, whole)
 
     def exchange(self, came: Tensor, sent: Tensor) -> Pending:
         """Begin to bring part ``rank`` of what every rank has ``sent`` into ``came``, one after the other. By gloo from
@@ -54,9 +61,13 @@ class Collectives:
         mine, theirs, own = sent.view(size, -1), came.view(size, -1), distributed.get_rank(self.group)
         theirs[own] = mine[own]
         others = [(own + step) % size for step in range(1, size)]
-        begun = [distributed.isend(mine[k], self._ranks[k], group=self.group) for k in others]
-        begun += [distributed.irecv(theirs[k], self._ranks[k], group=self.group) for k in others]
-        return _Several([one for one in begun if one is not None])
+
+        def begin() -> list[Pending]:
+            begun = [distributed.isend(mine[k], self._ranks[k], group=self.group) for k in others]
+            begun += [distributed.irecv(theirs[k], self._ranks[k], group=self.group) for k in others]
+            return [one for one in begun if one is not None]
+
+        return _Several(begin, came, sent)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Let this be that of the group's first rank."""
@@ -94,13 +105,27 @@ class Collectives:
 
 
 class _Several:
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
+    """``tensors``: what they use, which c10d may let go of a little later than it says that it is done: whoever waits
+    counts on that memory."""
+
+    def __init__(self, begin: Callable[[], list[Pending]], *tensors: Tensor) -> None:
+        self._tensors = [(tensor, _uses(tensor)) for tensor in tensors]
+        self._pending = begin()
 
     def wait(self) -> None:
         """See `Pending`."""
-        for one in self._pending:
-            one.wait()
+        while self._pending:
+            self._pending.pop(0).wait()
+        until = monotonic() + _LET_GO_SECONDS
+        for tensor, before in self._tensors:
+            while _uses(tensor) > before and monotonic() < until:
+                sleep(1e-5)
+        self._tensors.clear()
+
+
+def _uses(tensor: Tensor) -> int:
+    """Tensors over the same bytes."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class _ThroughRam:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tapestream.costs import Budget, Link, Machine, Profile
+from tapestream.errors import InputError
 from tapestream.frontends.available import free_nbytes, ranks_here
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.ir.actions import Tier
@@ -27,10 +28,19 @@ class OnePlan:
         self._digests: dict[int, tuple[Prepared, str]] = {}
         self._known: tuple[Machine, Machine] | None = None
 
-    def shapes(self, own: Shapes) -> Shapes:
+    def shapes(self, own: Shapes, state: bytes) -> Shapes:
         """Those that a plan for every rank's call must serve: the largest of each size. What is no such set of tensors
-        on all ranks is left as it is: plans will differ, which `begin` says."""
-        every = self._agreement.told("began a call of a streamed model", [list(one) for one in own])
+        on all ranks is left as it is: plans will differ, which `begin` says. ``state``: hashed, it must be the same on
+        all: which parameters have gradients, which take some, which have other data. Raises InputError elsewhere."""
+        mine = [hashlib.sha256(state).hexdigest()[:16], [list(one) for one in own]]
+        told = self._agreement.told("began a call of a streamed model", mine)
+        if len({one[0] for one in told}) > 1:
+            raise InputError(
+                "when this call began, ranks had gradients of different parameters, or different parameters that "
+                "require some, or p.data was set on some; zero_grad(), requires_grad and what is written must be the "
+                "same on every rank"
+            )
+        every = [one[1] for one in told]
         alike = {tuple(len(one) for one in shapes) for shapes in every}
         if len(alike) > 1:
             return own

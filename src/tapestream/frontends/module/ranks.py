@@ -52,7 +52,10 @@ class Ranks:
 
     def shapes(self, own: Shapes) -> Shapes:
         """Those that a plan for every rank's call must serve."""
-        return own if self.one_plan is None else self.one_plan.shapes(own)
+        if self.one_plan is None:
+            return own
+        replaced = sorted((value.index, value.kind.value, number) for value, number, _ in self._store.replaced())
+        return self.one_plan.shapes(own, self._state() + repr(replaced).encode())
 
     def machine(self, own: Machine) -> Machine:
         """The slowest of every link on any rank."""

@@ -131,6 +131,13 @@ def handle_of(model: nn.Module) -> Streamed:
     return handle
 
 
+def handle_around(module: nn.Module) -> Streamed | None:
+    """The handle of a streamed model, or of that which a block belongs to."""
+    site = vars(module).get(_SITE)
+    found = vars(module).get(_HANDLE)
+    return site.handle if isinstance(site, Site) else found if isinstance(found, Streamed) else None
+
+
 def is_streamed(model: nn.Module) -> bool:
     """Whether `stream` was called on this model."""
     return isinstance(getattr(model, _HANDLE, None), Streamed)

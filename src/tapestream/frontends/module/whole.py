@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from tapestream.executor.block_regions import users_of
 from tapestream.executor.shard_book import ShardBook
-from tapestream.executor.shard_copies import ShardCopies
+from tapestream.executor.shard_copies import ShardCopies, checksum
 from tapestream.frontends.module.stream import handle_of
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.ir.actions import Kind, Value
@@ -16,22 +17,24 @@ from tapestream.optim.shown import StateInParts, read_when_asked
 
 class Gathered:
     """Whole tensors of a model whose blocks are divided, those of one block at a time: of the last one that was asked
-    for, which need not come again while nothing has changed them."""
+    for, which need not come again while nothing has changed it. What users write into them, and into views of them,
+    is kept when the next one comes, or at the `end`; every rank must have written the same."""
 
     def __init__(self, copies: ShardCopies, gradients: ShardBook) -> None:
         self._copies, self._gradients = copies, gradients
-        self._last: tuple[Value, int, dict[int, torch.Tensor]] | None = None
+        self._last: tuple[Value, int] | None = None
+        self._memory = torch.empty(0, device="cpu")
+        self._crc32 = 0
+        self._held: list[tuple[Value, int, torch.Tensor, int]] = []  # before it, that users still have views of
         self._later: dict[tuple[Value, int], StateInParts] = {}
 
     def read(self, value: Value, number: int) -> torch.Tensor:
         """One tensor, in memory of its own, which is a parameter's or a gradient's; every rank must ask."""
-        if value.kind is Kind.GRADIENT:
-            return self._gradients.whole(value)[number]
-        version = sum(p._version for p in self._copies.blocks[value.index].parameters)
-        if self._last is None or self._last[:2] != (value, version):
-            self._last = None  # before others come
-            self._last = value, version, self._copies.whole(value)
-        return self._last[2][number]
+        if self._last != (value, self._version(value)):
+            self._leave()
+            self._memory = self._copies.gathered(value, "came to read what is divided among ranks")
+            self._last, self._crc32 = (value, self._version(value)), checksum(self._memory)
+        return self._copies.blocks[value.index].views(self._memory, value.kind)[number]
 
     def later(self, value: Value, number: int) -> torch.Tensor:
         """The same, as a tensor that comes when it is read; every rank must read it then."""
@@ -40,6 +43,42 @@ class Gathered:
             made = read_when_asked(parameter.shape, parameter.dtype, lambda: self.read(value, number))
             self._later[value, number] = made
         return self._later[value, number]
+
+    def end(self) -> None:
+        """Nothing is read any more; every rank must come."""
+        self._leave()
+        self._look_at_held(lambda memory: True)
+
+    def _leave(self) -> None:
+        """Another block comes: what was written is kept, and what users still have is looked at again later."""
+        if self._last is not None:
+            crc32 = self._keep_written(*self._last, self._memory, self._crc32)
+            self._held.append((*self._last, self._memory, crc32))
+            self._last, self._memory = None, torch.empty(0, device="cpu")
+        self._look_at_held(lambda memory: users_of(memory) == 0)
+
+    def _look_at_held(self, goes: Callable[[torch.Tensor], bool]) -> None:
+        held, self._held = self._held, []
+        while held:
+            value, version, memory, crc32 = held.pop(0)
+            if goes(memory):
+                self._keep_written(value, version, memory, crc32)
+            else:
+                self._held.append((value, version, memory, crc32))
+
+    def _keep_written(self, value: Value, version: int, memory: torch.Tensor, crc32: int) -> int:
+        """Keep what is in ``memory`` if it is not as it came, and nothing else has changed the value since. Returns its
+        checksum."""
+        now = checksum(memory)
+        if now != crc32 and version == self._version(value):
+            self._copies.keep_part(value, self._copies.blocks[value.index].views(memory, value.kind))
+            self._gradients.forget_whole()
+        return now
+
+    def _version(self, value: Value) -> int:
+        if value.kind is Kind.GRADIENT:
+            return self._gradients.versions[value.index]
+        return sum(p._version for p in self._copies.blocks[value.index].parameters)
 
 
 @contextmanager
@@ -73,5 +112,7 @@ def _read_by(handle: Streamed, way: Callable[[Gathered], Callable[[Value, int], 
     if not isinstance(copies, ShardCopies) or not isinstance(gradients, ShardBook):
         yield
         return
-    with copies.away.read_by(way(Gathered(copies, gradients))):
+    gathered = Gathered(copies, gradients)
+    with copies.away.read_by(way(gathered)):
         yield
+        gathered.end()

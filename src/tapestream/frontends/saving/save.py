@@ -16,7 +16,12 @@ from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.manifest import GENERATORS, MANIFEST, check_name, read_manifest, write_manifest
 from tapestream.frontends.saving.shards import Place, Shards, write_shards
 from tapestream.frontends.saving.state import is_stateful, only_copies
-from tapestream.frontends.saving.together import ranks_that_share, saved_together, state_to_save
+from tapestream.frontends.saving.together import (
+    check_loaded_together,
+    ranks_that_share,
+    saved_together,
+    state_to_save,
+)
 from tapestream.frontends.saving.tree import MALFORMED, pack, unpack
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.storage.tensor_files import write_text
@@ -111,6 +116,7 @@ def load(
         raise InputError(f"{folder} holds {', '.join(entries)}; {', '.join(lacking)} was asked for")
     for name, part in parts.items():
         check_given(name, part, entries[name], folder)
+    check_loaded_together(ranks_that_share(parts.values()), folder, parts)
     shards = {
         name: Shards(folder / name, entry["tensors"], writable=not only_copies(parts.get(name)))
         for name, entry in entries.items()

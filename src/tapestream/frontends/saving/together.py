@@ -1,38 +1,57 @@
 """Saving what ranks have divided among them: the first one writes, the others give what they have."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tapestream.errors import InputError
-from tapestream.frontends.module.stream import handle_of, is_streamed
+from tapestream.errors import InputError, StorageError
+from tapestream.frontends.module.stream import handle_around
+from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import read_later
+from tapestream.frontends.saving.manifest import MANIFEST
 from tapestream.frontends.saving.state import state_of
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.peers.agreement import Agreement
 
+_FAILED = "could not save"
+
+
+def check_loaded_together(ranks: Agreement | None, folder: Path, parts: Iterable[str]) -> None:
+    """Raise InputError, on every rank, where ranks that divide a model are to load other saves, or other parts."""
+    if ranks is not None:
+        found = zlib.crc32((folder / MANIFEST).read_bytes())
+        ranks.agree("began ts.load()", [folder.name, found, sorted(parts)])
+
 
 def state_to_save(part: Any) -> Any:
-    """`state_of`, of a model whose blocks are divided with tensors that come when they are written."""
-    if isinstance(part, nn.Module) and is_streamed(part):
-        with read_later(part):
-            return state_of(part)
-    return state_of(part)
+    """`state_of`, with tensors that come when they are written where a model's blocks are divided."""
+    with ExitStack() as read:
+        for model in {id(handle.model): handle.model for handle in _handles(part)}.values():
+            read.enter_context(read_later(model))
+        return state_of(part)
 
 
 def ranks_that_share(parts: Iterable[Any]) -> Agreement | None:
     """Those of a model whose blocks are divided, or of its optimizer, among ``parts``; None where there is none."""
-    for part in parts:
-        model = part.model if isinstance(part, StreamedOptimizer) else part
-        ranks = handle_of(model).ranks if isinstance(model, nn.Module) and is_streamed(model) else None
-        if ranks is not None and ranks.one_plan is not None and ranks.exchange is not None:
-            return ranks.exchange.agreement
+    for handle in (handle for part in parts for handle in _handles(part)):
+        if handle.ranks.one_plan is not None and handle.ranks.exchange is not None:
+            return handle.ranks.exchange.agreement
     return None
+
+
+def _handles(part: Any) -> Iterator[Streamed]:
+    """Of streamed models that are ``part``, or in it, or have it as a block or as their optimizer."""
+    whole = part.model if isinstance(part, StreamedOptimizer) else part
+    for module in whole.modules() if isinstance(whole, nn.Module) else ():
+        handle = handle_around(module)
+        if handle is not None:
+            yield handle
 
 
 def saved_together(
@@ -40,19 +59,36 @@ def saved_together(
 ) -> Path:
     """What ``write()`` gives on the first rank, which reads all ``tensors`` in turn; the others read those that are
     divided, with it. Raises InputError, on every rank, where they save other things; where the first rank cannot save
-    it raises what `write` does, and the others InputError, which says that."""
+    it raises what `write` does, and the others StorageError, which says that."""
     divided = [(name, t) for found in tensors.values() for name, t in found.items() if isinstance(t, StateInParts)]
     ranks.agree("began ts.save()", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
     path = None
     if ranks.rank:
-        for _, tensor in divided:
-            if tensor.pieces is not None:
-                tensor.pieces()
+        _give(tensor for _, tensor in divided)
     else:
         try:
             path = write()
         except Exception as error:
             with suppress(InputError):
-                ranks.told(f"could not save ({error})", None)
+                ranks.told(f"{_FAILED} ({error})", None)
             raise
-    return Path(ranks.told("ended ts.save()", None if path is None else str(path))[0])
+    with _saying_why():
+        return Path(ranks.told("ended ts.save()", None if path is None else str(path))[0])
+
+
+def _give(tensors: Iterable[StateInParts]) -> None:
+    with _saying_why():
+        for tensor in tensors:
+            if tensor.pieces is not None:
+                tensor.pieces()
+
+
+@contextmanager
+def _saying_why() -> Iterator[None]:
+    """Where others do not come because the first rank could not save, that is what is raised."""
+    try:
+        yield
+    except InputError as error:
+        if _FAILED not in str(error):
+            raise
+        raise StorageError(f"no rank has saved: {error}") from None
