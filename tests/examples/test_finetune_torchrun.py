@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_torchrun.py"
 SIZES = ["--layers", "3", "--width", "64", "--seq", "32"]
 
 
+@pytest.mark.full
 @pytest.mark.on_cpu("c10d knows no simulated GPU")
 def test_goes_on_with_the_bits_of_one_process(tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "out"

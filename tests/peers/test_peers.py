@@ -41,10 +41,11 @@ pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
+FOUR = pytest.param(4, marks=pytest.mark.full)
 WAYS = ts.Peers(), ts.Peers(shard=True)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, FOUR])
 def test_the_bits_of_one_process(size: int) -> None:
     which, expected = [], []
     for budget, home, micros, optimizer, update in (
@@ -78,7 +79,7 @@ def test_clipping_frozen_parts_sixteen_bits_and_sums() -> None:
     same_in_all(2, which, expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, FOUR])
 def test_ranks_that_leave_out_different_blocks(size: int) -> None:
     which = [
         ((budget, home, micros, "sgd", update), {"prepare": leave_out})

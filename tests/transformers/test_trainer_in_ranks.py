@@ -17,9 +17,9 @@ def run(how: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.on_cpu("c10d knows no simulated GPU")
-def test_the_bits_of_its_own_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["divided", pytest.param("streamed", marks=pytest.mark.full)])
+def test_the_bits_of_its_own_way(how: str, tmp_path: Path) -> None:
     theirs = run("plain", tmp_path)
     assert len(theirs[0][0]) == 5
     assert theirs[0][1] == theirs[1][1]
-    assert run("streamed", tmp_path) == theirs
-    assert run("divided", tmp_path) == theirs
+    assert run(how, tmp_path) == theirs
