@@ -143,7 +143,8 @@ HEADLINES = {
         "One model on many GPUs", "nothing: simulated", "", {}, ("model", "GPUs", "between machines", "divided among"),
     ),
     "ranks_gloo": Headline(
-        "Step time of several processes", "`DistributedDataParallel`, FSDP2 where divided, on gloo", "in memory at most 1.00 times", RATIO,
+        "Step time of several processes", "`DistributedDataParallel`, FSDP2 where divided, on gloo",
+        "in memory at most 1.00 times", RATIO,
         ("ranks", "with"),
     ),
     "what_to_expect": Headline("Step times on GPUs", "nothing: simulated", "", {}, ("model",)),
