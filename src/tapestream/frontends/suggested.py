@@ -31,13 +31,14 @@ def tried(change: str, plan: Callable[[], Runs], base: Prepared | None) -> Itera
     """One change, if what ``plan`` gives with it fits.
 
     Profiles are measured, each at another moment: what is lost beside everything stored counts, and the time itself
-    only where that is longer, so that a quicker moment is no remedy.
+    only where that is longer, so that a quicker moment is no remedy. Waiting for copies takes as long at any moment.
     """
     with suppress(Exception):  # a model may refuse a smaller batch in words of its own, as BatchNorm does
         runs = plan()
         seconds, stored = sum(map(seconds_of, runs)), sum(map(_stored_seconds, runs))
         if base is not None and stored:
-            seconds = max(seconds, _stored_seconds(base) * seconds / stored)
+            waits = sum(map(_waiting_seconds, runs))
+            seconds = max(seconds, waits + (seconds - waits) * _stored_seconds(base) / stored)
         yield Remedy(change, seconds, max(plan.peak_nbytes for run in runs for plan in run.plans))
 
 
@@ -67,6 +68,10 @@ def head_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in inside
     ]
     return names[0] if len(names) == 1 else None
+
+
+def _waiting_seconds(found: Prepared) -> float:
+    return sum(plan.simulation.stall_seconds for plan in found.plans)
 
 
 def _stored_seconds(found: Prepared) -> float:
