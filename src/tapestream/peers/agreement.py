@@ -69,6 +69,11 @@ class Agreement:
             _KNOWN[found] = cls(found)
         return _KNOWN[found]
 
+    @property
+    def told_nbytes(self) -> int:
+        """Bytes of RAM that telling takes."""
+        return _FEW * (1 + self.size)
+
     def among(self, ranks: range) -> Collectives:
         """The operations of some ranks of the group, this one among them; each of these must ask."""
         if ranks not in self._among:

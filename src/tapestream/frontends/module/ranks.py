@@ -90,7 +90,8 @@ class Ranks:
             return 0
         inside = self._store.blocks if self.one_plan is None else []  # of shards, plans know what sums take
         every = (*(block.parameters for block in inside), outside)
-        return buffers_nbytes(every, self.exchange.agreement.size)
+        agreement = self.exchange.agreement
+        return buffers_nbytes(every, agreement.size) + agreement.told_nbytes
 
     def followed(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
         """For a call that begins: who sums gradients of ``parameters``, which are in no block that moves."""
