@@ -258,10 +258,7 @@ def _each_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on a whole tensor; on one after the other where it is given a list."""
 
     def whole(one: Any) -> Any:
-        if not isinstance(one, AwayGradient):
-            return one
-        where = one._tapestream_away
-        return where.holder.whole(where.value)[where.number]
+        return _opened(one, lambda where: where.holder.whole(where.value)[where.number])
 
     first, *rest = args
     if not isinstance(first, list | tuple):
@@ -272,13 +269,19 @@ def _each_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on whole tensors; the reader keeps what is written into them."""
 
-    def opened(one: Any) -> Any:
-        if not isinstance(one, AwayParameter | AwayGradient):
-            return one
-        where = one._tapestream_away
+    def read(where: _Where) -> torch.Tensor:
         reader = where.reader
         assert reader is not None
         return reader(where.value, where.number)
 
-    args, kwargs = pytree.tree_map(opened, (args, kwargs))
+    args, kwargs = _opened((args, kwargs), read)
     return args[0] if name == "detach" else func(*args, **kwargs)
+
+
+def _opened(tree: Any, tensor: Callable[[_Where], torch.Tensor]) -> Any:
+    """``tree`` with what ``tensor`` gives in place of what is away."""
+
+    def opened(one: Any) -> Any:
+        return tensor(one._tapestream_away) if isinstance(one, AwayParameter | AwayGradient) else one
+
+    return pytree.tree_map(opened, tree)

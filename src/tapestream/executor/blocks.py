@@ -116,10 +116,9 @@ class BlockStore:
     def take_gradients(self, block: int, sums: Sums) -> None:
         """Take a block's gradients over from a call: nothing of that call will add to them any more."""
         self.gradients.take(block, sums)
-        if self.copies.shards is not None and self.blocks[block].layout.nbytes:  # the plan says when they are summed
-            return
-        if self.copies.shards is not None and block in self.gradients.fresh:
-            self.gradients.accumulate(block)
+        if self.copies.shards is not None:
+            if block in self.gradients.fresh and not self.blocks[block].layout.nbytes:
+                self.gradients.accumulate(block)  # without numbers: no plan sums them
             return
         if self.gradients.are_own(block):
             self.gradients.fresh[block] = self.gradients.hooked(block)  # hooks may raise: before others are told

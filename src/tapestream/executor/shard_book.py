@@ -1,7 +1,7 @@
 """`ShardBook`: gradients of blocks that are divided among ranks, from the end of a backward to ``.grad``."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -95,17 +95,13 @@ class ShardBook(GradientBook):
             return {}
         if not self.copies.has(value, Tier.SHARD):
             self.copies.copy_now(value, self.copies.home_of(value), Tier.SHARD)
-        own = self.copies.blocks[block].own(self.copies.region(value, Tier.SHARD).memory)
-        return {i: own[i] for i in numbers}
+        return self._parts(value, numbers)
 
     def in_backward(self, block: int) -> Found:
         """See `GradientBook`."""
-        numbers, value = self._summed.pop(block, []), Value(Kind.GRADIENT, block)
         self._arrived.pop(block, None)
-        if not numbers:
-            return {}
-        own = self.copies.blocks[block].own(self.copies.region(value, Tier.SHARD).memory)
-        return {i: own[i] for i in numbers}
+        numbers = self._summed.pop(block, [])
+        return self._parts(Value(Kind.GRADIENT, block), numbers) if numbers else {}
 
     def publish(self) -> None:
         """Let ``.grad`` stand for the sums."""
@@ -189,6 +185,11 @@ class ShardBook(GradientBook):
     def forget_whole(self) -> None:
         """What was read is of no use any more."""
         self._whole = None
+
+    def _parts(self, value: Value, numbers: Sequence[int]) -> Found:
+        """Of these parameters' gradients, whose shard is on the device."""
+        own = self.copies.blocks[value.index].own(self.copies.region(value, Tier.SHARD).memory)
+        return {i: own[i] for i in numbers}
 
     def _own_gradients(self, block: int) -> list[int]:
         """Numbers of parameters whose ``.grad`` stands for a sum; other tensors there are taken over, part by part."""

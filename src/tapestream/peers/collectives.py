@@ -27,10 +27,11 @@ class Collectives:
 
     def __init__(self, group: Group) -> None:
         self.group, self._ranks = group, torch.distributed.get_process_group_ranks(group)
+        self._backends = dict(one.split(":") for one in torch.distributed.get_backend_config(group).split(","))
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
         """Begin to bring every rank's ``part`` into ``whole``. By gloo one after the other: its own way takes as many
-        bytes again, and twice the time."""
+        bytes again."""
         return self._begun(self._gather, as_bytes(whole), as_bytes(part))
 
     def _gather(self, whole: Tensor, part: Tensor) -> Pending:
@@ -50,7 +51,7 @@ class Collectives:
 
     def exchange(self, came: Tensor, sent: Tensor) -> Pending:
         """Begin to bring part ``rank`` of what every rank has ``sent`` into ``came``, one after the other. By gloo from
-        rank to rank, in half the time."""
+        rank to rank: its own way is slower."""
         return self._begun(self._exchange, as_bytes(came), as_bytes(sent))
 
     def _exchange(self, came: Tensor, sent: Tensor) -> Pending:
@@ -100,8 +101,7 @@ class Collectives:
         return not tensor.is_cpu and self._by_gloo(tensor)
 
     def _by_gloo(self, tensor: Tensor) -> bool:
-        backends = dict(one.split(":") for one in torch.distributed.get_backend_config(self.group).split(","))
-        return backends.get(tensor.device.type) in (None, "gloo")
+        return self._backends.get(tensor.device.type) in (None, "gloo")
 
 
 class _Several:

@@ -93,6 +93,7 @@ class ParameterBlock:
     unit: int = ALIGNMENT
     share: Share = Share()
     _once: set[int] = field(init=False, default_factory=set)
+    _own: dict[bool, dict[int, tuple[int, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.strides = tuple(p.stride() if _dense(p) else _contiguous(p) for p in self.parameters)
@@ -107,6 +108,7 @@ class ParameterBlock:
             Layout.of(((tuple(self.parameters[i].shape), self.parameters[i].dtype) for i in numbers), unit)
             for numbers in (self.trained, self.frozen)
         )
+        self._own = {}
 
     @property
     def trainable(self) -> bool:
@@ -159,9 +161,12 @@ class ParameterBlock:
 
     def own_elements(self, kind: Kind = Kind.PARAMETERS) -> dict[int, tuple[int, int]]:
         """By number, which elements of each parameter, in the order in which they lie in memory, are in the shard."""
-        numbers, layout = (self.frozen, self.frozen_layout) if kind is Kind.BUFFERS else (self.trained, self.layout)
-        found = layout.within(*self.share.of(layout.nbytes))
-        return {i: found.get(at, (0, 0)) for at, i in enumerate(numbers)}
+        frozen = kind is Kind.BUFFERS
+        if frozen not in self._own:  # looked at for every piece of an update
+            numbers, layout = (self.frozen, self.frozen_layout) if frozen else (self.trained, self.layout)
+            found = layout.within(*self.share.of(layout.nbytes))
+            self._own[frozen] = {i: found.get(at, (0, 0)) for at, i in enumerate(numbers)}
+        return self._own[frozen]
 
     def own(self, memory: torch.Tensor, kind: Kind = Kind.PARAMETERS) -> dict[int, torch.Tensor]:
         """These elements by number, in one dimension, over the bytes of a shard."""
