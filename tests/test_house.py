@@ -143,6 +143,13 @@ def test_accelerators_are_named_in_one_place() -> None:
     assert found == ["tapestream/executor/doubts.py", "tapestream/executor/engines/streams.py"]
 
 
+def test_memory_without_a_file_is_this_process_s_own() -> None:
+    """``mmap.mmap(-1, n)`` is shared with forked children: see `own_pages`."""
+    shared = re.compile(r"mmap\.mmap\(-1")
+    found = [str(path) for path, _, tree in modules() if shared.search(ast.unparse(tree))]
+    assert found == ["tapestream/system/pages.py"]
+
+
 FACTORIES = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
 
 

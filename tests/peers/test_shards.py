@@ -143,7 +143,7 @@ def test_copies_that_pairs_of_ranks_divide() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "home"),
-    [("fake_streams", "host"), ("fake_streams", "disk"), pytest.param("adversarial", "disk", marks=pytest.mark.full)],
+    [("fake_streams", "host"), ("fake_streams", "disk"), ("adversarial", "disk")],
 )
 def test_every_engine(engine: str, home: str) -> None:
     """Two that find what is used before it has come, or given away before it was used."""

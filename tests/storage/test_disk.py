@@ -164,6 +164,42 @@ os.waitpid(pid, 0)
 print(folder.path.exists())
 """
 
+
+def test_what_forked_children_move_is_their_own(tmp_path):
+    """The buffer that unaligned memory goes through had pages that a parent and its children shared: children that ran
+    at once found bytes of each other's in half of what they read."""
+    child = subprocess.run(
+        [sys.executable, "-c", FORK_TWICE, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert sorted(child.stdout.split()) == ["0:0", "1:0", "parent:0"], child.stdout + child.stderr
+
+
+FORK_TWICE = """
+import os, sys
+import torch
+from tapestream.storage import DiskFolder
+
+def wrong(name, times):
+    extent, found = DiskFolder(sys.argv[1]).allocate(12288), 0
+    unaligned, back = (torch.empty(12289, dtype=torch.uint8)[1:] for _ in range(2))
+    for turn in range(times):
+        extent.write_from(unaligned.fill_(100 * name + turn % 100))
+        extent.read_into(back)
+        found += not torch.equal(unaligned, back)
+    return found
+
+print(f"parent:{wrong(2, 3)}", flush=True)
+children = []
+for name in range(2):
+    child = os.fork()
+    if child == 0:
+        print(f"{name}:{wrong(name, 2000)}", flush=True)
+        os._exit(0)
+    children.append(child)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
 HOLD = """
 import sys
 from tapestream.storage import DiskFolder

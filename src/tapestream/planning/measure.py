@@ -10,7 +10,6 @@ a tenth.
 """
 
 import errno
-import mmap
 import os
 import platform
 import random
@@ -37,6 +36,7 @@ from tapestream.executor.travel.parcel import Parcels
 from tapestream.ir import Kind, Tier, Value
 from tapestream.storage import DiskFolder, Pool
 from tapestream.system import files
+from tapestream.system.pages import own_pages
 from tapestream.units import format_nbytes
 
 _PAGE_NBYTES = 4096
@@ -133,7 +133,7 @@ class _Scratch:
     def __init__(self, folder: Path, effort: _Effort) -> None:
         self.folder, self._effort = folder, effort
         self.chunks, self._chunk_nbytes = 0, effort.chunk_nbytes
-        self._buffer = mmap.mmap(-1, self._chunk_nbytes)
+        self._buffer = own_pages(self._chunk_nbytes)
         # Zeros would be compressed away by some filesystems; a step waits for this, and need not for the kernel's own.
         self._buffer[:] = random.Random(0).randbytes(self._chunk_nbytes)
         try:

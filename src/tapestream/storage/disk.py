@@ -25,6 +25,7 @@ from tapestream.storage.slabs import SMALL_NBYTES, Slab, slab_nbytes
 from tapestream.storage.transfer import ALIGNMENT, SECTOR, bytes_of, move_bytes, round_up
 from tapestream.system import files
 from tapestream.system.locks import Lock
+from tapestream.system.pages import own_pages
 from tapestream.units import format_nbytes
 
 PREFIX = "tapestream-"
@@ -317,7 +318,7 @@ def _granule(path: Path) -> int:
         probe.unlink(missing_ok=True)
         return 0
     try:
-        with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
+        with own_pages(2 * ALIGNMENT) as memory:
             for granule in (SECTOR, ALIGNMENT):
                 with suppress(OSError):  # some file systems accept the flag and refuse the transfer
                     if os.write(file, memoryview(memory)[granule : 2 * granule]) == granule:

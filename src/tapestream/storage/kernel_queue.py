@@ -7,7 +7,6 @@ io_submit(2), needs one call to start a transfer and one to learn of its end.
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 import weakref
@@ -20,6 +19,7 @@ from tapestream.storage.slabs import Room
 from tapestream.storage.transfer import ALIGNMENT, round_up
 from tapestream.system import kernel_calls
 from tapestream.system.kernel_calls import Event, Order
+from tapestream.system.pages import own_pages
 
 _MOST = 64  # transfers under way
 _BOUNCE_NBYTES = 4 * 2**20
@@ -63,7 +63,7 @@ class KernelQueue:
         self._context, self._owner = ctypes.c_ulong(0), os.getpid()
         if self._call(self._setup, ctypes.c_ulong(_MOST), ctypes.byref(self._context)):
             raise OSError(ctypes.get_errno(), "io_setup")
-        self._room, bounce = Room(_BOUNCE_NBYTES), mmap.mmap(-1, _BOUNCE_NBYTES)
+        self._room, bounce = Room(_BOUNCE_NBYTES), own_pages(_BOUNCE_NBYTES)
         self._bounce = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         self.close = weakref.finalize(
             self, _destroy, self._call, self._destroy, self._context, self._owner, self._pending, bounce

@@ -1,6 +1,5 @@
 """Bytes between memory and an open file, around the page cache where alignment allows it."""
 
-import mmap
 import threading
 from typing import TypeAlias
 
@@ -9,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from tapestream.system.files import read_into, write_from
-from tapestream.system.pages import LARGE_PAGE, ask_for_large, ask_for_large_again
+from tapestream.system.pages import LARGE_PAGE, ask_for_large, ask_for_large_again, own_pages
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # what direct I/O asks of addresses, offsets and lengths on every common device
@@ -108,7 +107,7 @@ def _staging(memory: Bytes, granule: int) -> Bytes | None:
 
 def large_pages(nbytes: int) -> Bytes:
     """Memory in large pages, from the beginning of one on, that torch does not count: for what is passed through."""
-    whole = np.frombuffer(mmap.mmap(-1, nbytes + LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
+    whole = np.frombuffer(own_pages(nbytes + LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
     found = whole[-whole.ctypes.data % LARGE_PAGE :][:nbytes]
     ask_for_large(found.ctypes.data, nbytes)
     return found

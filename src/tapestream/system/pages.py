@@ -1,5 +1,5 @@
-"""Large pages, where the system gives them on advice. Elsewhere fresh memory is faulted in page by page, which takes
-longer than a fast disk takes to fill it."""
+"""Pages of memory that malloc does not manage: this process's own, and large where the system gives them on advice.
+Elsewhere fresh memory is faulted in page by page, which takes longer than a fast disk takes to fill it."""
 
 import ctypes
 import mmap
@@ -8,6 +8,14 @@ from tapestream.system.library import function
 
 LARGE_PAGE = 2 * 2**20
 """Bytes of a large page."""
+
+
+def own_pages(nbytes: int) -> mmap.mmap:
+    """Zeros that no other process sees. Python's own ``mmap.mmap(-1, nbytes)`` is shared with forked children: what
+    passed through it would be mixed with what passes through theirs."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where nobody forks
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def ask_for_large(address: int, nbytes: int) -> None:
