@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from trainings import Net, batch, leave_out, made
 
 import tapestream as ts
+from tapestream.peers import agreement
+from tapestream.peers.collectives import Collectives, Pending
 
 WAYS = {
     "copies": (ts.Peers(), "host", "300KiB", "step"),
@@ -26,6 +29,40 @@ WAYS = {
     "disk": (ts.Peers(shard=True), "disk", "300KiB", "backward"),
     "device": (ts.Peers(shard=True), "device", "1GiB", "step"),
 }
+
+
+class Asynchronous(Collectives):
+    """What is sent waits for what was issued before and runs beside what is issued afterwards, on a stream of its own,
+    as by NCCL: memory that is used, or given away, before it was waited for would show."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._stream, self._thread = torch.cuda.Stream(), ThreadPoolExecutor(1)  # all that is sent, in one order
+
+    def _begun(self, operation: Any, target: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._later(lambda: super(Asynchronous, self)._begun(operation, target, source).wait())
+
+    def _in_place(self, tensor: torch.Tensor, operation: Any) -> None:
+        self._later(lambda: super(Asynchronous, self)._in_place(tensor, operation)).wait()
+
+    def _later(self, work: Any) -> "Later":
+        ready = torch.cuda.current_stream().record_event()
+
+        def run() -> torch.Event:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                work()
+                return self._stream.record_event()
+
+        return Later(self._thread.submit(run))
+
+
+class Later:
+    def __init__(self, event: "Future[torch.Event]") -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event.result())
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -73,6 +110,8 @@ def main(said: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.distributed.init_process_group("gloo")
+    if os.environ.get("TAPESTREAM_ASYNCHRONOUS"):
+        agreement.Collectives = Asynchronous
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = {"plain": plain(ranks)} | {name: streamed(rank, *way) for name, way in WAYS.items()}
     Path(said, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -18,6 +18,7 @@ from tapestream.peers.agreement import Agreement
 from tapestream.peers.collectives import Pending, as_bytes
 from tapestream.peers.sums import sum_over_ranks
 from tapestream.storage.blocks import Share
+from tapestream.storage.layout import TENSOR_ALIGNMENT
 
 _SIZES, _TIMES = (4096, 2**21), 5  # bytes of a rank's shard that are gathered to measure how fast that is
 _STEP = 512  # bytes: what is cut at multiples holds whole numbers of any width
@@ -77,7 +78,7 @@ class DividedBlocks:
     def sum(self, whole: Tensor, shard: Tensor, addends: Sequence[Addends]) -> "Coming":
         """See `Shards`. What is larger than is sent at once goes piece by piece, and is there when this returns, but
         for the last one."""
-        size, part = self.share.ranks, shard.numel()
+        size, part, addends = self.share.ranks, shard.numel(), _joined(addends)
         self.bytes_moved[Tier.DEVICE, Tier.SHARD] += whole.numel() - part
         allowed, beside = min(SUMMED_AT_ONCE, whole.numel()), 0 if self._far is None else 1 + self._copies
         if whole.numel() <= SUMMED_AT_ONCE and not beside:
@@ -170,6 +171,20 @@ class Coming:
         self._held, self._then = (), None
 
 
+def _joined(addends: Sequence[Addends]) -> list[Addends]:
+    """Neighbours that the same ranks have, as one: fewer kernels. Of what lies between them, to align the second,
+    nobody reads the sums."""
+    found: list[Addends] = []
+    for one in addends:
+        last = found[-1] if found else one
+        alike = (last.dtype, last.begun, list(last.ranks)) == (one.dtype, one.begun, list(one.ranks))
+        if found and alike and one.first - last.last < TENSOR_ALIGNMENT:
+            found[-1] = replace(last, last=one.last)
+        else:
+            found.append(one)
+    return found
+
+
 def _add(came: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) -> None:
     """Add up rows of ``came``, by the numbers that `Addends.ranks` gives, of bytes ``first`` on of a shard."""
     length = shard.numel()
@@ -177,8 +192,12 @@ def _add(came: Tensor, shard: Tensor, first: int, addends: Sequence[Addends]) ->
         low, high = max(one.first - first, 0), min(one.last - first, length)
         if low >= high:
             continue
-        own, begun = shard[low:high].view(one.dtype), one.begun
-        for rank in one.ranks:
-            theirs = as_bytes(came)[rank * length + low : rank * length + high].view(one.dtype)
-            own.add_(theirs) if begun else own.copy_(theirs)
-            begun = True
+        own = shard[low:high].view(one.dtype)
+        rows = as_bytes(came).view(-1, length)[:, low:high]
+        theirs = [rows[rank].view(one.dtype) for rank in one.ranks]
+        if not one.begun and len(theirs) == 1:
+            own.copy_(theirs[0])
+        elif not one.begun and theirs:
+            torch.add(theirs[0], theirs[1], out=own)
+        for other in theirs if one.begun else theirs[2:]:
+            own.add_(other)

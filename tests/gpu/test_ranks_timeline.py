@@ -1,0 +1,56 @@
+"""Ranks that divide a model: gathers and sums run beside compute, and a step takes what the judge says."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+if "simulated_gpu.plugin" not in sys.modules:
+    pytest.skip("it is the simulated GPU that has a virtual clock", allow_module_level=True)
+
+from fake_peers import Alike
+from simulated_gpu import Simulator
+from simulated_gpu.clock import CARDS, Clock
+from timelines import HIDDEN, ROWS, SECONDS, WIDE, machine_of, plan_of, planned, run, streamed
+
+import tapestream as ts
+from tapestream.peers.agreement import Agreement
+
+
+@pytest.fixture
+def clock(simulator: Simulator) -> Iterator[Clock]:
+    torch.cuda.synchronize()
+    gc.disable()
+    yield simulator.clock
+    gc.enable()
+    simulator.clock.off()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("name", "update"), [("h100", "step"), ("h100", "backward"), ("rtx4090", "step")])
+def test_a_step_takes_what_its_plan_says(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, update: str, ranks: int
+) -> None:
+    card = replace(CARDS[name], single=CARDS[name].single / 8)  # additions of N parts are in no plan
+    clock.set(card)
+    machine = replace(machine_of(card), peers=ts.Link(card.peer, card.copy))
+    assert machine.peers is not None
+    alike = Alike(ranks, clock, machine.peers)
+    monkeypatch.setattr(Agreement, "of", classmethod(lambda cls, group: alike))
+    model = streamed(card, 0.5, peers=ts.Peers(shard=True), machine=machine)
+    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
+    x = torch.ones(ROWS, WIDE, device="cuda")
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took = run(clock, card, step)
+    said = planned(plan_of(model))
+    assert took.nbytes == said.nbytes > 0
+    assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
+    assert took.hidden >= said.hidden - HIDDEN
