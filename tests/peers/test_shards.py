@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+import random
 import tempfile
 import warnings
 from pathlib import Path
@@ -229,6 +230,37 @@ def test_whole_tensors_are_read_and_saved_together(tmp_path: Path) -> None:
                 assert torch.equal(mine[name], tensor), name
 
 
+def draws(rank: int, size: int, folder: str, how: str) -> Any:
+    """Each rank's generators, drawn from after a save, or after a load in as many processes or others."""
+    torch.manual_seed(10 + rank)
+    random.seed(10 + rank)
+    np.random.seed(10 + rank)
+    with streamed(rank, "1MiB", "device", **SHARD) as model, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        if how == "save":
+            torch.rand(3 + rank)
+            ts.save(folder, model=model)
+        else:
+            ts.load(folder, model=model)
+        drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+    return drawn, [str(one.message) for one in told if "random generators" in str(one.message)]
+
+
+def test_random_generators_of_every_rank_are_saved(tmp_path: Path) -> None:
+    saved = in_ranks(2, draws, str(tmp_path), "save")
+    assert len({drawn for drawn, _ in saved}) == 2
+    assert in_ranks(2, draws, str(tmp_path), "load") == saved
+    three, again = (in_ranks(3, draws, str(tmp_path), "load") for _ in range(2))
+    assert three == again
+    assert three[0][0] == saved[0][0]
+    assert len({drawn for drawn, _ in three}) == 3
+    for _, (said,) in three:
+        assert "a save of 2 ranks is loaded by 3 ranks: the first one's random generators go on" in said
+    torch.set_num_threads(1)
+    ts.load(tmp_path, model=made())  # one process goes on as the first rank
+    assert (float(torch.rand(())), random.random(), float(np.random.rand())) == saved[0][0]
+
+
 # -- ranks that do not do the same ------------------------------------------------------------------------------------
 
 
@@ -376,6 +408,7 @@ def going_on(rank: int, size: int, folder: str, first: int, last: int) -> Any:
     return digest(model)
 
 
+@pytest.mark.filterwarnings("ignore:a save of")
 def test_another_number_of_ranks_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     at_once = in_ranks(1, going_on, str(tmp_path / "alone"), 0, 3)[0]
     for size, first, last in ((4, 0, 1), (2, 1, 2), (1, 2, 3)):

@@ -1,6 +1,8 @@
-"""The states of all random generators, which go with every save."""
+"""The states of all random generators, which go with every save: of one process, or of ranks that save together."""
 
+import hashlib
 import random
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +10,9 @@ import numpy
 import torch
 
 from tapestream.accelerator.device import default_device, devices, is_accelerator, rng_state, set_rng_state
+
+OTHERS = "others"
+"""Where the states of the other ranks are, in the order of ranks, beside the first one's."""
 
 
 def states() -> dict[str, Any]:
@@ -39,6 +44,32 @@ def set_states(found: Mapping[str, Any]) -> None:
         set_rng_state(state.clone(), torch.device(default_device().type, number))
     random.setstate(found["python"])
     numpy.random.set_state(found["numpy"])
+
+
+def of_rank(found: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """What ``rank`` of so many goes on with: its own state, if as many have saved theirs. Elsewhere the first rank has
+    the first one's, and the others new ones, which follow from it and from the number of their rank; a warning says
+    so, on every rank."""
+    every = [found, *found.get(OTHERS, ())]
+    if len(every) != ranks > 1:
+        many = f"{len(every)} ranks" if len(every) > 1 else "one process"
+        warnings.warn(
+            f"a save of {many} is loaded by {ranks} ranks: the first one's random generators go on, those of the "
+            "others begin anew, seeded by what the first one's are and the number of the rank",
+            UserWarning, stacklevel=2,
+        )  # fmt: skip
+    if len(every) == ranks or rank == 0:
+        return dict(every[rank])
+    first = found["torch"].cpu().numpy().tobytes()
+    seed = int.from_bytes(hashlib.sha256(first + rank.to_bytes(8, "little")).digest()[:4], "little")
+    kind = default_device()
+    cuda = [torch.Generator(one).manual_seed(seed).get_state() for one in devices(kind)] if is_accelerator(kind) else []
+    return {
+        "torch": torch.Generator("cpu").manual_seed(seed).get_state(),
+        "cuda": cuda,
+        "python": random.Random(seed).getstate(),
+        "numpy": numpy.random.RandomState(seed).get_state(),
+    }
 
 
 def _of_devices(found: Mapping[str, Any]) -> list[tuple[int, torch.Tensor]]:

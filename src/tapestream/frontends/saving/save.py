@@ -18,12 +18,14 @@ from tapestream.frontends.saving.shards import Place, Shards, write_shards
 from tapestream.frontends.saving.state import is_stateful, only_copies
 from tapestream.frontends.saving.together import (
     check_loaded_together,
+    generators_to_save,
     ranks_that_share,
     saved_together,
     state_to_save,
 )
 from tapestream.frontends.saving.tree import MALFORMED, pack, unpack
 from tapestream.optim.streamed import StreamedOptimizer
+from tapestream.peers.agreement import Agreement
 from tapestream.storage.tensor_files import write_text
 
 Progress = Callable[[str, int, int], None]
@@ -50,7 +52,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     save is there. Once this save is complete, all but the last ``keep`` are removed.
 
     Where ranks divide a model's blocks (``Peers(shard=True)``) every rank must save, and the first one writes: what one
-    process would, whole tensors, so that any number of ranks can go on from there.
+    process would, whole tensors, so that any number of ranks can go on from there, and the random generators of all.
 
     Raises InputError for what cannot be saved, StorageError if the disk is full (before anything is written) or fails.
     """
@@ -61,8 +63,8 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
         raise InputError(f"progress={progress!r} cannot be called; give a function, and a part another name")
     if not parts:
         raise InputError("save() needs parts by name: model=model, optimizer=optimizer")
-    trees, tensors = _packed(parts)
     ranks = ranks_that_share(parts.values())
+    trees, tensors = _packed(parts, ranks)
     if ranks is not None:
         return saved_together(ranks, tensors, lambda: _write(saves, keep, progress, parts, trees, tensors))
     return _write(saves, keep, progress, parts, trees, tensors)
@@ -95,7 +97,7 @@ def _write(
 
 def save_nbytes(**parts: Any) -> int:
     """Bytes of the tensors that `save` would write now. Raises InputError for what cannot be saved."""
-    return _nbytes(_packed(parts)[1])
+    return _nbytes(_packed(parts, None)[1])
 
 
 def load(
@@ -104,8 +106,9 @@ def load(
     """Load the latest save below ``path``, or the save ``path`` itself, into ``parts``; return its plain values.
 
     ``parts``: objects by the names they were saved under; what is not named is left out. Random generators are set to
-    their saved states. Everything is checked before anything is changed: classes, names, shapes, dtypes, and the
-    checksums of all tensors unless ``verify=False``.
+    their saved states: where ranks load together (see `save`), to those of each, or, if another number of ranks saved,
+    to new ones on all but the first, which a warning says. Everything is checked before anything is changed: classes,
+    names, shapes, dtypes, and the checksums of all tensors unless ``verify=False``.
 
     Raises InputError if the save is of something else, StorageError if a file is missing, cut short or damaged.
     """
@@ -116,7 +119,8 @@ def load(
         raise InputError(f"{folder} holds {', '.join(entries)}; {', '.join(lacking)} was asked for")
     for name, part in parts.items():
         check_given(name, part, entries[name], folder)
-    check_loaded_together(ranks_that_share(parts.values()), folder, parts)
+    ranks = ranks_that_share(parts.values())
+    check_loaded_together(ranks, folder, parts)
     shards = {
         name: Shards(folder / name, entry["tensors"], writable=not only_copies(parts.get(name)))
         for name, entry in entries.items()
@@ -132,7 +136,7 @@ def load(
         except MALFORMED as error:
             raise StorageError(f"{folder / MANIFEST}: {name} cannot be read ({error}); take another save") from error
 
-    states = _generators(folder, state(GENERATORS, own=True))
+    states = _generators(folder, state(GENERATORS, own=True), ranks)
     for name, part in parts.items():
         check_fits(name, part, entries[name], state(name, own=False), folder)
     values = {name: state(name, own=True) for name in shards if name not in parts and name != GENERATORS}
@@ -148,14 +152,16 @@ def _never_refuses(part: Any) -> bool:
     return isinstance(part, nn.Module | torch.optim.Optimizer) and only_copies(part)
 
 
-def _packed(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """By part, the JSON for its state and the tensors in it; the random generators' too."""
+def _packed(
+    parts: Mapping[str, Any], ranks: Agreement | None
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """By part, the JSON for its state and the tensors in it; the random generators' too, of all ``ranks`` that save."""
     for name, part in parts.items():
         check_name(name)
         optimizer = handle_of(part).optimizer if isinstance(part, nn.Module) and is_streamed(part) else part
         if isinstance(optimizer, StreamedOptimizer):
             optimizer.check_stepped("ts.save()")
-    states = {**{name: state_to_save(part) for name, part in parts.items()}, GENERATORS: generators.states()}
+    states = {**{name: state_to_save(part) for name, part in parts.items()}, GENERATORS: generators_to_save(ranks)}
     packed = {name: pack(state, name) for name, state in states.items()}
     return {name: tree for name, (tree, _) in packed.items()}, {name: found for name, (_, found) in packed.items()}
 
@@ -187,9 +193,10 @@ def _verify(entries: Mapping[str, Any], shards: Mapping[str, Shards], progress: 
                 progress("checking", done, total)
 
 
-def _generators(folder: Path, found: Any) -> Any:
-    """``found``, once it is sure that it can be set."""
+def _generators(folder: Path, found: Any, ranks: Agreement | None) -> Any:
+    """What of ``found`` is this process's, once it is sure that it can be set."""
     try:
+        found = generators.of_rank(found, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
         generators.check_states(found)
     except MALFORMED as error:
         raise StorageError(

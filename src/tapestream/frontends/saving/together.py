@@ -1,5 +1,6 @@
 """Saving what ranks have divided among them: the first one writes, the others give what they have."""
 
+import base64
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,8 +14,10 @@ from tapestream.errors import InputError, StorageError
 from tapestream.frontends.module.stream import handle_around
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import read_later
+from tapestream.frontends.saving import generators
 from tapestream.frontends.saving.manifest import MANIFEST
 from tapestream.frontends.saving.state import state_of
+from tapestream.frontends.saving.tree import pack, unpack
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.peers.agreement import Agreement
@@ -35,6 +38,36 @@ def state_to_save(part: Any) -> Any:
         for model in {id(handle.model): handle.model for handle in _handles(part)}.values():
             read.enter_context(read_later(model))
         return state_of(part)
+
+
+def generators_to_save(ranks: Agreement | None) -> dict[str, Any]:
+    """The states of random generators; with those of all ``ranks`` that save together, which begin by telling them."""
+    own = generators.states()
+    if ranks is None:
+        return own
+    first, *others = map(_heard, ranks.told("began ts.save()", _said(own)))
+    return {**first, generators.OTHERS: others}
+
+
+def _said(state: Mapping[str, Any]) -> list[Any]:
+    tree, tensors = pack(state, "generators")
+    flat = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    said = {
+        name: [str(t.dtype).removeprefix("torch."), list(t.shape), base64.b64encode(t.numpy().tobytes()).decode()]
+        for name, t in flat.items()
+    }
+    return [tree, said]
+
+
+def _heard(told: list[Any]) -> dict[str, Any]:
+    tree, said = told
+
+    def tensor(name: str) -> torch.Tensor:
+        dtype, shape, text = said[name]
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=getattr(torch, dtype)).view(shape)
+
+    found: dict[str, Any] = unpack(tree, tensor)
+    return found
 
 
 def ranks_that_share(parts: Iterable[Any]) -> Agreement | None:
@@ -61,7 +94,7 @@ def saved_together(
     divided, with it. Raises InputError, on every rank, where they save other things; where the first rank cannot save
     it raises what `write` does, and the others StorageError, which says that."""
     divided = [(name, t) for found in tensors.values() for name, t in found.items() if isinstance(t, StateInParts)]
-    ranks.agree("began ts.save()", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
+    ranks.agree("came to what ts.save() writes", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
     path = None
     if ranks.rank:
         _give(tensor for _, tensor in divided)
