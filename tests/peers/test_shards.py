@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from several import in_ranks
 from torch import nn
 from trainings import (
     OPTIMIZERS,
     TIGHT,
+    Block,
+    Net,
     batch,
     digest,
     half_frozen,
@@ -37,6 +40,7 @@ from trainings import (
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
+from tapestream.frontends.module.homes.weights import Weights
 from tapestream.frontends.module.stream import handle_of
 from tapestream.peers import divided
 from tapestream.storage.tensor_files import read_tensors
@@ -259,6 +263,47 @@ def test_random_generators_of_every_rank_are_saved(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     ts.load(tmp_path, model=made())  # one process goes on as the first rank
     assert (float(torch.rand(())), random.random(), float(np.random.rand())) == saved[0][0]
+
+
+def reads(rank: int, size: int, file: str, peers: Any, lost: str) -> Any:
+    """What a rank has read of saved weights, and what the model is then."""
+    found = list[str]()
+    fill = Weights.fill
+
+    def filled(self: Weights, modules: Any) -> None:
+        modules = list(modules)
+        found.extend(type(m).__name__ for m in modules if isinstance(m, Block))
+        fill(self, modules)
+
+    Weights.fill = filled  # type: ignore[method-assign]
+    with torch.device("meta"):
+        model = Net()
+    where = {"weights": file} if lost != "none" or not rank else {}
+    if lost == "file" and rank:
+        where = {"weights": file + ".lost.safetensors"}
+    model = ts.stream(model, budget="1MiB", device="cpu", home="device", peers=peers, **where)
+    ts.unstream(model)
+    return digest(model), len(found)
+
+
+@pytest.mark.parametrize("peers", [ts.Peers(), ts.Peers(shard=True)], ids=["copies", "divided"])
+def test_each_rank_reads_its_part_of_saved_weights(tmp_path: Path, peers: ts.Peers) -> None:
+    model, file = made(seed=5), tmp_path / "weights.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, file)
+    first, second, third = in_ranks(3, reads, str(file), peers, "")
+    assert (first[1], second[1], third[1]) == (2, 2, 1)  # of five blocks
+    assert first[0] == second[0] == third[0] == digest(model)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"), [("file", "rank 1 could not read them"), ("none", "rank 1 gave no weights=")]
+)
+def test_weights_that_one_rank_cannot_read(tmp_path: Path, lost: str, said: str) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in made().state_dict().items()}, file)
+    first, second = in_ranks(2, reads, str(file), ts.Peers(), lost)
+    assert said in first, first
+    assert (said if lost == "none" else "weights.safetensors.lost.safetensors") in second, second
 
 
 # -- ranks that do not do the same ------------------------------------------------------------------------------------

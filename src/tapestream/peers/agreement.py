@@ -36,6 +36,8 @@ class Agreement:
         make = partial(distributed.new_group, ranks, _timeout_of(group), "gloo", use_local_synchronization=True)
         self._line = self.waited("made a group", make)
         self._number = 0
+        # Kept: c10d may let go of what it has sent later than its memory is counted on.
+        self._few = [torch.empty(_FEW, dtype=torch.uint8, device="cpu") for _ in range(1 + self.size)]
 
     @classmethod
     def of(cls, group: Group | None) -> "Agreement | None":
@@ -71,7 +73,7 @@ class Agreement:
 
     @property
     def told_nbytes(self) -> int:
-        """Bytes of RAM that telling takes."""
+        """Bytes of RAM that telling takes, all the time."""
         return _FEW * (1 + self.size)
 
     def among(self, ranks: range) -> Collectives:
@@ -105,15 +107,15 @@ class Agreement:
         """The least that any rank says. Raises as `told`."""
         return int(min(self.told(what, number)))
 
-    def same(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Let these be rank 0's on every rank, one after the other by way of ``device``. Raises StorageError."""
+    def same(self, tensors: Iterable[Tensor], device: torch.device, source: int = 0) -> None:
+        """Let these be rank ``source``'s on every rank, one by one by way of ``device``. Raises StorageError."""
         for tensor in tensors:
             there = tensor.detach().to(device).contiguous()
             as_words = there.view(-1).view(torch.uint8) if there.numel() else None
             if as_words is not None:
-                send = partial(self.collectives.broadcast, as_words)
+                send = partial(self.collectives.broadcast, as_words, source)
                 self.waited("made a model the same on every rank", send)
-                if self.rank:
+                if self.rank != source:
                     with torch.no_grad():
                         tensor.detach().copy_(there.view(tensor.shape))
 
@@ -139,8 +141,12 @@ class Agreement:
         return [one[:length] for one, length in zip(whole, lengths, strict=True)]
 
     def _gathered_of(self, what: str, mine: bytes, nbytes: int) -> list[bytes]:
-        own = torch.frombuffer(bytearray(mine.ljust(nbytes, b" ")), dtype=torch.uint8)
-        every = [torch.empty_like(own) for _ in range(self.size)]
+        given = torch.frombuffer(bytearray(mine.ljust(nbytes, b" ")), dtype=torch.uint8)
+        if nbytes == _FEW:
+            own, *every = self._few
+            own.copy_(given)
+        else:
+            own, every = given, [torch.empty_like(given) for _ in range(self.size)]
         self.waited(what, lambda: torch.distributed.all_gather(every, own, group=self._line))
         return [one.numpy().tobytes() for one in every]
 

@@ -70,9 +70,10 @@ class Collectives:
 
         return _Several(begin, came, sent)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Let this be that of the group's first rank."""
-        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, self._ranks[0], group=self.group))
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Let this be that of rank ``source`` of the group."""
+        root = self._ranks[source]
+        self._in_place(tensor, lambda there: torch.distributed.broadcast(there, root, group=self.group))
 
     def add(self, tensor: Tensor) -> None:
         """Add up those of all ranks, in no order that is known."""

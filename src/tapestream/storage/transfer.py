@@ -106,9 +106,9 @@ def _staging(memory: Bytes, granule: int) -> Bytes | None:
 
 
 def large_pages(nbytes: int) -> Bytes:
-    """Memory in large pages, from the beginning of one on, that torch does not count: for what is passed through."""
-    whole = np.frombuffer(own_pages(nbytes + LARGE_PAGE), dtype=np.uint8)  # what is not touched takes no memory
-    found = whole[-whole.ctypes.data % LARGE_PAGE :][:nbytes]
+    """Memory in large pages, as far as the system begins it with one, that torch does not count: for what is passed
+    through."""
+    found = np.frombuffer(own_pages(nbytes), dtype=np.uint8)
     ask_for_large(found.ctypes.data, nbytes)
     return found
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.costs import Budget, Machine
-from tapestream.errors import BudgetError, StorageError
+from tapestream.errors import BudgetError, InputError, StorageError
 from tapestream.executor.blocks import BlockStore
 from tapestream.executor.engines import make_engine
 from tapestream.frontends.available import host_limit, host_nbytes, ranks_here
@@ -71,7 +71,7 @@ class Homes:
             undo.callback(keep_freed)
             free_at_once()
             groups, uses = parameter_groups(model, blocks, wide)
-            saved = None if weights is None else Weights(weights, model, blocks)
+            saved = self._opened(weights, model, blocks)
             blocks = [*blocks, *wide]
             check_own_bytes(model, blocks)
             maker = Maker(model, [*blocks, *tables], saved)
@@ -89,8 +89,8 @@ class Homes:
             self._adopt_tables(maker)
             unit = unit_nbytes(moves=home[Kind.PARAMETERS] is not Tier.DEVICE)
             below = self._check_room(home, groups, blocks, unit)
-            maker.outside(device)
-            self._let_be_same(parts_outside(model, [*blocks, *tables]), device)
+            maker.outside(device, reads=self._reads(0))
+            self._let_be_same(parts_outside(model, [*blocks, *tables]), maker, device)
             self.store = BlockStore(self.pool, self.engine, blocks, uses, home, device, self.shards)
             self.store.copies.on_disk = below
             undo.callback(self._disown)
@@ -98,8 +98,8 @@ class Homes:
                 self._adopt(number, [blocks[position] for position in members], maker, unit)
                 progress("moving blocks home", number + 1, len(groups))
             for module in (blocks[position] for position, use in enumerate(uses) if use is None):
-                maker.block(module, device)
-                self._let_be_same(module.modules(), device)
+                maker.block(module, device, reads=self._reads(0))
+                self._let_be_same(module.modules(), maker, device)
             maker.tell()
             self._mark(undo)
             if not _lean(device, home, budget):
@@ -121,19 +121,49 @@ class Homes:
 
     def _adopt(self, number: int, modules: Sequence[nn.Module], maker: Maker, unit: int) -> None:
         for module in modules:
-            maker.block(module, self.store.device)
-        self._let_be_same([m for module in modules for m in module.modules()], self.store.device)
+            maker.block(module, self.store.device, reads=self._reads(number))
+        inside = [m for module in modules for m in module.modules()]
+        self._let_be_same(inside, maker, self.store.device, number)
         self.store.adopt(ParameterBlock(number, parameters_of(modules), unit=unit, share=self._share))
 
     @property
     def _share(self) -> Share:
         return Share() if self.shards is None else self.shards.share
 
-    def _let_be_same(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        """What these hold is that of the first rank on all."""
+    def _opened(self, source: Source | None, model: nn.Module, blocks: Sequence[nn.Module]) -> Weights | None:
+        """The weights to be read. Where a rank cannot open them, or has none, every rank raises InputError."""
+        found, failed = None, None
+        try:
+            found = None if source is None else Weights(source, model, blocks)
+        except (InputError, StorageError) as error:
+            failed = error
         if self._agreement is not None:
-            held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-            self._agreement.same({id(t): t for t in held}.values(), device)
+            mine = "gave no weights=" if source is None else "gave weights="
+            every = self._agreement.told("opened weights", mine if failed is None else f"could not read them: {failed}")
+            if failed is None and len(set(every)) > 1:
+                said = ", ".join(f"rank {rank} {one}" for rank, one in enumerate(every))
+                raise InputError(f"{said}; every rank must give weights=, or none, that it can read")
+        if failed is not None:
+            raise failed
+        return found
+
+    def _reads(self, number: int) -> bool:
+        """Whether this rank reads what the weights hold of a part of this ``number``: each reads 1/N, and sends it to
+        the others."""
+        return self._agreement is None or self._agreement.rank == number % self._agreement.size
+
+    def _let_be_same(self, modules: Iterable[nn.Module], maker: Maker, device: torch.device, number: int = 0) -> None:
+        """What these hold is, on all ranks, that of the one that has read it, or, where it was not read, of the first
+        one."""
+        if self._agreement is None:
+            return
+        read, others = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for module in modules:
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    (read if maker.holds(module, name) else others)[id(tensor)] = tensor
+        self._agreement.same([t for key, t in others.items() if key not in read], device)
+        self._agreement.same(read.values(), device, number % self._agreement.size)
 
     def _adopt_tables(self, maker: Maker) -> None:
         for table in self.tables.modules:

@@ -39,18 +39,20 @@ class Maker:
             if callable(getattr(module, "_init_weights", None)):
                 self._owner |= {id(below): module for below in module.modules()}
 
-    def outside(self, device: torch.device) -> None:
-        """Everything outside the blocks, on ``device``."""
+    def outside(self, device: torch.device, *, reads: bool = True) -> None:
+        """Everything outside the blocks, on ``device``. ``reads``: or leave what the weights hold as it is, for others
+        to fill."""
         made = self._real(self._outside, device)
         for module in self._outside:
             module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
-        self._fill(self._model, self._outside, made)
+        self._fill(self._model, self._outside, made, reads=reads)
 
-    def block(self, block: nn.Module, device: torch.device) -> None:
-        """One block: parameters where they are, or in RAM if they were on meta, buffers on ``device``."""
+    def block(self, block: nn.Module, device: torch.device, *, reads: bool = True) -> None:
+        """One block: parameters where they are, or in RAM if they were on meta, buffers on ``device``. ``reads``: as
+        for `outside`."""
         modules = _children_first(block)
         made = self._real(modules, torch.device("cpu"))
-        self._fill(block, modules, made)
+        self._fill(block, modules, made, reads=reads)
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -82,12 +84,16 @@ class Maker:
                     found.append((module, tensors, name))
         return found
 
-    def _fill(self, owner: nn.Module, modules: Sequence[nn.Module], made: Sequence[Place]) -> None:
+    def holds(self, module: nn.Module, name: str) -> bool:
+        """Whether the weights have this tensor of this module."""
+        return self._weights is not None and self._weights.holds(module, name)
+
+    def _fill(self, owner: nn.Module, modules: Sequence[nn.Module], made: Sequence[Place], *, reads: bool) -> None:
         weights = self._weights
         lacking = [
             (module, name, tensor, tensor._version)
             for module, tensors, name in made
-            if (tensor := tensors[name]) is not None and not (weights is not None and weights.holds(module, name))
+            if (tensor := tensors[name]) is not None and not self.holds(module, name)
         ]
         self._initialize(owner, modules, {id(tensor): module for module, _, tensor, _ in lacking})
         if weights is None:
@@ -100,7 +106,8 @@ class Maker:
                     f"not fill it; give {type(module).__name__} a reset_parameters() that does, or make it on a real "
                     "device"
                 )
-        weights.fill(modules)
+        if reads:
+            weights.fill(modules)
 
     def _initialize(self, owner: nn.Module, modules: Sequence[nn.Module], lacking: Mapping[int, nn.Module]) -> None:
         """``lacking``: the modules of tensors to be initialised, by these tensors' ids."""
