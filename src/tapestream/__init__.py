@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tapestream.frontends.module.whole import whole
     from tapestream.frontends.plan import plan, report, verify
     from tapestream.frontends.program.program import Program
+    from tapestream.frontends.saving.dcp import from_dcp, to_dcp
     from tapestream.frontends.saving.save import load, save
     from tapestream.ir import Schedule, Tier
     from tapestream.optim.grad_scaler import GradScaler
@@ -69,6 +70,8 @@ _HOMES = {
     "report": "tapestream.frontends.plan",
     "verify": "tapestream.frontends.plan",
     "Program": "tapestream.frontends.program.program",
+    "from_dcp": "tapestream.frontends.saving.dcp",
+    "to_dcp": "tapestream.frontends.saving.dcp",
     "load": "tapestream.frontends.saving.save",
     "save": "tapestream.frontends.saving.save",
     "Schedule": "tapestream.ir",
@@ -110,6 +113,7 @@ __all__ = [
     "StorageError",
     "TapestreamError",
     "Tier",
+    "from_dcp",
     "linear_cross_entropy",
     "load",
     "measure_machine",
@@ -122,6 +126,7 @@ __all__ = [
     "simulate",
     "stream",
     "sum_over_ranks",
+    "to_dcp",
     "track_memory",
     "unstream",
     "verify",

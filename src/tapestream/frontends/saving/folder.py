@@ -114,20 +114,7 @@ class Saves:
         time of writing them, and nothing waits for it but the next save and the end of the process. Raises
         StorageError when ``nbytes`` do not fit on the disk.
         """
-        if is_save(self.path):
-            raise StorageError(
-                f"{self.path} is a save itself, which later saves remove with everything in it; save in the folder "
-                f"that holds it, {self.path.parent}"
-            )
-        try:
-            self.settle()
-            for left in self.unfinished():
-                with suppress(OSError):
-                    self.remove(left)
-            self.check_room(nbytes)
-            work, lock = locked_folder(self.path, _UNFINISHED)
-        except OSError as error:
-            raise _failed(self.path, error) from error
+        work, lock = self._begin(nbytes)
         try:
             yield work
             self.made = self._finish(work, lock)
@@ -139,6 +126,35 @@ class Saves:
             lock.close()
         for old in self.complete()[:-keep]:
             self._push_out(old)
+
+    @contextmanager
+    def beside(self, nbytes: int) -> Iterator[Path]:
+        """A private folder on the same disk, to make something of ``nbytes`` in that is no save and to move it from
+        there; it goes when the block ends, or is among `unfinished` where the process is killed. Raises StorageError
+        when they do not fit on the disk."""
+        work, lock = self._begin(nbytes)
+        try:
+            yield work
+        finally:
+            with suppress(OSError):
+                remove_locked(work, lock)
+            lock.close()
+
+    def _begin(self, nbytes: int) -> tuple[Path, Lock]:
+        if is_save(self.path):
+            raise StorageError(
+                f"{self.path} is a save itself, which later saves remove with everything in it; save in the folder "
+                f"that holds it, {self.path.parent}"
+            )
+        try:
+            self.settle()
+            for left in self.unfinished():
+                with suppress(OSError):
+                    self.remove(left)
+            self.check_room(nbytes)
+            return locked_folder(self.path, _UNFINISHED)
+        except OSError as error:
+            raise _failed(self.path, error) from error
 
     def _finish(self, work: Path, lock: Lock) -> Path:
         try:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError, StorageError
-from tapestream.frontends.module.stream import handle_of, is_streamed
 from tapestream.frontends.saving import generators
 from tapestream.frontends.saving.fits import check_fits, check_given, notes_of
 from tapestream.frontends.saving.folder import Saves
@@ -18,6 +17,7 @@ from tapestream.frontends.saving.shards import Place, Shards, write_shards
 from tapestream.frontends.saving.state import is_stateful, only_copies
 from tapestream.frontends.saving.together import (
     check_loaded_together,
+    check_stepped,
     generators_to_save,
     ranks_that_share,
     saved_together,
@@ -156,11 +156,9 @@ def _packed(
     parts: Mapping[str, Any], ranks: Agreement | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """By part, the JSON for its state and the tensors in it; the random generators' too, of all ``ranks`` that save."""
-    for name, part in parts.items():
+    for name in parts:
         check_name(name)
-        optimizer = handle_of(part).optimizer if isinstance(part, nn.Module) and is_streamed(part) else part
-        if isinstance(optimizer, StreamedOptimizer):
-            optimizer.check_stepped("ts.save()")
+    check_stepped(parts.values(), "ts.save()")
     states = {**{name: state_to_save(part) for name, part in parts.items()}, GENERATORS: generators_to_save(ranks)}
     packed = {name: pack(state, name) for name, state in states.items()}
     return {name: tree for name, (tree, _) in packed.items()}, {name: found for name, (_, found) in packed.items()}

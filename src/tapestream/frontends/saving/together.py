@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError, StorageError
-from tapestream.frontends.module.stream import handle_around
+from tapestream.frontends.module.stream import handle_around, handle_of, is_streamed
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import read_later
 from tapestream.frontends.saving import generators
@@ -38,6 +38,14 @@ def state_to_save(part: Any) -> Any:
         for model in {id(handle.model): handle.model for handle in _handles(part)}.values():
             read.enter_context(read_later(model))
         return state_of(part)
+
+
+def check_stepped(parts: Iterable[Any], call: str) -> None:
+    """Raise GradientError where ``call`` comes while blocks of one of ``parts`` are a step ahead of the rest."""
+    for part in parts:
+        optimizer = handle_of(part).optimizer if isinstance(part, nn.Module) and is_streamed(part) else part
+        if isinstance(optimizer, StreamedOptimizer):
+            optimizer.check_stepped(call)
 
 
 def generators_to_save(ranks: Agreement | None) -> dict[str, Any]:
@@ -88,13 +96,14 @@ def _handles(part: Any) -> Iterator[Streamed]:
 
 
 def saved_together(
-    ranks: Agreement, tensors: Mapping[str, Mapping[str, torch.Tensor]], write: Callable[[], Path]
-) -> Path:
+    ranks: Agreement, tensors: Mapping[str, Mapping[str, torch.Tensor]], write: Callable[[], Path],
+    call: str = "ts.save()",
+) -> Path:  # fmt: skip
     """What ``write()`` gives on the first rank, which reads all ``tensors`` in turn; the others read those that are
     divided, with it. Raises InputError, on every rank, where they save other things; where the first rank cannot save
-    it raises what `write` does, and the others StorageError, which says that."""
+    it raises what `write` does, and the others StorageError, which says that. ``call``: what users have called."""
     divided = [(name, t) for found in tensors.values() for name, t in found.items() if isinstance(t, StateInParts)]
-    ranks.agree("came to what ts.save() writes", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
+    ranks.agree(f"came to what {call} writes", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
     path = None
     if ranks.rank:
         _give(tensor for _, tensor in divided)
@@ -106,7 +115,7 @@ def saved_together(
                 ranks.told(f"{_FAILED} ({error})", None)
             raise
     with _saying_why():
-        return Path(ranks.told("ended ts.save()", None if path is None else str(path))[0])
+        return Path(ranks.told(f"ended {call}", None if path is None else str(path))[0])
 
 
 def _give(tensors: Iterable[StateInParts]) -> None:
