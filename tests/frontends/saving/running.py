@@ -95,20 +95,31 @@ class Run:
 
 
 class Operations:
-    """File operations of the main thread while ``counting``: the process is killed just before number ``last``, as by
-    ``kill -9``."""
+    """File operations of the main thread within saves. The process is killed just before one of them, as by
+    ``kill -9``: in save ``number``, from 1 on, when ``part`` of as many have been as the save before it took."""
 
-    def __init__(self, last: int) -> None:
-        self.counting, self.seen, self._last = False, 0, last
+    def __init__(self, number: int, part: float) -> None:
+        self._number, self._part = number, part
+        self._saves, self._seen, self._last = 0, 0, -1
+        self._counting = False
         sys.addaudithook(self._heard)
+
+    def __enter__(self) -> None:
+        if self._saves == self._number > 0:
+            self._last = int(self._part * self._seen)
+        self._counting, self._seen = True, 0
+
+    def __exit__(self, *_: object) -> None:
+        self._counting = False
+        self._saves += 1
 
     def _heard(self, event: str, _: Any) -> None:
         main = threading.current_thread() is threading.main_thread()
-        if self.counting and main and event.startswith(("open", "os.", "shutil.")):
-            if self.seen == self._last:
-                self.counting = False  # the next line is one too
+        if self._counting and main and event.startswith(("open", "os.", "shutil.")):
+            if self._seen == self._last:
+                self._counting = False  # the next line is one too
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.seen += 1
+            self._seen += 1
 
 
 def say(line: str) -> None:
@@ -118,7 +129,7 @@ def say(line: str) -> None:
 
 def main(job: dict[str, Any]) -> None:
     """Go on from the last save, if there is one, saving after every step. ``most``: steps to take, then to wait for the
-    end; ``killed_at``: the number of the file operation within saves that it does not live to see."""
+    end; ``killed_in``: the save of this process, from 1 on, and the part of it, that it does not live to see."""
     torch.set_num_threads(1)
     home, saves = Path(job["home"]), Path(job["saves"])
     if job.get("allowed"):
@@ -126,17 +137,16 @@ def main(job: dict[str, Any]) -> None:
         lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         data = next(int(words[1]) * 1024 for words in lines if words[0] == "VmData:")
         resource.setrlimit(resource.RLIMIT_DATA, (data + job["allowed"],) * 2)
-    operations = Operations(job.get("killed_at", -1))
+    operations = Operations(*job.get("killed_in", (0, 0.0)))
     say(f"ready {os.getpid()}")
     run = Run(home, **job.get("options", {}))
     if saves.exists() and any(saves.glob("0*/manifest.json")):
         run.load(saves)
     for _ in range(min(job["steps"] - run.step, job.get("most", job["steps"]))):
         run.train(1)
-        operations.counting = True
-        run.save(saves)
-        operations.counting = False
-        say(f"saved {operations.seen}")
+        with operations:
+            run.save(saves)
+        say("saved")
     if run.step < job["steps"]:
         signal.pause()
     say(json.dumps({"digest": run.digest()}))
