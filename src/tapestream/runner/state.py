@@ -96,9 +96,9 @@ def storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with memory that one is made of; none where that is hidden (those of oneDNN), and of zeros that have
-    none (tangents of what has no tangent)."""
-    if tensor._is_zerotensor():
+    """The tensors with memory that one is made of; none where that is hidden (those of oneDNN, cotangents with
+    ``is_grads_batched=True``), and of zeros that have none (tangents of what has no tangent)."""
+    if tensor._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(tensor):
         return ()
     if tensor.layout is torch.strided:
         return (tensor,)
