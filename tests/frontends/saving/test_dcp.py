@@ -295,14 +295,14 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     run = Run("plain", tmp_path / "home")
     run.train(0)
     usual_save(run, tmp_path / "flat", flatten_optimizer_state_dict=True)
-    dcp.save(run.model.state_dict(), checkpoint_id=tmp_path / "model alone")
+    dcp.save(nn.Linear(2, 2).state_dict(), checkpoint_id=tmp_path / "another model")
     ts.to_dcp(tmp_path / "no optimizer", model=run.model)
     ts.save(tmp_path / "saves", **run.parts)
     for name, said in (
         ("nothing", "but there is no such folder; name the folder that dcp.save"),
         ("saves/000001", r"but there is no .metadata in it; name .* \(ts.load\(\) loads what ts.save\(\) has saved"),
         ("flat", r"in one flat table \(flatten_optimizer_state_dict=True\)"),
-        ("model alone", "has nothing under 'model'"),
+        ("another model", "has nothing under 'model', and no name of this model at the top"),
         ("no optimizer", "has no optimizer, and an optimizer was to be loaded"),
     ):
         with pytest.raises(InputError, match=said):
@@ -310,6 +310,17 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     (tmp_path / "no optimizer" / ".metadata").write_bytes(b"hello")
     with pytest.raises(StorageError, match=r"\.metadata cannot be read"):
         ts.from_dcp(tmp_path / "no optimizer", model=run.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_at_the_top_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    written, read = Run("plain", tmp_path / "home", seed=1), Run(kind, tmp_path / "home", seed=2)
+    dcp.save({**written.model.state_dict(), "train_state": {"step": 3}}, checkpoint_id=tmp_path / "top")
+    ts.from_dcp(tmp_path / "top", model=read.model)
+    wanted, found = written.model.state_dict(), read.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items() if isinstance(value, torch.Tensor))
+    with pytest.raises(InputError, match="has no optimizer"):
+        ts.from_dcp(tmp_path / "top", **read.parts)
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

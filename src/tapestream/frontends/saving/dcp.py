@@ -63,7 +63,8 @@ def from_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch
     """Load into ``model``, and ``optimizer``, what `to_dcp` has written, or ``dcp.save({"model": m, "optim": o})`` for
     ``m, o = get_state_dict(model, optimizer)``, by any number of processes, with FSDP2 or without: bit for bit.
 
-    ``model``: a plain one or a streamed one, of the same names, shapes and dtypes. ``optimizer``: of the same kind,
+    ``model``: a plain one or a streamed one, of the same names, shapes and dtypes; its weights may lie at the top of
+    the checkpoint, too (``dcp.save(get_model_state_dict(model))``, torchtitan). ``optimizer``: of the same kind,
     with the same parameters in each group. Without it, the model alone is loaded. Options of groups become those of the
     checkpoint. A parameter without state there has none afterwards. Memory is needed for the state of one parameter,
     and for what of one tensor lies in one file. Where ranks divide a model's blocks (``Peers(shard=True)``), every rank
@@ -81,7 +82,9 @@ def from_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch
         ranks.agree("began ts.from_dcp()", told)
     checkpoint = StoredByDcp(folder)
     tree = checkpoint.tree(_MODEL) if optimizer is None else checkpoint.tree(_MODEL, _OPTIMIZER)
-    state = _model_state(model, tree.get(_MODEL, {}), folder)
+    keys = {_fqn(model, key): key for key in state_to_save(model)}
+    weights = tree[_MODEL] if _MODEL in tree else checkpoint.tree(*keys)  # torchtitan puts the model at the top
+    state = _model_state(keys, weights, folder)
     check_fits("model", model, {}, state, folder)
     numbered = None if optimizer is None else _optimizer_state(model, optimizer, tree.get(_OPTIMIZER), folder)
     if optimizer is not None and numbered is not None:
@@ -178,14 +181,13 @@ def _in_memory(tree: Any) -> Any:
     return tree
 
 
-def _model_state(model: nn.Module, found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The state of ``model``, by its own names."""
-    keys = {_fqn(model, key): key for key in state_to_save(model)}
+def _model_state(keys: Mapping[str, str], found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The state of a model, by its own names: ``keys``, by those that a checkpoint has."""
     lacking, more = sorted(keys.keys() - found.keys()), sorted(found.keys() - keys.keys())
     if not found:
         raise InputError(
-            f"{folder} has nothing under {_MODEL!r}, where ts.from_dcp() looks; write it with dcp.save({{{_MODEL!r}: "
-            f"..., {_OPTIMIZER!r}: ...}}); {_UNCHANGED}"
+            f"{folder} has nothing under {_MODEL!r}, and no name of this model at the top; write it with "
+            f"dcp.save({{{_MODEL!r}: ..., {_OPTIMIZER!r}: ...}}); {_UNCHANGED}"
         )
     if lacking or more:
         which = [*(f"{name!r} is not there" for name in lacking[:1]), *(f"{name!r} is not here" for name in more[:1])]
