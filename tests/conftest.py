@@ -10,10 +10,10 @@ from hypothesis import settings
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make test` tries the same examples every time, so that what fails is due to the change; `make test-full` others
-    each time."""
-    settings.register_profile("the same examples", derandomize=True)
-    if config.getoption("markexpr") == "not full":
-        settings.load_profile("the same examples")
+    each time. No example fails for the time that it takes: machines are shared."""
+    settings.register_profile("unhurried", deadline=None)
+    settings.register_profile("the same examples", derandomize=True, deadline=None)
+    settings.load_profile("the same examples" if config.getoption("markexpr") == "not full" else "unhurried")
 
 
 @pytest.hookimpl(tryfirst=True)

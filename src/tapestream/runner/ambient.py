@@ -100,11 +100,6 @@ class TorchGenerators:
         )
 
 
-def generators_nbytes(device: torch.device) -> int:
-    """Bytes of ``device`` that a call keeps of generators' states: as it began, to begin again, and as blocks began."""
-    return 0 if is_accelerator(device) else 2 * torch.get_rng_state().nbytes
-
-
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two of the CPU's states are equal: in a fraction of the time of `torch.equal`, at each checkpoint."""
     return one is other or one.numpy().tobytes() == other.numpy().tobytes()

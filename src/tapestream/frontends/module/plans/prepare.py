@@ -27,7 +27,6 @@ from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
 from tapestream.planning.plan import Plan
-from tapestream.runner.ambient import generators_nbytes
 from tapestream.runner.stage import left_nbytes
 from tapestream.storage.blocks import ParameterBlock
 
@@ -279,15 +278,15 @@ def _watched(handle: "Streamed") -> dict[str, nn.Parameter]:
 
 
 def outside_nbytes(handle: "Streamed") -> int:
-    """Device bytes of parameters outside blocks, with gradients and optimizer state, of all buffers, and of what is
-    kept for products and of random generators."""
+    """Device bytes of parameters outside blocks, with gradients and optimizer state, of all buffers, and of the
+    workspaces that products keep."""
     parameters = [*handle.outside_parameters(), *handle.pinned.parameters()]
     total = sum(tensor_nbytes(p) * (2 if p.requires_grad else 1) + handle.state_nbytes(p) for p in parameters)
     total += 0 if handle.optimizer is None else handle.optimizer.scalar_nbytes()
     total += sum(tensor_nbytes(b) for b in handle.model.buffers()) + handle.homes.tables.gradient_nbytes
     total += tables_kept_nbytes(handle) if handle.homes.tables.below_is_disk else 0
     total += handle.ranks.buffers_nbytes(parameters)
-    return total + workspaces_nbytes(handle.device) + generators_nbytes(handle.device)
+    return total + workspaces_nbytes(handle.device)
 
 
 def tables_kept_nbytes(handle: "Streamed") -> int:
