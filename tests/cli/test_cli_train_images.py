@@ -84,6 +84,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_seeds_give_equal_runs(model: str, tmp_path: Path) -> None:
     found = []
@@ -101,6 +102,7 @@ def test_equal_seeds_give_equal_runs(model: str, tmp_path: Path) -> None:
     assert "holds a run with another seed (5 there, 0 here)" in other.stderr
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_with_masters(model: str, tmp_path: Path) -> None:
     """Of half the bytes; resumed it is the run that never stopped."""

@@ -50,7 +50,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "perf_counter", lambda: next(clock) / 1000)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize(
     "lengths",

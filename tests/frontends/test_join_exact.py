@@ -262,6 +262,7 @@ class Wide(nn.Module):
         return F.layer_norm(torch.cat([y] * self.grow, 0), (8,))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.on_cpu("its bytes are measured")
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
 def test_bytes_at_the_peak(share: float) -> None:

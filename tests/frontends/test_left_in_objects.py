@@ -151,7 +151,7 @@ def pairs(shift: int) -> list[tuple[str, float | None]]:
     return [(PLANNERS[(number + shift) % len(PLANNERS)], factor) for number, factor in enumerate(FACTORS)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("kind", "disk", "deep"), one_in(3, itertools.product(KINDS, [True, False], [True, False])))
 def test_exact_or_refused(kind: str, disk: bool, deep: bool, tmp_path: Path) -> None:
     for planner, factor in pairs(KINDS.index(kind) + 2 * disk + 3 * deep):

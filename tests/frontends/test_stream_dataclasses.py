@@ -104,6 +104,7 @@ def differentiated(model: Net) -> dict[str, Any]:
     return gradients_of(model) | {"loss": copy_of(loss)}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("returns", [True, False])
 @pytest.mark.parametrize("tight", [True, False])
 @pytest.mark.parametrize("home", ["disk", "device"])

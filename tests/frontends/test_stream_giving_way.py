@@ -106,6 +106,7 @@ def least(kind: str, home: str, folder: Path, update: str, rows: int = 64) -> in
     raise AssertionError("each least was refused in turn")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)

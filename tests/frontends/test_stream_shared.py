@@ -195,7 +195,7 @@ def at_the_least(make: Callable[[], nn.Module], folder: Path | None) -> Trace:
     raise AssertionError("each budget named was refused in turn")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
 @pytest.mark.parametrize("name", KINDS)
 def test_exact(name: str, disk: bool, tmp_path: Path) -> None:

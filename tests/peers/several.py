@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 SECONDS = 60
+TWO, FOUR = (pytest.param(size, marks=pytest.mark.full) for size in (2, 4))  # ranks, beside three
 
 
 def in_ranks(

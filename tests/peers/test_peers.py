@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from several import in_ranks
+from several import FOUR, TWO, in_ranks
 from torch import nn
 from trainings import (
     OPTIMIZERS,
@@ -41,11 +41,10 @@ pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
-FOUR = pytest.param(4, marks=pytest.mark.full)
 WAYS = ts.Peers(), ts.Peers(shard=True)
 
 
-@pytest.mark.parametrize("size", [2, 3, FOUR])
+@pytest.mark.parametrize("size", [TWO, 3, FOUR])
 def test_the_bits_of_one_process(size: int) -> None:
     which, expected = [], []
     for budget, home, micros, optimizer, update in (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from several import in_ranks
+from several import FOUR, TWO, in_ranks
 from torch import nn
 from trainings import (
     OPTIMIZERS,
@@ -49,7 +49,6 @@ pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
-FOUR = pytest.param(4, marks=pytest.mark.full)
 D, S, H, K = ts.Tier.DEVICE, ts.Tier.SHARD, ts.Tier.HOST, ts.Tier.DISK
 DIRECT = ts.Machine(links={(D, K): ts.Link(1e9), (K, D): ts.Link(1e9)})
 TWO_HOPS = ts.Machine(links={(H, D): ts.Link(2e9), (D, H): ts.Link(2e9), (K, H): ts.Link(1e9), (H, K): ts.Link(1e9)})
@@ -57,7 +56,7 @@ SHARD = {"peers": ts.Peers(shard=True)}
 SUMS = {"peers": ts.Peers(gradients="sum", shard=True)}
 
 
-@pytest.mark.parametrize("size", [2, 3, FOUR])
+@pytest.mark.parametrize("size", [TWO, 3, FOUR])
 def test_the_bits_of_one_process(size: int) -> None:
     which, expected = [], []
     for budget, home, micros, optimizer, update in (
@@ -127,8 +126,7 @@ def test_the_same_on_any_number_of_ranks() -> None:
     which = [((TIGHT, "disk", 4, "adamw"), SUMS), ((TIGHT, "disk", 4, "adamw"), SUMS | half)]
     plainly, through_masters = in_ranks(1, variants, which)[0]
     assert plainly == one_process(1, 4, "adamw")
-    for size in (2, 4):
-        same_in_all(size, which, [plainly, through_masters])
+    same_in_all(4, which, [plainly, through_masters])
 
 
 def test_copies_that_pairs_of_ranks_divide() -> None:
@@ -137,7 +135,6 @@ def test_copies_that_pairs_of_ranks_divide() -> None:
     which = [
         ((budget, home, micros, "adamw", update), pairs)
         for budget, home, micros, update in (
-            (TIGHT, "disk", 4, "step"),
             (TIGHT, "disk", 8, "step"),
             (TIGHT, "disk", 4, "backward"),
             ("1GiB", "device", 8, "step"),

@@ -53,7 +53,7 @@ def test_budgets_hold_where_the_first_stage_needs_less(name, drawn):
     assert simulate(schedule, profile, LINKS, Budget(budget)).backwards == len(profile)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(drawn=with_less_at_first())
 def test_joint_is_never_slower_where_the_first_stage_needs_less(drawn):
     profile, budget = drawn

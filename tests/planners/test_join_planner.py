@@ -138,6 +138,7 @@ def test_both_towers_share_the_memory():
         assert simulate(schedule, profile, None, Budget(budget)).forwards < 12 + 6
 
 
+@pytest.mark.full
 def test_long_branches_are_cut_into_runs():
     short = Profile(tuple(StageCost(1.0 + k % 3, 2.0, 5 + k % 4, 20 + k % 7) for k in range(100)), 5)
     profile = Profile.join([short, Profile(short.stages[:30], 5), Profile(short.stages[:70], 5)])

@@ -105,7 +105,7 @@ def wild(n, random, gradients=False):
     ("n", "leanest", "gradients"),
     [
         (130, 0.04, False),
-        (700, 0.03, True),
+        pytest.param(700, 0.03, True, marks=pytest.mark.full),
         pytest.param(700, 0.02, False, marks=pytest.mark.full),
         pytest.param(130, 0.05, True, marks=pytest.mark.full),
     ],

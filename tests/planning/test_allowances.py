@@ -100,7 +100,7 @@ def test_a_streamed_model_runs_within_each() -> None:
         step(one.nbytes)
 
 
-@pytest.mark.parametrize("planner", ["auto", "revolve"])
+@pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 def test_a_program_runs_within_each(planner: str) -> None:
     weight = nn.Parameter(torch.eye(16))
     x = torch.ones(64, 16)

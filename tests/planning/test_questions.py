@@ -25,6 +25,7 @@ def fastest(question: Question) -> float | None:
     return None if plan is None else plan.fastest_seconds
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", DRAWN)
 def test_more_is_never_slower_and_nothing_by_hand_is_faster(seed: int) -> None:
     question = drawn(seed)

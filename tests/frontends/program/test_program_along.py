@@ -301,6 +301,7 @@ def test_what_grows_without_another_call_is_noted(kind: str, noted: list[Any]) -
         assert along is not bool(noted), rows
 
 
+@pytest.mark.full
 def test_kinds_of_arguments_that_came_long_ago_are_forgotten() -> None:
     loop = Loop()
     program = Program(loop, budget="16MiB")
@@ -378,7 +379,7 @@ def test_what_shows_memory_without_versions_is_noted_always(noted: list[Any]) ->
             assert noted
 
 
-@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 1000), marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 1000), marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning: Where) -> None:
     """With views and writes across that place; all that is noted kept, and as little of it as works."""

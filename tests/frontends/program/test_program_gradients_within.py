@@ -76,7 +76,7 @@ def test_the_default_leaves_gradients_out() -> None:
     assert both >= 8 * GRADIENT
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("planner", "more"),
     [
@@ -155,7 +155,7 @@ def test_explain_names_the_least_that_has_room_for_gradients() -> None:
     assert explanation.peak_nbytes <= (error.value.least_nbytes or 0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("kind", ["einsum", "one einsum", "channels last", "shared"])
 def test_gradients_that_autograd_copies_or_adds_on_their_way(kind: str) -> None:
     """Where a gradient does not lie in memory as its parameter does, both are there for a moment; where there is one
@@ -199,7 +199,7 @@ def standardised(weights: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("function", [normalised, standardised])
 @pytest.mark.parametrize("within", [False, True])
 def test_backward_of_what_is_computed_from_parameters_alone_fits_at_the_least_budget(

@@ -115,6 +115,7 @@ def test_an_operation_that_could_not_be_tried_for_lack_of_room_stays_within_the_
         assert meter.peak_nbytes <= 1.05 * budget + x.nbytes
 
 
+@pytest.mark.full
 def test_the_least_budget_does_not_mean_one_restart_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first states take most of the budget, wherever stretches are cut; of the others many fit."""
     monkeypatch.setattr(Sizes, "seconds", lambda sizes: numpy.full(len(sizes.record), 1e-3))
@@ -227,6 +228,7 @@ def test_transformer_encoder_layers_near_the_least(factor: float) -> None:
     _check_peak(function, _with_gradients(layers, torch.randn(8, 64, 128)), factor)
 
 
+@pytest.mark.full
 def test_what_is_saved_again_after_the_tape_began_anew_counts_again() -> None:
     """Without a plan: softmax saves its result, and the loss, which is on the tape where softmax is not, saves it."""
 

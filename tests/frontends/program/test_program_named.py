@@ -39,6 +39,7 @@ def check(
     return run
 
 
+@pytest.mark.full
 def test_a_beam_search_that_stops_when_its_scores_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     beams, words = 3, 10
     embedding, step, out = weights((words, 16), (16, 16), (16, words))
@@ -69,6 +70,7 @@ def test_a_beam_search_that_stops_when_its_scores_say_so(monkeypatch: pytest.Mon
     assert len(set(lengths)) > 1
 
 
+@pytest.mark.full
 def test_points_drawn_into_an_image_by_their_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     side = 8
     points, colours, texture = leaf(40, 3), *weights((40, 3), (1, 3, side, side))

@@ -227,6 +227,7 @@ def test_every_piece_that_is_held_saves_seconds(seed: int, monkeypatch: pytest.M
             whole = left
 
 
+@pytest.mark.full
 def test_stretches_that_grow_toward_the_beginning_run_less_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for later ones is gone when early ones are reversed: blocks of which few results are long to make
     and small, as bottlenecks have them."""

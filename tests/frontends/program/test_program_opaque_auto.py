@@ -101,6 +101,7 @@ def test_blocks_given_objects_are_single_operations() -> None:
     assert run.report.operations > 4 + 4 * 4
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("more", [1.0, 1.3])
 def test_the_backward_of_a_whole_block_fits(more: float) -> None:
     class Residual(nn.Module):

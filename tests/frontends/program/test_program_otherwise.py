@@ -319,6 +319,7 @@ def test_transforms_that_the_program_catches_leave_it_noted_within_the_budget() 
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.full
 def test_results_that_are_written_into_afterwards_hold_nothing() -> None:
     otherwise = False
 

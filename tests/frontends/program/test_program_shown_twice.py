@@ -132,6 +132,7 @@ def test_now_one_and_now_the_other_of_two_is_read() -> None:
                     modules=[net], reruns=k == 0)  # fmt: skip
 
 
+@pytest.mark.full
 def test_what_did_not_draw_draws() -> None:
     """Nor does the rate of a dropout tell calls apart that one plan serves."""
     net, mask = Sums(), torch.ones(64, WIDTH)

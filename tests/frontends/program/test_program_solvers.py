@@ -52,7 +52,7 @@ def adaptive_steps() -> torch.Tensor:
     return y
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 @pytest.mark.parametrize("solver", [conjugate_gradients, adaptive_steps])
 def test_solvers_that_end_by_a_condition_on_tensors(solver: Callable[[], torch.Tensor], planner: str) -> None:
@@ -80,6 +80,7 @@ class Mixer(nn.Module):
         return x + self.across(self.second(x))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("planner", ["auto", pytest.param("revolve", marks=pytest.mark.full)])
 def test_a_mixer_and_spectral_norms(planner: str, training: bool) -> None:
@@ -91,6 +92,7 @@ def test_a_mixer_and_spectral_norms(planner: str, training: bool) -> None:
     compare(net, [x, *net.parameters()], lambda: (x * 1.0,), calls=4, planner=planner, modules=[net])
 
 
+@pytest.mark.full
 def test_numbers_that_left_torch_are_the_same_in_what_runs_again() -> None:
     def program() -> torch.Tensor:
         y = RIGHT

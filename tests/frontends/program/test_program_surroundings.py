@@ -382,6 +382,7 @@ def test_the_last_call_fails() -> None:
     compare(program, [W, X], given, "1MiB", planner="auto", reruns=False)
 
 
+@pytest.mark.full
 def test_very_many_tensors_saved_by_one_operation() -> None:
     class Many(torch.autograd.Function):
         @staticmethod

@@ -82,7 +82,7 @@ def family(name: str, training: bool) -> tuple[nn.Module, Batch]:
     return FAMILIES[name].model().train(training), FAMILIES[name].batch
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize(
     ("name", "training"),
     [

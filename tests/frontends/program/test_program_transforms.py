@@ -122,7 +122,7 @@ def test_what_is_saved_inside_is_dropped(how: str) -> None:
     assert many < 8 * few
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("how", INNER)
 def test_nothing_stays_when_the_call_is_over(how: str) -> None:
     made = list[weakref.ref[torch.Tensor]]()

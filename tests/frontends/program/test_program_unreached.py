@@ -66,7 +66,7 @@ def test_within_the_least_of_the_loss_alone_all_is_as_without_the_others(beside:
         assert run.report.planned == (k > 0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_a_backward_that_reaches_more_is_refused_with_what_does(beside: Beside) -> None:
     few, function = least(program(None)), program(beside)

@@ -154,6 +154,7 @@ def test_a_program_that_reads_at_its_end_what_the_planned_one_never_did() -> Non
         compare(program, list(network.parameters()), given(leaf(8, WIDTH)), calls=8, planner=planner, modules=[network])
 
 
+@pytest.mark.full
 def test_a_program_that_reads_on_its_way_what_the_planned_one_never_did() -> None:
     """With as many operations of the same kinds on tensors of the same shapes: only the end tells."""
     network, other = Normed(), torch.ones(WIDTH)
