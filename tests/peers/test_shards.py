@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+import os
 import random
 import tempfile
 import warnings
@@ -40,6 +41,7 @@ from trainings import (
 
 import tapestream as ts
 from tapestream.errors import GradientError, InputError
+from tapestream.executor.shard_copies import ShardCopies
 from tapestream.frontends.module.homes.weights import Weights
 from tapestream.frontends.module.stream import handle_of
 from tapestream.peers import divided
@@ -301,6 +303,21 @@ def test_weights_that_one_rank_cannot_read(tmp_path: Path, lost: str, said: str)
     first, second = in_ranks(2, reads, str(file), ts.Peers(), lost)
     assert said in first, first
     assert (said if lost == "none" else "weights.safetensors.lost.safetensors") in second, second
+
+
+def ends_while_loading(rank: int, size: int, folder: str) -> Any:
+    with streamed(rank, "1MiB", "device", **SHARD) as model:
+        ts.save(folder, model=model)
+        if rank:
+            ShardCopies.keep_part = lambda *_: os._exit(0)  # type: ignore[assignment,return-value,method-assign]
+        ts.load(folder, model=model)
+
+
+def test_a_rank_that_ends_while_all_load_is_one_line(tmp_path: Path) -> None:
+    first, second = in_ranks(2, ends_while_loading, str(tmp_path))
+    assert first.startswith("StorageError: rank 0 of 2 came to write what is divided among ranks, and not every")
+    assert "\n" not in first
+    assert second == "nothing: it ended"
 
 
 # -- ranks that do not do the same ------------------------------------------------------------------------------------

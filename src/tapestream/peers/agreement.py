@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import InputError, StorageError, TapestreamError
 from tapestream.peers.collectives import Collectives, Group
 
 T = TypeVar("T")
@@ -24,7 +24,10 @@ class Agreement:
     """A line beside a group's own, over which its ranks say what they begin.
 
     ``group``: what tensors are sent over, by its ``collectives``; ``rank``, ``size``: of this process in it.
+    ``failed``: the first error since somebody has set it to None: code of others may be between it and them.
     """
+
+    failed: TapestreamError | None = None
 
     def __init__(self, group: Group) -> None:
         distributed = torch.distributed
@@ -94,14 +97,15 @@ class Agreement:
         every = [json.loads(one) for one in self._gathered(what, mine)]
         if len({(kind, number) for kind, number, _ in every}) > 1:
             others = ", ".join(f"rank {rank} {kind} (number {number})" for rank, (kind, number, _) in enumerate(every))
-            raise InputError(f"ranks do different things: {others}; every rank must make the same calls, in order")
+            text = f"ranks do different things: {others}; every rank must make the same calls, in order"
+            raise self._noted(InputError(text))
         return [found for _, _, found in every]
 
     def agree(self, what: str, document: Any) -> None:
         """Say the same as every other rank. Raises as `told`, and InputError, on every rank, where documents differ."""
         every = self.told(what, document)
         if any(one != every[0] for one in every):
-            raise differing(f"ranks {what}, and what they came with does", every)
+            raise self._noted(differing(f"ranks {what}, and what they came with does", every))
 
     def least(self, what: str, number: int) -> int:
         """The least that any rank says. Raises as `told`."""
@@ -124,10 +128,15 @@ class Agreement:
         try:
             return wait()
         except RuntimeError as error:  # c10d has no narrower type for it
-            raise StorageError(
+            text = (
                 f"rank {self.rank} of {self.size} {what}, and not every rank came: one has ended, or makes other calls "
                 f"(each rank needs as many); c10d says: {str(error).splitlines()[0]}"
-            ) from error
+            )
+            raise self._noted(StorageError(text)) from error
+
+    def _noted(self, error: TapestreamError) -> TapestreamError:
+        self.failed = self.failed or error
+        return error
 
     def _gathered(self, what: str, mine: bytes) -> list[bytes]:
         """Bytes of every rank: at once where they are few. What comes first has one size, whatever is told: gloo ends

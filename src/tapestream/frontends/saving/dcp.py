@@ -18,7 +18,13 @@ from tapestream.frontends.saving.dcp_files import METADATA, PlannerInTurn, Store
 from tapestream.frontends.saving.fits import check_fits
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.state import only_copies
-from tapestream.frontends.saving.together import check_stepped, ranks_that_share, saved_together, state_to_save
+from tapestream.frontends.saving.together import (
+    check_stepped,
+    loading,
+    ranks_that_share,
+    saved_together,
+    state_to_save,
+)
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.streamed import StreamedOptimizer
 
@@ -91,7 +97,8 @@ def from_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch
         check_fits("optimizer", optimizer, {}, numbered, folder)
         _check_names(optimizer, numbered[_STATE], folder)
     checkpoint.check_files()
-    model.load_state_dict(state if only_copies(model) else _in_memory(state))
+    with loading(ranks):
+        model.load_state_dict(state if only_copies(model) else _in_memory(state))
     if optimizer is not None and numbered is not None:
         copies = isinstance(optimizer, StreamedOptimizer)  # others keep what they are given
         optimizer.load_state_dict(numbered if copies else _in_memory(numbered))

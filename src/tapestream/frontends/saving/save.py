@@ -19,6 +19,7 @@ from tapestream.frontends.saving.together import (
     check_loaded_together,
     check_stepped,
     generators_to_save,
+    loading,
     ranks_that_share,
     saved_together,
     state_to_save,
@@ -141,7 +142,8 @@ def load(
         check_fits(name, part, entries[name], state(name, own=False), folder)
     values = {name: state(name, own=True) for name in shards if name not in parts and name != GENERATORS}
     for name in sorted(parts, key=lambda name: _never_refuses(parts[name])):
-        parts[name].load_state_dict(state(name, own=not isinstance(parts[name], _COPYING)))
+        with loading(ranks):
+            parts[name].load_state_dict(state(name, own=not isinstance(parts[name], _COPYING)))
     generators.set_states(states)
     return values
 

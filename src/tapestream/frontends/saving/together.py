@@ -48,6 +48,22 @@ def check_stepped(parts: Iterable[Any], call: str) -> None:
             optimizer.check_stepped(call)
 
 
+@contextmanager
+def loading(ranks: Agreement | None) -> Iterator[None]:
+    """Inside, a module's ``load_state_dict()`` tries every tensor, whatever happened to those before, and gathers all
+    errors in a text. Where ``ranks`` are to blame, the first is raised as it was: the rest follows from it."""
+    if ranks is None:
+        yield
+        return
+    ranks.failed = None
+    try:
+        yield
+    except RuntimeError:
+        if ranks.failed is None:
+            raise
+        raise ranks.failed from None
+
+
 def generators_to_save(ranks: Agreement | None) -> dict[str, Any]:
     """The states of random generators; with those of all ``ranks`` that save together, which begin by telling them."""
     own = generators.states()
