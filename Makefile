@@ -114,8 +114,9 @@ BENCHMARKS := memory_over_a_step first_seconds everything_fits equal_peak kept_a
   beside_schedules least_again \
   async_disk beside_compiled beside_trainer loop_overhead offload_and_recompute program_long program_networks program_speed save_speed supernets \
   what_to_expect ranks_scaling ranks_gloo million_layers
-# Each needs more than they do, and is run by itself: beside_deepspeed (DeepSpeed), loop_beside (--peers, a Python with
-# jax, equinox and pyrevolve), loop_long (no --folder), against and three_tiers (a revision) and those in benchmarks/gpu.
+# Each needs more than they do, and is run by itself: beside_deepspeed and ranks_deepspeed (DeepSpeed), loop_beside
+# (--peers, a Python with jax, equinox and pyrevolve), loop_long (no --folder), against and three_tiers (a revision) and
+# those in benchmarks/gpu.
 
 .PHONY: bench
 bench: venv  # writes benchmarks/results; BENCHMARKS='some of them', THREADS=n, FOLDER=path/on/the/disk/to/measure

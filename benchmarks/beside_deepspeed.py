@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import save, settings
 from benchmarks.networks import Case, Network
@@ -28,17 +29,29 @@ def main() -> None:
         child(DEEPSPEED)
         return
     chosen = settings("cpu", rounds=7)
-    if find_spec("deepspeed") is None:
-        print("DeepSpeed is not installed, so nothing is measured: see the head of this file")
+    if not is_installed():
         return
-    _prepare()
+    prepare()
     rows = (measure(DEEPSPEED, case, name, chosen) for case in cases(chosen.quick) for name in OPTIMIZERS)
     save("beside_deepspeed", TITLE, chosen, rows, deepspeed=metadata.version("deepspeed"), optimizer="AdamW")
 
 
+def is_installed() -> bool:
+    """Whether DeepSpeed is there; a line says so where it is not."""
+    if find_spec("deepspeed") is None:
+        print("DeepSpeed is not installed, so nothing is measured: see the head of benchmarks/beside_deepspeed.py")
+        return False
+    return True
+
+
 def start(network: Network, case: Case, optimizer: str) -> Running:
+    """`trained` with the case's batch."""
+    return trained(network, case.batch(), optimizer)
+
+
+def trained(network: Network, batch: tuple[Tensor, Tensor], optimizer: str) -> Running:
     """The ZeRO-3 engine with AdamW, as DeepSpeed's documentation shows it."""
-    x, targets = case.batch()
+    x, targets = batch
     offloaded = {"device": "cpu"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": x.shape[0],
@@ -60,12 +73,13 @@ def start(network: Network, case: Case, optimizer: str) -> Running:
     return Running(step, engine.destroy, lambda shown: deepspeed.zero.GatheredParameters(list(shown.parameters())))
 
 
-def _prepare() -> None:
-    """What DeepSpeed needs before it can be imported and used in one process."""
+def prepare(rank: int = 0, ranks: int = 1) -> None:
+    """What DeepSpeed needs before it can be imported and used in a process; it joins a group that is there."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}  # as its launcher: it then shares memory
     warnings.filterwarnings("ignore", category=FutureWarning)  # its calls of torch.distributed by older names
     deepspeed = import_module("deepspeed")
     import_module("logging").getLogger("DeepSpeed").setLevel("ERROR")
@@ -77,7 +91,7 @@ def _other_port() -> dict[str, str]:
     return {"MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)}
 
 
-DEEPSPEED = Peer("DeepSpeed", "benchmarks.beside_deepspeed", "its optimizer", OPTIMIZERS, start, _prepare, _other_port)
+DEEPSPEED = Peer("DeepSpeed", "benchmarks.beside_deepspeed", "its optimizer", OPTIMIZERS, start, prepare, _other_port)
 
 
 if __name__ == "__main__":

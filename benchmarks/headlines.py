@@ -147,9 +147,16 @@ HEADLINES = {
         "in memory at most 1.00 times", RATIO,
         ("ranks", "with"),
     ),
+    "ranks_deepspeed": Headline(
+        "Step time of several processes that divide a model", "DeepSpeed ZeRO-3 with CPU offload, with no more memory",
+        "at most 1.00 times", RATIO, ("ranks", "its optimizer", "with"),
+    ),
     "what_to_expect": Headline("Step times on GPUs", "nothing: simulated", "", {}, ("model",)),
 }  # fmt: skip
 """By the name of the result, in the order in which they are shown."""
 
 FIRST = ("memory_over_a_step", "beside_deepspeed", "beside_trainer", "million_layers", "loop_long")
 """Those that README.md shows."""
+
+UNMEASURED = ("ranks_deepspeed",)
+"""Those that have no result yet."""

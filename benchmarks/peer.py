@@ -8,7 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -31,6 +31,8 @@ from benchmarks.everything_fits import stepper
 from benchmarks.networks import Case, Network, gpt
 
 Step = Callable[[], None]
+TINY = gpt(2, 64, 2, 32, "cpu")
+"""Trained first where memory is measured: what PyTorch and a peer take once started is not of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +113,44 @@ def child(peer: Peer) -> None:
     torch.set_num_threads(1)
     if side != "ours":
         peer.prepare()
-    tiny = gpt(2, 64, 2, 32, "cpu")  # what PyTorch and the peer take once started is not of the model
-    our_step(tiny.network(), tiny, 2**30)()
+    our_step(TINY.network(), TINY, 2**30)()
     if side != "ours":
-        peer.start(tiny.network(), tiny, side).step()
+        peer.start(TINY.network(), TINY, side).step()
+
+    def make() -> Step:
+        network = case.network()
+        return our_step(network, case, budget) if side == "ours" else peer.start(network, case, side).step
+
+    tell(step_nbytes(make))
+
+
+def step_nbytes(make: Callable[[], Step]) -> int:
+    """Bytes resident at the peak of the third step that ``make`` gives, beyond what this process held before."""
     before = process_nbytes()["VmRSS"]
-    network = case.network()
-    step = our_step(network, case, budget) if side == "ours" else peer.start(network, case, side).step
+    step = make()
     step()
     step()
     forget_resident_peak()
     step()
-    print("bytes", process_nbytes()["VmHWM"] - before)
+    return process_nbytes()["VmHWM"] - before
+
+
+def tell(nbytes: int) -> None:
+    """Answer `told_by_child`, as the child."""
+    print("bytes", nbytes)
+
+
+def told_by_child(module: str, given: Sequence[object], quick: bool, environment: Mapping[str, str]) -> int:
+    """Bytes that a benchmark answers ``--memory GIVEN..``, as a child process in which malloc returns what is freed."""
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", module, "--memory", *map(str, given), *(["--quick"] if quick else [])]
+    found = subprocess.run(
+        command, env={**os.environ, **malloc, **environment}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return int(next(line for line in found.stdout.splitlines() if line.startswith("bytes ")).split()[1])
 
 
 def _resident(peer: Peer, quick: bool, case: Case, side: str, budget: int) -> int:
-    """Bytes of one side, from a child process in which malloc returns what is freed."""
+    """Bytes of one side."""
     index = [known.name for known in cases(quick)].index(case.name)
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", peer.module, "--memory", side, str(index), str(budget)]
-    if quick:
-        command.append("--quick")
-    found = subprocess.run(command, env=environment | peer.environment(), capture_output=True, text=True, check=True)
-    return int(next(line for line in found.stdout.splitlines() if line.startswith("bytes ")).split()[1])
+    return told_by_child(peer.module, (side, index, budget), quick, peer.environment())

@@ -6,12 +6,10 @@ disk within a budget. ``same bits``: the weights after all steps are those of Di
 other bits for more than two ranks). On as many ranks as the machine has cores, and on more, which take turns.
 """
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,6 +17,7 @@ from torch import nn
 import tapestream as ts
 from benchmarks.common import Row, Settings, Timings, alternate, milliseconds, same_bits, save, settings, yes
 from benchmarks.networks import Case, Network, gpt
+from benchmarks.ranks import in_ranks, stepper
 
 TITLE = "Several processes, beside DistributedDataParallel and FSDP2 on gloo"
 BUDGET = "96MiB"
@@ -32,32 +31,19 @@ def main() -> None:
     save("ranks_gloo", TITLE, chosen, rows, optimizer="AdamW (for-loop)", budget_on_disk=BUDGET)
 
 
-def measure(ranks: int, chosen: Settings) -> Iterator[Row]:
+def measure(ranks: int, chosen: Settings) -> list[Row]:
     """Rows of the first rank."""
-    forked = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        receive, send = forked.Pipe(duplex=False)
-        children = [forked.Process(target=_rank, args=(k, ranks, chosen, folder, send)) for k in range(ranks)]
-        for child in children:
-            child.start()
-        send.close()
-        yield from receive.recv()
-        for child in children:
-            child.join()
+    rows, *_ = in_ranks(ranks, chosen.folder, _measured, chosen)
+    return cast("list[Row]", rows)
 
 
-def _rank(rank: int, ranks: int, chosen: Settings, folder: str, said: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+def _measured(rank: int, ranks: int, folder: str, chosen: Settings) -> list[Row]:
     case = gpt(2, 64, 2, 32, "cpu") if chosen.quick else gpt(6, 512, 4, 128, "cpu")
     networks: dict[str, Network] = {}
     with ExitStack() as undo:
         steps = dict(_contenders(rank, case, Path(folder), networks, undo))
         timings = alternate(steps, chosen.rounds, "cpu")
-        rows = [_row(case, ranks, name, timings, networks) for name in steps if name != AVERAGED]
-    if rank == 0:
-        said.send(rows)
-    torch.distributed.destroy_process_group()
+        return [_row(case, ranks, name, timings, networks) for name in steps if name != AVERAGED]
 
 
 def _row(case: Case, ranks: int, name: str, timings: Timings, networks: dict[str, Network]) -> Row:
@@ -79,14 +65,14 @@ def _contenders(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Each trains a network of its own."""
     network = networks[AVERAGED] = case.network()
-    yield AVERAGED, _stepper(rank, case, nn.parallel.DistributedDataParallel(network), _plain(network))
+    yield AVERAGED, stepper(rank, case, nn.parallel.DistributedDataParallel(network), _plain(network))
     from torch.distributed.fsdp import fully_shard
 
     network = case.network()
     for block in network.blocks:
         fully_shard(block)
     fully_shard(network)
-    yield SHARDED, _stepper(rank, case, network, _plain(network))
+    yield SHARDED, stepper(rank, case, network, _plain(network))
     in_memory = {"home": "device", "budget": "16GiB"}
     on_disk = {"home": "disk", "budget": BUDGET, "folder": folder}
     for name, options, divided in (
@@ -98,23 +84,11 @@ def _contenders(
         network = networks[name] = case.network()
         ts.stream(network, device="cpu", peers=ts.Peers(shard=divided), **options)  # type: ignore[arg-type]
         undo.callback(ts.unstream, network)
-        yield name, _stepper(rank, case, network, ts.optimizer(network, torch.optim.AdamW, foreach=False))
+        yield name, stepper(rank, case, network, ts.optimizer(network, torch.optim.AdamW, foreach=False))
 
 
 def _plain(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(network.parameters(), foreach=False)
-
-
-def _stepper(rank: int, case: Case, module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    torch.manual_seed(100 + rank)  # case.batch() would give all ranks the same
-    x, targets = case.make_batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        module(x, targets).backward()
-        optimizer.step()
-
-    return step
 
 
 if __name__ == "__main__":
