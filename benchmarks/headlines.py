@@ -157,6 +157,3 @@ HEADLINES = {
 
 FIRST = ("memory_over_a_step", "beside_deepspeed", "beside_trainer", "million_layers", "loop_long")
 """Those that README.md shows."""
-
-UNMEASURED = ("ranks_deepspeed",)
-"""Those that have no result yet."""

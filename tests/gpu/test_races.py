@@ -270,8 +270,8 @@ MOVING = st.sampled_from(("auto", "offload", "joint"))
 def searched(count: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
     """``count`` examples of what is drawn."""
     late = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    rule = settings(max_examples=count, deadline=None, suppress_health_check=late)
-    return lambda test: rule(given(**drawn)(test))
+    rule, patience = settings(max_examples=count, deadline=None, suppress_health_check=late), pytest.mark.timeout(3600)
+    return lambda test: patience(rule(given(**drawn)(test)))
 
 
 @searched(6, race=races(3, 9), planner=MOVING)
