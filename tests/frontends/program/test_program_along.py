@@ -419,6 +419,6 @@ def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning:
                 departed += 1
                 assert program.report is not None
                 reruns += program.report.reruns > 0
-    assert departed >= 9 * len(seeds)
+    assert departed >= 8 * len(seeds)  # some programs need no gradient
     assert reruns > len(seeds) // 3
     assert refused <= departed // 50
