@@ -24,7 +24,7 @@ class Alike(Agreement):
         assert len(ranks) == self.size
         return self.collectives
 
-    def same(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    def same(self, tensors: Iterable[Tensor], device: torch.device, source: int = 0) -> None:
         """They are."""
 
     def _gathered(self, what: str, mine: bytes) -> Sequence[bytes]:

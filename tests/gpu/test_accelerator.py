@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import tapestream as ts
 from tapestream.accelerator import memory
 from tapestream.accelerator.streams import timed
 from tapestream.frontends.available import free_nbytes
+from tapestream.frontends.module.stream import handle_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -197,6 +199,28 @@ def test_a_call_that_takes_more_than_its_budget_says_so_once(monkeypatch: pytest
     assert len(said) == 1
     assert "stream: a call holds" in str(ts.report(model).exceeded)
     ts.unstream(model)
+
+
+def test_a_model_that_goes_while_another_runs_had_its_own_bytes() -> None:
+    """What is garbage when a model is streamed may be gone when somebody looks at the other's peak, and its budget with
+    it: the warning came for its bytes then, now and then."""
+    gc.collect()
+    gc.disable()
+    try:
+        layers = [nn.Linear(512, 512, device=CUDA) for _ in range(8)]
+        gone = ts.stream(nn.Sequential(*layers), device=CUDA, home="device", budget="256MiB")
+        gone(torch.ones(2, 512, device=CUDA)).sum().backward()
+        there = weakref.ref(handle_of(gone))
+        del gone, layers  # but it holds itself
+        model = ts.stream(network(), device=CUDA, home="host", budget="600 KiB", machine=MACHINE)
+        for step in range(3):
+            assert (there() is None) == (step > 0)
+            model(batch(CUDA)).square().mean().backward()
+            model.zero_grad()
+            gc.collect()
+    finally:
+        gc.enable()
+    assert ts.report(model).exceeded is None
 
 
 def test_the_first_product_of_a_profile_does_not_seem_to_take_the_workspace(workspace: int) -> None:

@@ -42,6 +42,7 @@ class AllocatorWatch:
         self._device, self.exceeded = handle.device, Exceeded("stream")
         self._begun: AllocatorBytes | None = None
         self._most: AllocatorBytes | None = None  # since somebody looked
+        self._allowed_then = 0  # all models that were there: one that is gone may have had its bytes at the peak
         if self._reserved:
             _streamed.add(handle)
             ours = workspaces_nbytes(handle.device) + sum(map(_present_nbytes, self._streamed_there()))
@@ -52,6 +53,7 @@ class AllocatorWatch:
         """A forward, a backward or a step does: what others take between them is no concern of the budget."""
         if self._allocated:
             self._begun = allocator_bytes(self._device)
+            self._allowed_then = max(self._allowed_then, self._allowed())
 
     def ended(self) -> None:
         """It has ended. Peaks that it did not reach are not known, and were there before."""
@@ -66,7 +68,7 @@ class AllocatorWatch:
         if not (self._allocated or self._reserved):
             return
         there = self._streamed_there()
-        allowed = sum(other.budget.device_nbytes or 0 for other in there)
+        allowed, self._allowed_then = max(self._allowed_then, self._allowed()), 0
         now, most, self._most = allocator_bytes(handle.device), self._most, None
         allocated = 0 if most is None else most.peak - self._others_before
         unasked = 0 if most is None else most.peak - most.peak_requested
@@ -75,6 +77,9 @@ class AllocatorWatch:
             more = max(0, now.allocated - sum(map(_held_nbytes, there)) - self._others_before)  # that others have
             self._warn_of_allocated(allocated - more, unasked, allowed)
             self._warn_of_reserved(reserved - more, allowed)
+
+    def _allowed(self) -> int:
+        return sum(other.budget.device_nbytes or 0 for other in self._streamed_there())
 
     def _streamed_there(self) -> list["Streamed"]:
         return [handle for handle in _streamed if handle.device == self._device]
