@@ -1,9 +1,11 @@
 """Models and helpers are those of the front-ends' tests; the kernels are deterministic ones where there are any."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +30,13 @@ def _exact_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def clock(simulator: Any) -> Iterator[Any]:
+    """The virtual clock of the simulated GPU, which tests set to a card's. Nothing is collected meanwhile."""
+    torch.cuda.synchronize()
+    gc.disable()
+    yield simulator.clock
+    gc.enable()
+    simulator.clock.off()

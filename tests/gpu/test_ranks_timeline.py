@@ -1,8 +1,6 @@
 """Ranks that divide a model: gathers and sums run beside compute, and a step takes what the judge says."""
 
-import gc
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,21 +10,11 @@ if "simulated_gpu.plugin" not in sys.modules:
     pytest.skip("it is the simulated GPU that has a virtual clock", allow_module_level=True)
 
 from fake_peers import Alike
-from simulated_gpu import Simulator
 from simulated_gpu.clock import CARDS, Clock
 from timelines import HIDDEN, ROWS, SECONDS, WIDE, machine_of, plan_of, planned, run, streamed
 
 import tapestream as ts
 from tapestream.peers.agreement import Agreement
-
-
-@pytest.fixture
-def clock(simulator: Simulator) -> Iterator[Clock]:
-    torch.cuda.synchronize()
-    gc.disable()
-    yield simulator.clock
-    gc.enable()
-    simulator.clock.off()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

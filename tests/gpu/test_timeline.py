@@ -1,8 +1,6 @@
 """A training step takes what its plan says: on the virtual clock of a card, with the links of that card."""
 
-import gc
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,20 +10,10 @@ if "simulated_gpu.plugin" not in sys.modules:
     pytest.skip("it is the simulated GPU that has a virtual clock", allow_module_level=True)
 
 from scenarios import WIDTH, batch
-from simulated_gpu import Simulator
 from simulated_gpu.clock import CARDS, Clock
 from timelines import HIDDEN, ROWS, SECONDS, WIDE, Net, machine_of, plan_of, planned, run, streamed
 
 import tapestream as ts
-
-
-@pytest.fixture
-def clock(simulator: Simulator) -> Iterator[Clock]:
-    torch.cuda.synchronize()
-    gc.disable()
-    yield simulator.clock
-    gc.enable()
-    simulator.clock.off()
 
 
 @pytest.mark.parametrize(("update", "slower"), [("step", 1), ("backward", 1), ("backward", 16)])
