@@ -24,6 +24,7 @@ from tapestream.frontends.saving import dcp_files
 pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # PyTorch 2.9's writer uses it
 ]
 SHARD = {"peers": ts.Peers(shard=True)}
 SUMS = {"peers": ts.Peers(gradients="sum", shard=True)}

@@ -22,6 +22,7 @@ from tapestream.frontends.saving import dcp_files
 pytestmark = [
     pytest.mark.on_cpu("c10d knows no simulated GPU"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # said by dcp.save() itself
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # PyTorch 2.9's writer uses it
 ]
 
 
