@@ -20,7 +20,6 @@ import torch
 from benchmarks.gpu.contact import children
 from benchmarks.gpu.contact.rank import SIDES, Job
 from benchmarks.gpu.contact.results import Result, Results
-from benchmarks.gpu.first_contact import MOST_STATUS
 
 SIZES = {
     "layers": 24, "width": 2048, "heads": 16, "vocabulary": 50_304, "tokens": 2048, "batch": 4, "rounds": 10,
@@ -49,12 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ended.error:
             numbers = {"error": ended.error, "output": ended.tail}
             results.write(side, Result(SIDES[side].title, "runs to its end", False, numbers))
-    found = results.read()[since:]
-    wrong = [line for line in found if line["verdict"] is False]
-    print(f"{len(found)} results, {len(wrong)} false, in {results.path}")
-    for line in wrong:
-        print(f"  {line['step']}: {line['result']}: {line.get('error') or line['claim']}")
-    return min(MOST_STATUS, len(wrong))
+    return results.status(since)
 
 
 def _machine(given: argparse.Namespace) -> tuple[int, str]:

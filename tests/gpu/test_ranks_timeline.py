@@ -4,14 +4,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 if "simulated_gpu.plugin" not in sys.modules:
     pytest.skip("it is the simulated GPU that has a virtual clock", allow_module_level=True)
 
 from fake_peers import Alike
 from simulated_gpu.clock import CARDS, Clock
-from timelines import HIDDEN, ROWS, SECONDS, WIDE, machine_of, plan_of, planned, run, streamed
+from timelines import HIDDEN, SECONDS, machine_of, streamed, trained
 
 import tapestream as ts
 from tapestream.peers.agreement import Agreement
@@ -29,16 +28,7 @@ def test_a_step_takes_what_its_plan_says(
     alike = Alike(ranks, clock, machine.peers)
     monkeypatch.setattr(Agreement, "of", classmethod(lambda cls, group: alike))
     model = streamed(card, 0.5, peers=ts.Peers(shard=True), machine=machine)
-    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
-    x = torch.ones(ROWS, WIDE, device="cuda")
-
-    def step() -> None:
-        model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    took = run(clock, card, step)
-    said = planned(plan_of(model))
+    took, said = trained(clock, card, model, update)
     assert took.nbytes == said.nbytes > 0
     assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
     assert took.hidden >= said.hidden - HIDDEN

@@ -11,7 +11,7 @@ if "simulated_gpu.plugin" not in sys.modules:
 
 from scenarios import WIDTH, batch
 from simulated_gpu.clock import CARDS, Clock
-from timelines import HIDDEN, ROWS, SECONDS, WIDE, Net, machine_of, plan_of, planned, run, streamed
+from timelines import HIDDEN, ROWS, SECONDS, WIDE, Net, machine_of, plan_of, planned, run, streamed, trained
 
 import tapestream as ts
 
@@ -23,16 +23,7 @@ def test_a_step_takes_what_its_plan_says(clock: Clock, name: str, update: str, s
     card = replace(CARDS[name], single=CARDS[name].single / slower)
     clock.set(card)
     model = streamed(card, 0.3)
-    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
-    x = torch.ones(ROWS, WIDE, device="cuda")
-
-    def step() -> None:
-        model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    took = run(clock, card, step)
-    said = planned(plan_of(model))
+    took, said = trained(clock, card, model, update)
     assert took.nbytes == said.nbytes > 0
     assert took.seconds == pytest.approx(said.seconds, rel=SECONDS)
     assert took.hidden == pytest.approx(said.hidden, abs=HIDDEN)

@@ -98,6 +98,20 @@ def planned(plan: Plan) -> Timeline:
     return Timeline(plan.seconds, hidden(copies, computed), sum(found.bytes_moved.values()))
 
 
+def trained(clock: Clock, card: Card, model: nn.Module, update: Any) -> tuple[Timeline, Timeline]:
+    """What a step of training takes, and what its plan says."""
+    optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, update=update, master=None, fused=True)
+    x = torch.ones(ROWS, WIDE, device="cuda")
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took = run(clock, card, step)
+    return took, planned(plan_of(model))
+
+
 def run(clock: Clock, card: Card, step: Callable[[], None]) -> Timeline:
     """The second step: the first one makes the plan, and begins with all blocks at home."""
     step()

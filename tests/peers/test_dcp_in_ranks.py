@@ -19,6 +19,7 @@ from trainings import OPTIMIZERS, TIGHT, batch, made, plainly, streamed
 
 import tapestream as ts
 from tapestream.executor.shard_copies import ShardCopies
+from tapestream.frontends.module.stream import is_streamed
 from tapestream.frontends.saving import dcp_files
 
 pytestmark = [
@@ -67,7 +68,7 @@ def all_bits(model: Any, optimizer: Any) -> dict[str, str]:
 def ending(model: Any, optimizer: Any) -> Any:
     """The same, of a model that ranks may divide, its optimizer's by number."""
     state = {number: bits(found) for number, found in optimizer.state_dict()["state"].items()}
-    with ts.whole(model) if hasattr(model, "_tapestream_handle") else contextlib.nullcontext():
+    with ts.whole(model) if is_streamed(model) else contextlib.nullcontext():
         return bits(dict(model.named_parameters())), state
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "results.jsonl"
+MOST_STATUS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,16 @@ class Results:
         text = self.path.read_text() if self.path.exists() else ""
         whole, _, _ = text.rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
+
+    def status(self, before: int) -> int:
+        """Say how many lines came after the first ``before``, and which verdicts among them are false; the exit status:
+        how many these are, at most `MOST_STATUS`."""
+        found = self.read()[before:]
+        wrong = [line for line in found if line["verdict"] is False]
+        print(f"{len(found)} results, {len(wrong)} false, in {self.path}")
+        for line in wrong:
+            print(f"  {line['step']}: {line['result']}: {line.get('error') or line['claim']}")
+        return min(MOST_STATUS, len(wrong))
 
 
 def _short(value: Any) -> str:

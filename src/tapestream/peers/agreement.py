@@ -2,7 +2,8 @@
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -24,10 +25,9 @@ class Agreement:
     """A line beside a group's own, over which its ranks say what they begin.
 
     ``group``: what tensors are sent over, by its ``collectives``; ``rank``, ``size``: of this process in it.
-    ``failed``: the first error since somebody has set it to None: code of others may be between it and them.
     """
 
-    failed: TapestreamError | None = None
+    _errors: list[TapestreamError] | None = None
 
     def __init__(self, group: Group) -> None:
         distributed = torch.distributed
@@ -134,8 +134,18 @@ class Agreement:
             )
             raise self._noted(StorageError(text)) from error
 
+    @contextmanager
+    def noting(self) -> Iterator[list[TapestreamError]]:
+        """Inside, what is raised here is listed, too, for a caller who has code of others in between."""
+        self._errors = found = list[TapestreamError]()
+        try:
+            yield found
+        finally:
+            self._errors = None  # errors hold the frames that they have passed through
+
     def _noted(self, error: TapestreamError) -> TapestreamError:
-        self.failed = self.failed or error
+        if self._errors is not None:
+            self._errors.append(error)
         return error
 
     def _gathered(self, what: str, mine: bytes) -> list[bytes]:

@@ -379,7 +379,7 @@ def test_what_shows_memory_without_versions_is_noted_always(noted: list[Any]) ->
             assert noted
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 1000), marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 1000), marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning: Where) -> None:
     """With views and writes across that place; all that is noted kept, and as little of it as works."""
@@ -419,6 +419,6 @@ def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning:
                 departed += 1
                 assert program.report is not None
                 reruns += program.report.reruns > 0
-    assert departed >= 8 * len(seeds)  # some programs need no gradient
+    assert departed >= 9 * len(seeds)
     assert reruns > len(seeds) // 3
     assert refused <= departed // 50

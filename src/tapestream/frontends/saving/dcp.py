@@ -1,7 +1,6 @@
 """`to_dcp` and `from_dcp`: exchange with PyTorch's Distributed Checkpoint (DCP), which FSDP2 and torchtitan write."""
 
 import os
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from tapestream.frontends.saving.fits import check_fits
 from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.state import only_copies
 from tapestream.frontends.saving.together import (
+    check_loaded_together,
     check_stepped,
     loading,
     ranks_that_share,
@@ -82,12 +82,10 @@ def from_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch
     """
     parts = _parts(model, optimizer)
     folder, ranks = Saves(path).path, ranks_that_share(parts)
-    if ranks is not None:
-        found = (folder / METADATA).read_bytes() if (folder / METADATA).is_file() else None
-        told = [folder.name, None if found is None else zlib.crc32(found), optimizer is not None]
-        ranks.agree("began ts.from_dcp()", told)
+    named = [_MODEL] if optimizer is None else [_MODEL, _OPTIMIZER]
+    check_loaded_together(ranks, folder / METADATA, named, "ts.from_dcp()")
     checkpoint = StoredByDcp(folder)
-    tree = checkpoint.tree(_MODEL) if optimizer is None else checkpoint.tree(_MODEL, _OPTIMIZER)
+    tree = checkpoint.tree(*named)
     keys = {_fqn(model, key): key for key in state_to_save(model)}
     weights = tree[_MODEL] if _MODEL in tree else checkpoint.tree(*keys)  # torchtitan puts the model at the top
     state = _model_state(keys, weights, folder)

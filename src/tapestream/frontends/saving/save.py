@@ -121,7 +121,7 @@ def load(
     for name, part in parts.items():
         check_given(name, part, entries[name], folder)
     ranks = ranks_that_share(parts.values())
-    check_loaded_together(ranks, folder, parts)
+    check_loaded_together(ranks, folder / MANIFEST, parts)
     shards = {
         name: Shards(folder / name, entry["tensors"], writable=not only_copies(parts.get(name)))
         for name, entry in entries.items()

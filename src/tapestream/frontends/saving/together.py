@@ -15,7 +15,6 @@ from tapestream.frontends.module.stream import handle_around, handle_of, is_stre
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import read_later
 from tapestream.frontends.saving import generators
-from tapestream.frontends.saving.manifest import MANIFEST
 from tapestream.frontends.saving.state import state_of
 from tapestream.frontends.saving.tree import pack, unpack
 from tapestream.optim.shown import StateInParts
@@ -25,11 +24,12 @@ from tapestream.peers.agreement import Agreement
 _FAILED = "could not save"
 
 
-def check_loaded_together(ranks: Agreement | None, folder: Path, parts: Iterable[str]) -> None:
-    """Raise InputError, on every rank, where ranks that divide a model are to load other saves, or other parts."""
+def check_loaded_together(ranks: Agreement | None, file: Path, parts: Iterable[str], call: str = "ts.load()") -> None:
+    """Raise InputError, on every rank, where ranks that divide a model are to load other parts, or from other folders,
+    which ``file`` tells apart: each has one, with the names of all others in it."""
     if ranks is not None:
-        found = zlib.crc32((folder / MANIFEST).read_bytes())
-        ranks.agree("began ts.load()", [folder.name, found, sorted(parts)])
+        found = zlib.crc32(file.read_bytes()) if file.is_file() else None
+        ranks.agree(f"began {call}", [file.parent.name, found, sorted(parts)])
 
 
 def state_to_save(part: Any) -> Any:
@@ -55,13 +55,13 @@ def loading(ranks: Agreement | None) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    ranks.failed = None
-    try:
-        yield
-    except RuntimeError:
-        if ranks.failed is None:
-            raise
-        raise ranks.failed from None
+    with ranks.noting() as errors:
+        try:
+            yield
+        except RuntimeError:
+            if not errors:
+                raise
+            raise errors[0] from None
 
 
 def generators_to_save(ranks: Agreement | None) -> dict[str, Any]:
