@@ -60,6 +60,8 @@ resident OPTIMIZER_STATE 1.2 DISK
   Restore 0
   Update 1
   Update 1.2
+  Update 1 HOST
+  Update 1.2 HOST
 @5 = series
   @4
   @0
@@ -83,6 +85,8 @@ def golden() -> Schedule:
             Restore(0),
             Update(1),
             Update(1, 2),
+            Update(1, 0, Tier.HOST),
+            Update(1, 2, Tier.HOST),
         )
     )
     resident = ((Value(Kind.PARAMETERS, 0), Tier.HOST), (Value(Kind.OPTIMIZER_STATE, 1, 2), Tier.DISK))
@@ -183,10 +187,10 @@ def test_cut_text_is_refused(schedule: Schedule, data: st.DataObject) -> None:
         ("repeat 4", "repeat -4", 7, "'@1 = series'"),
         ("Phase FORWARD", "Phase SIDEWARD", 14, "a phase (FORWARD, BACKWARD, STEP)"),
         ("Phase FORWARD", "Phase", 14, "a phase"),
-        ("root @5", "root @6", 28, "a node defined above"),
-        ("root @5", "@5", 28, "'@6 = series'"),
-        ("root @5\nend", "root @5", 29, "'end'"),
-        ("end\n", "end\nmore", 30, "nothing after 'end'"),
+        ("root @5", "root @6", 30, "a node defined above"),
+        ("root @5", "@5", 30, "'@6 = series'"),
+        ("root @5\nend", "root @5", 31, "'end'"),
+        ("end\n", "end\nmore", 32, "nothing after 'end'"),
     ],
 )
 def test_damage_is_named(old: str, new: str, line: int, expected: str) -> None:

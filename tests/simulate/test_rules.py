@@ -175,6 +175,7 @@ UP = [*brings(PARAMETERS), *brings(Kind.BUFFERS)]
 DOWN = [Free(Value(PARAMETERS, 0), DEVICE), Free(Value(Kind.BUFFERS, 0), DEVICE)]
 TO_HOST = [*saves(GRADIENT), Free(Value(GRADIENT, 0), DEVICE)]
 WHOLE = [FORWARD, *UP, *STORE_ALL[1:]]  # ends with parameters and gradient on DEVICE, 10 actions long
+ON_HOST: list[Action] = [Update(0, 0, HOST), Wait(Value(PARAMETERS, 0), HOST)]
 BLOCK_CASES: dict[str, tuple[list[Action], int, str]] = {
     "parameters missing": ([FORWARD, Forward(0, 1)], 1, "PARAMETERS 0 is current in HOST, it must be current on DEV"),
     "parameters on their way": (
@@ -192,22 +193,36 @@ BLOCK_CASES: dict[str, tuple[list[Action], int, str]] = {
         [*WHOLE[:9], Offload(Value(GRADIENT, 0), DEVICE, HOST), Backward(0)], 10, "writes GRADIENT 0 while it is in",
     ),
     "gradient lost": ([*WHOLE, Free(Value(GRADIENT, 0), DEVICE), *DOWN], 13, "GRADIENT 0 was freed before the caller"),
-    "update without gradient there": ([*WHOLE, Update(0)], 10, "must be current in one tier"),
+    "update without gradient there": ([*WHOLE, Update(0)], 10, "must be current in DEVICE; PARAMETERS 0 is"),
     "update too early": ([*WHOLE[:9], Update(0)], 9, "Backward(0) still uses block 0"),
-    "update twice": ([*WHOLE, *saves(GRADIENT), Update(0), Update(0)], 13, "updated already"),
+    "update twice": ([*WHOLE, *saves(GRADIENT), *ON_HOST, Update(0)], 14, "updated already"),
+    "update on the disk": ([*WHOLE, Update(0, 0, DISK)], 10, "runs on the device or in HOST, not in DISK"),
+    "update on the host without its gradient": ([*WHOLE, *ON_HOST], 10, "must be current in HOST; PARAMETERS 0 is"),
+    "weights go up too early": (
+        [*WHOLE, *DOWN, *TO_HOST, ON_HOST[0], *brings(PARAMETERS)],
+        16, "PARAMETERS 0 is current in HOST, being updated",
+    ),
+    "a gradient freed too early": (
+        [*WHOLE, *DOWN, *TO_HOST, ON_HOST[0], Free(Value(GRADIENT, 0), HOST)], 16, "being updated in HOST; put Wait",
+    ),
+    "state sent away too early": (
+        [*WHOLE, *TO_HOST, ON_HOST[0], Offload(Value(OPTIMIZER, 0), HOST, DISK)], 14, "at most one copy in flight",
+    ),
+    "the wrong wait": ([*WHOLE, *TO_HOST, ON_HOST[0], Wait(Value(GRADIENT, 0), HOST)], 14, "wait for PARAMETERS 0"),
+    "no wait": ([*WHOLE, *DOWN, *TO_HOST, ON_HOST[0]], 16, "being updated in HOST; put Wait before the end"),
     "update in flight": (
-        [*WHOLE, *DOWN, *TO_HOST, Prefetch(Value(PARAMETERS, 0), HOST, DEVICE), Update(0)],
-        16, "writes PARAMETERS 0 while it is in flight",
+        [*WHOLE, *DOWN, *TO_HOST, Prefetch(Value(PARAMETERS, 0), HOST, DEVICE), ON_HOST[0]],
+        16, "in flight from HOST to DEVICE; put Wait before its update in HOST",
     ),
     "stale copy at the end": (
-        [*WHOLE, *TO_HOST, Free(Value(Kind.BUFFERS, 0), DEVICE), STEP, Update(0), Free(Value(GRADIENT, 0), HOST)],
-        17, "PARAMETERS 0 is current in HOST, stale in DEVICE at the end; at the start of the step it was: HOST",
+        [*WHOLE, *TO_HOST, Free(Value(Kind.BUFFERS, 0), DEVICE), STEP, *ON_HOST, Free(Value(GRADIENT, 0), HOST)],
+        18, "PARAMETERS 0 is current in HOST, stale in DEVICE at the end; at the start of the step it was: HOST",
     ),
     "stale copies cannot be read": (
-        [*WHOLE, *TO_HOST, STEP, Update(0), Offload(Value(PARAMETERS, 0), DEVICE, DISK)], 15, "stale in DEVICE",
+        [*WHOLE, *TO_HOST, STEP, *ON_HOST, Offload(Value(PARAMETERS, 0), DEVICE, DISK)], 16, "stale in DEVICE",
     ),
     "left on device": ([*WHOLE, *TO_HOST], 13, "PARAMETERS 0 is current in DEVICE, current in HOST at the end"),
-    "gradient left after the step": ([*WHOLE, *DOWN, *TO_HOST, STEP, Update(0)], 17, "it was: nowhere"),
+    "gradient left after the step": ([*WHOLE, *DOWN, *TO_HOST, STEP, *ON_HOST], 18, "it was: nowhere"),
 }  # fmt: skip
 
 
@@ -217,13 +232,72 @@ def test_broken_rule_of_parameter_blocks(name: str) -> None:
 
 
 def test_streamed_step_is_valid_and_counted() -> None:
-    actions = [*WHOLE, *DOWN, *TO_HOST, STEP, Update(0), Free(Value(GRADIENT, 0), HOST)]
+    actions = [*WHOLE, *DOWN, *TO_HOST, STEP, *ON_HOST, Free(Value(GRADIENT, 0), HOST)]
     found = simulate(Schedule.of(actions, 2, resident=AT_HOST), BLOCKS)
     # Last backward: blocks 1050, gradient 1000, saved 100, states 0 (tape), cotangents 1 and 0.
     # First backward: in its place two saved, states 0 and 1 (tape) and cotangents 2 and 1.
     assert found.peak_nbytes == {DEVICE: 1050 + 1000 + 200 + 20 + 20, HOST: 3050 + 1000 + 7, DISK: 0}
     assert found.bytes_moved == {(HOST, DEVICE): 1050, (DEVICE, HOST): 1000}
     assert found.stall_seconds == 0
+
+
+HOSTED = replace(BLOCKS, blocks=(replace(BLOCKS.blocks[0], host_update_seconds=3.0),))
+LATE_AT_HOST = (*AT_HOST, (Value(GRADIENT, 0), HOST))
+UPDATED = [*ON_HOST, Free(Value(GRADIENT, 0), HOST)]
+
+
+def test_an_update_on_the_host_runs_beside_the_device() -> None:
+    steps = [StageCost(1, 1, 10, 100), *HOSTED.stages]
+    profile = replace(HOSTED, stages=tuple(steps))
+    backward = [BACKWARD, Backward(2), Backward(1), *DOWN, *TO_HOST, ON_HOST[0], Backward(0)]
+    actions = [FORWARD, Record(0), *UP, Record(1), Record(2), *backward, *UPDATED[1:]]
+    found = simulate(Schedule.of(actions, 3, resident=AT_HOST), profile)
+    assert found.compute_seconds == 6
+    assert found.makespan_seconds == 5 + 3  # one second of three passes under the last backward
+    assert found.stall_seconds == 2
+    assert found.peak_nbytes[HOST] == 3050 + 1000 + 7
+    (span,) = [span for span in found.timeline.spans if span.lane == "updates on HOST"]
+    assert (span.name, span.start_seconds, span.duration_seconds) == ("Update 0", 5.0, 3.0)
+
+
+def test_a_late_update_uses_the_gradient_of_the_step_before() -> None:
+    actions = [FORWARD, *UPDATED, *UP, *STORE_ALL[1:], *DOWN, *TO_HOST, STEP]
+    found = simulate(Schedule.of(actions, 2, resident=LATE_AT_HOST), HOSTED)
+    assert found.makespan_seconds == 3 + 4
+    lost = [*actions[:-4], Free(Value(GRADIENT, 0), DEVICE), STEP]
+    refused(
+        lost, len(lost), "GRADIENT 0 is nowhere at the end; at the start of the step it was: HOST", HOSTED, LATE_AT_HOST
+    )
+    again = [*actions, ON_HOST[0]]
+    refused(again, len(actions), "updated already", HOSTED, LATE_AT_HOST)
+    after_a_run = [FORWARD, *UP, Record(0), ON_HOST[0]]
+    refused(after_a_run, 6, "Backward(0) still uses block 0", HOSTED, LATE_AT_HOST)
+    not_freed = [FORWARD, *ON_HOST, *UP, *STORE_ALL[1:5]]
+    refused(not_freed, len(not_freed) - 1, "would be overwritten instead", HOSTED, LATE_AT_HOST)
+
+
+def test_updates_on_the_host_run_one_after_the_other() -> None:
+    blocks = (*HOSTED.blocks, replace(HOSTED.blocks[0], update_extra_nbytes=20))
+    profile = replace(HOSTED, blocks=blocks, stages=(HOSTED.stages[0], replace(HOSTED.stages[0], block=1)))
+    both = [(Value(value.kind, block), tier) for value, tier in LATE_AT_HOST for block in (0, 1)]
+    actions: list[Action] = [FORWARD, Update(0, 0, HOST), Update(1, 0, HOST)]
+    for block in (0, 1):
+        actions += [Wait(Value(PARAMETERS, block), HOST), Free(Value(GRADIENT, block), HOST)]
+    with pytest.raises(ScheduleError) as caught:
+        simulate(Schedule.of(actions, 2, resident=both), profile, Machine())
+    assert "the live state must be 2" in str(caught.value)
+    forward: list[Action] = []
+    for value in (Value(kind, block) for block in (0, 1) for kind in (PARAMETERS, Kind.BUFFERS)):
+        forward += [Prefetch(value, HOST, DEVICE), Wait(value, DEVICE)]
+    backward = [BACKWARD, Backward(1), Backward(0)]
+    for block in (1, 0):
+        backward += [Free(Value(kind, block), DEVICE) for kind in (PARAMETERS, Kind.BUFFERS)]
+        backward += [*saves(GRADIENT, block), Free(Value(GRADIENT, block), DEVICE)]
+    found = simulate(
+        Schedule.of([*actions, *forward, Record(0), Record(1), *backward, STEP], 2, resident=both), profile
+    )
+    assert found.makespan_seconds == 6 + 4
+    assert found.peak_nbytes[HOST] == 2 * 4050 + 20
 
 
 PARTED = replace(BLOCKS, blocks=(replace(BLOCKS.blocks[0], state_parts=(1200, 800), update_seconds=5.0),))

@@ -68,6 +68,17 @@ def flops(text: str) -> float:
     return found
 
 
+def updates(text: str) -> float:
+    """Parameters that are updated in a second; a number too small to be meant so is asked for its unit."""
+    try:
+        found = parse_flops(text)
+    except InputError:
+        found = 0.0
+    if found < 1e6:
+        raise InputError(f"--host-update {text} was asked for; it is parameters a second: for two billion, 2e9")
+    return found
+
+
 def chunks(text: str | None) -> int | Literal["auto"] | None:
     """Of the loss. Raises InputError for what is neither "auto" nor a number."""
     if text is None:

@@ -77,6 +77,7 @@ class HardwareOptions:
     disk_write: str | None = None
     flops: str | None = None
     memory_rate: str | None = None
+    host_update: str | None = None
     machine: Path | None = None
     ranks: RanksOptions = NONE
 
@@ -125,7 +126,7 @@ class HardwareOptions:
     def _check_effects(self, device: str) -> None:
         checks.one_of("--home", self.home, checks.HOMES)
         if device == "cpu":
-            for option, given in (("--link", self.link), ("--gpu", self.gpu)):
+            for option, given in (("--link", self.link), ("--gpu", self.gpu), ("--host-update", self.host_update)):
                 if given is not None:
                     checks.no_effect(option, "--device cpu, where no GPU is planned for")
         checks.check_homes(device, "auto" if self.home == "disk" else self.home, self.folder, self.host_budget)
@@ -184,6 +185,7 @@ class HardwareOptions:
             computing.memory_bytes_per_second if self.memory_rate is None
             else checks.rate("--memory-rate", self.memory_rate),
             computing.launch_seconds, gathers,
+            computing.host_updates_per_second if self.host_update is None else checks.updates(self.host_update),
         )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """``tapestream plan``: would this training step fit that machine, and how fast would it be? Nothing is allocated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tapestream.cli import show
+from tapestream.cli import checks, show
 from tapestream.cli.answer import Answer
 from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
@@ -21,6 +21,7 @@ from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.ir.actions import MEMORIES, Tier
+from tapestream.planning.where import Where
 from tapestream.units import DAY, format_nbytes, format_seconds
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
@@ -31,11 +32,12 @@ _SSD_NBYTES = 600e12
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How a step is trained, and how the answer is told. ``suggest``: whether all remedies are tried; ``save``,
-    ``plot``: files that are written."""
+    """How a step is trained, and how the answer is told. ``where``: blocks are updated, if that was asked for.
+    ``suggest``: whether all remedies are tried; ``save``, ``plot``: files that are written."""
 
     optimizer: str
     update: str
+    where: str | None
     home: str
     loss_chunks: Chunks | None
     lora: int | None
@@ -59,7 +61,10 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
         ram=None if on_cpu else hardware.ram.nbytes // ranks.in_one, disk=hardware.disk.nbytes // ranks.in_one,
         home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
         lora=wanted.lora, tables=wanted.tables, shards=ranks.shards, in_one=ranks.in_one,
+        where="host" if wanted.where == "host" else "device",
     )  # fmt: skip
+    if on_cpu and wanted.where is not None:
+        checks.no_effect("--where", "--device cpu, where all is updated in RAM")
     (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
 
@@ -79,6 +84,8 @@ def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardwa
         _write(found, wanted.save, wanted.plot)
     changes = [_by_option(change, hardware) for change, _ in options]
     document = _document(question, subject, costs, found, refusal, changes, hardware)
+    if wanted.where is not None and found is not None and refusal is None:
+        document["answer"]["seconds_where"] = _seconds_where(question, found)
     larger = (answer for change, answer in options if change.keys() <= {"--budget", "--gpu"})
     document["least_fills"] = next((answer.fills for answer in larger), {})
     document["remedies"] = [_remedy_figures(one, hardware) for one in helping]
@@ -89,6 +96,16 @@ def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardwa
         _print_remedies(document, hardware.device, wanted.suggest and refusal is None)
     if refusal is not None:
         raise typer.Exit(2)
+
+
+def _seconds_where(question: Question, found: Answer) -> dict[str, float | None]:
+    """Of a step with updates on the device and on the host; None: does not fit."""
+    other: Where = "device" if question.where == "host" else "host"
+    try:
+        seconds: float | None = replace(question, where=other).plan().seconds
+    except (BudgetError, InputError):
+        seconds = None
+    return {question.where: found.seconds, other: seconds}
 
 
 def _by_option(change: Change, hardware: Hardware) -> Change:
@@ -135,7 +152,7 @@ def _document(
     return {
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
-        "optimizer": question.optimizer, "update": question.update,
+        "optimizer": question.optimizer, "update": question.update, "where": question.where,
         "loss_chunks": question.loss_chunks, "lora": question.lora, "tables": list(question.tables),
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
@@ -247,11 +264,20 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
         ),
         *([(f"fills {called}", _most(answer["fills"]))] if answer["fills"] else []),
         ("a step", f"{seconds}, {waiting} of it waiting"),
+        *([("updates", _updates(question, answer["seconds_where"]))] if "seconds_where" in answer else []),
         ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{_by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
         ("assumed", "\n".join((*_speeds(hardware), _room(hardware)))),
     ]
+
+
+def _updates(question: Question, seconds: Mapping[str, float | None]) -> str:
+    """Where blocks are updated, and what both ways take."""
+    told = {where: "does not fit" if took is None else format_seconds(took) for where, took in seconds.items()}
+    if question.where == "host":
+        return f"in RAM, with the bits of torch's optimizer on the CPU; on the device a step: {told['device']}"
+    return f"on the device; in RAM (--where host, the bits of torch's optimizer on the CPU) a step: {told['host']}"
 
 
 def _taken(tier: Tier, found: Mapping[str, Any], ranks: int) -> str:
@@ -313,9 +339,10 @@ def _speeds(hardware: Hardware) -> tuple[str, str]:
     peers = hardware.machine.peers
     between = "" if peers is None else f"other ranks {show.rate(peers.bytes_per_second)}, "
     computing = f"{show.flops(rates.flops_per_second)}, memory {show.rate(rates.memory_bytes_per_second)}"
+    on_host = f", updates in RAM {rates.host_updates_per_second:.2g} parameters/s" if cuda else ""
     return (
         f"{link}{between}disk {read} in, {write} out",
-        f"{computing}, {format_seconds(rates.launch_seconds)} an operation",
+        f"{computing}, {format_seconds(rates.launch_seconds)} an operation{on_host}",
     )
 
 

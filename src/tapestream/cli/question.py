@@ -18,6 +18,7 @@ from tapestream.models.group_costs import kept_nbytes
 from tapestream.models.outline import Outline
 from tapestream.optim.parts import passed_nbytes
 from tapestream.passes.memory import block_values
+from tapestream.planning.where import Where
 from tapestream.units import format_nbytes
 
 Change: TypeAlias = dict[str, str]
@@ -37,7 +38,7 @@ class Question:
     ``outline``: of a step. ``lora``, ``loss_chunks``, ``tables``: see `Variant`.
     ``budget``: allowed on the device; ``gpu``: what the device has. ``home``: None chooses RAM where what does not stay
     on the device fits into it, the disk otherwise. ``shards``: ranks among which blocks are divided; all sizes are of
-    one of them. ``in_one``: how many have a machine's RAM and disk together.
+    one of them. ``in_one``: how many have a machine's RAM and disk together. ``where``: blocks are updated.
     """
 
     outline: Callable[[Variant], Outline]
@@ -56,6 +57,7 @@ class Question:
     tables: tuple[str, ...] = ()
     shards: int = 1
     in_one: int = 1
+    where: Where = "device"
 
     def outlined(self) -> Outline:
         """The step, whatever it is trained with."""
@@ -166,7 +168,7 @@ class Question:
         terms = replace(
             outline.terms(self.update),  # type: ignore[arg-type]
             budget=Budget(host=self.ram, disk=self.disk), machine=self.machine, home=self.homes,
-            planner=planner,
+            planner=planner, where=self.where,
         )  # fmt: skip
         outside, shared = profiles[0].outside_nbytes, find_shared(outline.segments, outline.uses)
         division = Division(terms, outline.segments, profiles, self.budget, outside, shared)
@@ -201,7 +203,7 @@ def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple
     for change, asked in _candidates(question, refusal):
         try:
             yield change, asked.plan(_QUICK)
-        except BudgetError:
+        except (BudgetError, InputError):  # some do not go together, such as updates in RAM and all on the disk
             continue
 
 
@@ -270,7 +272,7 @@ def _needed(question: Question, tier: Tier) -> str | None:
     """What a plan takes in ``tier`` of a machine, None where there is none."""
     try:
         return _text(question.plan(_QUICK).peak_nbytes(tier) * question.in_one)
-    except BudgetError:
+    except (BudgetError, InputError):
         return None
 
 

@@ -55,6 +55,8 @@ def _candidates(question: Question) -> Iterator[tuple[Change, Question, int]]:
     yield from _chunks(question)
     if question.update == "step":
         yield {"--update": "backward"}, replace(question, update="backward"), 1
+    if question.where == "device" and question.device != "cpu" and question.home in (None, Tier.HOST):
+        yield {"--where": "host"}, replace(question, where="host"), 1
     gathers = question.update == "step" and question.home is not Tier.DEVICE  # else each is a step, or has no room
     for runs in (2, 4) if gathers else ():
         if question.batch % runs == 0:

@@ -44,7 +44,8 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The links by (source, target), and a name for people; of the device, how many FLOP/s it makes, how many bytes a
-    second it reads and writes of its memory, and what it takes to start one operation (each None if unknown).
+    second it reads and writes of its memory, and what it takes to start one operation; how many parameters a second an
+    optimizer updates in RAM below it (each None if unknown).
 
     ``peers``: what the shards of other ranks come by, and parts of gradients go by; a rank receives, and sends, so many
     bytes a second of its own. Such copies go one after the other, whatever their direction. ``links`` may say
@@ -57,6 +58,7 @@ class Machine:
     memory_bytes_per_second: float | None = None
     launch_seconds: float | None = None
     peers: Link | None = None
+    host_updates_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.links, Mapping) or not all(isinstance(link, Link) for link in self.links.values()):
@@ -68,7 +70,7 @@ class Machine:
                 )
         if not isinstance(self.peers, Link | None):
             raise InputError(f"Machine: peers is a Link or None, not {self.peers!r}")
-        for name in ("flops_per_second", "memory_bytes_per_second"):
+        for name in ("flops_per_second", "memory_bytes_per_second", "host_updates_per_second"):
             if getattr(self, name) is not None:
                 speed("Machine", name, getattr(self, name))
         if self.launch_seconds is not None:

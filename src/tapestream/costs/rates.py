@@ -15,16 +15,19 @@ Work: TypeAlias = Mapping[Operation, int]
 @dataclass(frozen=True, slots=True)
 class Rates:
     """An operation takes max(FLOPs / ``flops_per_second``, bytes / ``memory_bytes_per_second``) (the roofline of
-    Williams, Waterman, Patterson 2009) and ``launch_seconds``."""
+    Williams, Waterman, Patterson 2009) and ``launch_seconds``. ``host_updates_per_second``: numbers of parameters that
+    an optimizer updates in RAM below an accelerator."""
 
     flops_per_second: float
     memory_bytes_per_second: float
     launch_seconds: float
+    host_updates_per_second: float = 2.5e9
 
     def __post_init__(self) -> None:
         speed("Rates", "flops_per_second", self.flops_per_second)
         speed("Rates", "memory_bytes_per_second", self.memory_bytes_per_second)
         duration("Rates", "launch_seconds", self.launch_seconds)
+        speed("Rates", "host_updates_per_second", self.host_updates_per_second)
 
     def seconds(self, work: Work) -> float:
         """Of all operations, one after the other."""

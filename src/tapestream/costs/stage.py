@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from tapestream.costs.checks import duration, whole
 from tapestream.errors import InputError
-from tapestream.ir.actions import Kind
+from tapestream.ir.actions import Kind, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,9 @@ class BlockCost:
     ``gradient_nbytes`` is 0 for frozen blocks, and for chains whose gradients go straight to the user.
     ``buffers_nbytes``: what runs read and no update changes: the frozen parameters of a block with trained ones.
     ``state_parts``: bytes of each part of the optimizer state (none: one part). Each part moves by itself and has an
-    Update of its own. ``update_extra_nbytes``: transient bytes of one such Update. Of a block that is divided among
-    ranks (`Profile.shards`), what is said of optimizer state and updates is said of one rank's shard.
+    Update of its own. ``update_extra_nbytes``: transient bytes of one such Update. ``host_update_seconds``: of an
+    update of all of it in HOST, None where there is none. Of a block that is divided among ranks
+    (`Profile.shards`), what is said of optimizer state and updates is said of one rank's shard.
     """
 
     parameters_nbytes: int
@@ -117,11 +118,14 @@ class BlockCost:
     update_seconds: float = 0.0
     update_extra_nbytes: int = 0
     state_parts: tuple[int, ...] = ()
+    host_update_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradient", "optimizer_state", "buffers", "update_extra"):
             whole("BlockCost", f"{name}_nbytes", getattr(self, f"{name}_nbytes"))
         duration("BlockCost", "update_seconds", self.update_seconds)
+        if self.host_update_seconds is not None:
+            duration("BlockCost", "host_update_seconds", self.host_update_seconds)
         object.__setattr__(self, "state_parts", tuple(self.state_parts))  # from a file it is a list
         for nbytes in self.state_parts:
             whole("BlockCost", "state_parts", nbytes)
@@ -148,11 +152,12 @@ class BlockCost:
             case _:
                 return self.parts[part]
 
-    def part_seconds(self, part: int) -> float:
-        """Seconds of the Update of one part, in proportion to its bytes."""
+    def part_seconds(self, part: int, tier: Tier = Tier.DEVICE) -> float:
+        """Seconds of the Update of one part in a tier, in proportion to its bytes."""
         total = self.optimizer_state_nbytes
         share = self.parts[part] / total if total else 1 / len(self.parts)
-        return self.update_seconds * share
+        seconds = self.update_seconds if tier is not Tier.HOST else self.host_update_seconds or 0.0
+        return seconds * share
 
 
 @dataclass(frozen=True, slots=True)

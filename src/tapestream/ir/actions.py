@@ -157,10 +157,11 @@ class Free:
 @dataclass(frozen=True, slots=True)
 class Update:
     """This action is read as: apply the optimizer's rule to what part ``part`` of block ``block``'s optimizer state
-    covers."""
+    covers, on the device. In HOST the update is only begun: ``Wait(PARAMETERS block, HOST)`` ends it."""
 
     block: int
     part: int = 0
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ def _number_text(index: int, part: int) -> str:
 
 def _action_text(action: Action) -> str:
     if isinstance(action, Update):
-        return f"Update {_number_text(action.block, action.part)}"
+        where = "" if action.tier is Tier.DEVICE else f" {action.tier.name}"
+        return f"Update {_number_text(action.block, action.part)}{where}"
     words = [type(action).__name__]
     for name in type(action).__match_args__:
         field = getattr(action, name)
@@ -218,7 +219,7 @@ def _read_action(text: str) -> Action:
     elif kind is Record or kind is Backward or kind is Keep or kind is KeepInside or kind is Restore:
         action = kind(_read_number(words))
     elif kind is Update:
-        action = Update(*_read_parted(words))
+        action = Update(*_read_parted(words), *([_read_tier(words)] if words else []))
     elif kind is Offload or kind is Prefetch:
         action = kind(_read_value(words), _read_tier(words), _read_tier(words))
     elif kind is Wait or kind is Free:

@@ -1,6 +1,7 @@
 """What groups of parameters cost that move together, with the state of their optimizer, before any exist."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,18 +35,23 @@ def block_costs(
     finer: bool = False,
     moves: bool = True,
     shards: int = 1,
+    host_updates_per_second: float | None = None,
 ) -> list[BlockCost]:
     """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out; ``moves``:
     whether they leave the device. ``budget_nbytes``, ``passed_nbytes``: see `part_limits`. ``shards``: ranks among
-    which they are divided, each with the state of its part."""
+    which they are divided, each with the state of its part. ``host_updates_per_second``: see `Rates`."""
     members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
     largest = max((sum(member.nbytes for member in group) for group in members), default=0)
     limits = part_limits(budget_nbytes, -(-largest // shards), passed_nbytes)
     limit = shards * limits[-1 if finer else 0] if limits else None
-    return [
-        _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves), shards)
-        for group, known in zip(groups, members, strict=True)
-    ]
+    found = []
+    for group, known in zip(groups, members, strict=True):
+        cost = _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves), shards)
+        if host_updates_per_second is not None and cost.gradient_nbytes:
+            trained = sum(p.numel() for p in group if p.requires_grad) / shards
+            cost = replace(cost, host_update_seconds=trained / host_updates_per_second)
+        found.append(cost)
+    return found
 
 
 def _block_cost(

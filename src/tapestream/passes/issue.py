@@ -14,9 +14,10 @@ import numpy as np
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import BudgetError
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
+from tapestream.passes.host_updates import HostUpdates, is_on_host
 from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
-from tapestream.passes.transit import Gathers, Transit
+from tapestream.passes.transit import Gathers, Lanes, Transit
 from tapestream.simulate.clock import Clock, Job
 
 BARRIERS = (Phase(PhaseKind.FORWARD), Phase(PhaseKind.STEP))
@@ -51,14 +52,13 @@ def issue(
     Linear in actions times the look-ahead that memory allows. Raises BudgetError where the values that live on the host
     and those that pass it take more than ``host_nbytes``.
     """
-    walk = _Walk(computation, stays, base, machine, budget, across, living_nbytes)
+    walk = _Walk(computation, stays, profile, base, machine, budget, across, living_nbytes)
     for position, action in enumerate(computation):
         if action in BARRIERS:
             walk.settle()
-        else:
+        elif not is_on_host(action):
             walk.bring(position)
-        walk.actions.append(action)
-        walk.compute(action, profile)
+        walk.run(action, profile)
         walk.send(position)
     walk.settle()
     if host_nbytes is not None and walk.most > host_nbytes:
@@ -75,6 +75,7 @@ class _Walk:
         self,
         computation: Sequence[Action],
         stays: Sequence[Stay],
+        profile: Profile,
         base: Footprint,
         machine: Machine | None,
         budget: Budget | None,
@@ -88,6 +89,7 @@ class _Walk:
         self.occupied = Occupancy(base, stays).nbytes
         self.host = base.host if base.host.any() else None  # what states and saved tensors take of it, if any do
         self.actions: list[Action] = []
+        self.updates = HostUpdates(profile, self.clock, self.actions)
         self.moving: list[Transit] = []  # those that go on, see there; in order of their first copies
         self.leaving = 0  # device bytes of values on their way out
         self.staged = 0  # host bytes of values that only pass through
@@ -101,10 +103,7 @@ class _Walk:
         self.previous = {later: earlier for earlier, later in successors(stays)}
         self.phase = np.cumsum([0] + [action in BARRIERS for action in computation]).tolist()
         self.queue = sorted((i for i, stay in enumerate(stays) if stay.arrive), key=lambda i: stays[i].start)
-        self.lanes: dict[tuple[Tier, ...], list[int]] = {}  # places in the queue, by the first lane that they pass
-        for place, i in enumerate(self.queue):
-            self.lanes.setdefault(stays[i].arrive[:2], []).append(place)
-        self.heads = dict.fromkeys(self.lanes, 0)  # before them all have started
+        self.lanes = Lanes(stays, self.queue)
         self.next = 0
         self.starting: dict[int, list[int]] = {}
         self.ending: dict[int, list[int]] = {}
@@ -118,8 +117,13 @@ class _Walk:
             if stay.due is not None:
                 self.due.setdefault(stay.due, []).append(i)
 
-    def compute(self, action: Action, profile: Profile) -> None:
+    def run(self, action: Action, profile: Profile) -> None:
         """Let the clock run; copies of states and saved tensors pass through their lanes too."""
+        if is_on_host(action):
+            gradient = self.under_way.get(Value(Kind.GRADIENT, action.block))
+            self.updates.ask(action, landed=gradient is None or gradient.ended)
+            return
+        self.actions.append(action)
         self.clock.compute(compute_seconds(action, profile), "", 0)
         match action:
             case Offload(value, source, target) | Prefetch(value, source, target):
@@ -169,6 +173,7 @@ class _Walk:
         for transit in [*(t for t in self.moving if t.outward), *self.transit.values()]:
             while not transit.ended:
                 self._advance(transit, len(self.occupied) - 1)
+        self.updates.end_all()
 
     def _start(self, i: int, position: int) -> None:
         """Start the first copy of a stay; wait first until an older copy of the value has left, and until the shard is
@@ -183,6 +188,8 @@ class _Walk:
             self._finish(before, position)
         while under_way is not None and not under_way.ended:
             self._advance(under_way, position)
+        if self.updates.uses(stay.value):
+            self.updates.end(stay.value.index)
         self.transit[i] = transit = Transit(i, stay, stay.arrive)
         self._hop(transit, position)
         while self.next < len(self.queue) and self.queue[self.next] in self.transit:
@@ -217,6 +224,7 @@ class _Walk:
         transit.ended = True
         if transit.outward:
             self.done[transit.number] = 1
+            self.updates.arrived(value)
         if self._goes_on(transit):
             self.moving.remove(transit)
 
@@ -251,6 +259,7 @@ class _Walk:
         """Take note of copies that have ended: values that left, values half-way in that may go on."""
         for pair in self.clock.pairs.values():
             pair.advance(self.clock.now)
+        self.updates.retire()
         for transit in tuple(self.moving):  # few of many have: a call for each would take most of the time of planning
             job = transit.job
             if job is None or job.end <= self.clock.now:
@@ -266,10 +275,10 @@ class _Walk:
     def _look_ahead(self, position: int) -> None:
         """Start copies of later stays as far as memory goes: in order of need on each lane, as one that waits for room
         on the device holds up no disk."""
-        places = self._waiting()
+        places, lanes = self.lanes.waiting(self.transit), self.lanes.of
         while places:
-            lane, place = min(places.items(), key=lambda item: self.lanes[item[0]][item[1]])
-            i = self.queue[self.lanes[lane][place]]
+            lane, place = min(places.items(), key=lambda item: lanes[item[0]][item[1]])
+            i = self.queue[lanes[lane][place]]
             stay = self.stays[i]
             crosses = self.phase[stay.start] != self.phase[position]
             if crosses and not self.across:
@@ -280,20 +289,13 @@ class _Walk:
                     continue
                 self._start(i, position)
             places[lane] += 1
-            if places[lane] == len(self.lanes[lane]):
+            if places[lane] == len(lanes[lane]):
                 del places[lane]
-
-    def _waiting(self) -> dict[tuple[Tier, ...], int]:
-        """For each lane with copies to start, the place of the first of them."""
-        for lane, order in self.lanes.items():
-            while self.heads[lane] < len(order) and self.queue[order[self.heads[lane]]] in self.transit:
-                self.heads[lane] += 1
-        return {lane: place for lane, place in self.heads.items() if place < len(self.lanes[lane])}
 
     def _may_start(self, i: int, position: int) -> bool:
         """Whether an older copy of the value has left, its shard is there, and there is room."""
         before, stay, shard = self.previous.get(i), self.stays[i], self.gathers.shard_of.get(i)
-        if before is not None and not self.done[before]:
+        if (before is not None and not self.done[before]) or self.updates.uses(stay.value):
             return False
         under_way = self.under_way.get(stay.value)
         if (under_way is not None and not under_way.ended) or (

@@ -74,7 +74,7 @@ def compute_seconds(action: Action, profile: Profile) -> float:
             return profile.stages[stage].recorded_seconds
         case Backward(stage):
             return profile.stages[stage].backward_seconds
-        case Update(block, part):
+        case Update(block, part, Tier.DEVICE):
             return profile.blocks[block].part_seconds(part)
         case Phase(PhaseKind.BACKWARD):
             return profile.turn_seconds
@@ -145,7 +145,7 @@ class _Walk:
                 self._go(None)
             case Phase(PhaseKind.STEP):
                 self.device -= profile.cotangent_nbytes(0)
-            case Update(block):
+            case Update(block, _, Tier.DEVICE):
                 peak = self.device + profile.blocks[block].update_extra_nbytes
             case Offload(value, _, target) | Prefetch(value, _, target):
                 peak = self._copy(value, target, 1)
@@ -232,6 +232,6 @@ def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
                 yield Value(Kind.OPTIMIZER_STATE, index, part), nbytes
 
 
-def updates_of(block: int, profile: Profile) -> Iterable[Update]:
+def updates_of(block: int, profile: Profile, tier: Tier = Tier.DEVICE) -> Iterable[Update]:
     """The updates of one block, part by part."""
-    return (Update(block, part) for part in range(len(profile.blocks[block].parts)))
+    return (Update(block, part, tier) for part in range(len(profile.blocks[block].parts)))

@@ -1,10 +1,11 @@
 """A computation with the updates of its blocks, and what in it uses each of their values."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from tapestream.costs import Profile
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record, Tier, Update, Value
+from tapestream.passes.host_updates import is_on_host
 from tapestream.passes.memory import updates_of
 from tapestream.passes.residency import UpdateMode
 from tapestream.passes.stays import blocks_of, needed_in, needs
@@ -30,6 +31,8 @@ def runs_of(computation: Sequence[Action], profile: Profile) -> dict[Value, list
     for position, action in enumerate(computation):
         if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
             continue
+        if is_on_host(action):  # nothing of it is on the device
+            continue
         number += 1  # the step phase counts, so that nothing stays across its start
         wanted = known.get(action)
         if wanted is None:
@@ -45,9 +48,12 @@ def runs_of(computation: Sequence[Action], profile: Profile) -> dict[Value, list
     return runs
 
 
-def with_updates(computation: list[Action], profile: Profile, update: UpdateMode) -> list[Action]:
-    """The computation and the updates of every block with gradients that it runs backward through. Where ranks sum
-    these, one backward later, under which the sum goes on."""
+def with_updates(
+    computation: list[Action], profile: Profile, update: UpdateMode, hosted: frozenset[int] = frozenset()
+) -> list[Action]:
+    """The computation and the updates of every block with gradients that it runs backward through, of those ``hosted``
+    in HOST. Where ranks sum gradients, one backward later, under which the sum goes on. With ``update="step"`` updates
+    in HOST are late: of the gradients of the step before, in order of need."""
     last = {
         block: position
         for position, action in enumerate(computation)
@@ -58,8 +64,13 @@ def with_updates(computation: list[Action], profile: Profile, update: UpdateMode
     if update is None or not last:
         return computation
     if update == "step":
-        steps = (action for block in sorted(last) for action in updates_of(block, profile))
-        return [*computation, Phase(PhaseKind.STEP), *steps]
+        steps = (action for block in sorted(last.keys() - hosted) for action in updates_of(block, profile))
+        late = (
+            action
+            for block in _in_order(computation, profile, last.keys() & hosted)
+            for action in updates_of(block, profile, Tier.HOST)
+        )
+        return [computation[0], *late, *computation[1:], Phase(PhaseKind.STEP), *steps]
     due = {position: block for block, position in last.items()}
     found: list[Action] = []
     summed: list[Action] = []
@@ -69,5 +80,13 @@ def with_updates(computation: list[Action], profile: Profile, update: UpdateMode
             found += summed
             summed = []
         if position in due:
-            (found if profile.shards == 1 else summed).extend(updates_of(due[position], profile))
+            block = due[position]
+            tier = Tier.HOST if block in hosted else Tier.DEVICE
+            (found if profile.shards == 1 else summed).extend(updates_of(block, profile, tier))
     return found + summed
+
+
+def _in_order(computation: Sequence[Action], profile: Profile, blocks: Collection[int]) -> Iterator[int]:
+    """Blocks in the order in which they are used."""
+    used = (block for action in computation for block in sorted(blocks_of(action, profile)))
+    return (block for block in dict.fromkeys(used) if block in blocks)

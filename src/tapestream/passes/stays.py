@@ -153,7 +153,7 @@ def blocks_of(action: Action, profile: Profile) -> frozenset[int]:
         case Record(stage) | Backward(stage):
             block = profile.stages[stage].block
             return frozenset(() if block is None else (block,))
-        case Update(block):
+        case Update(block, _, Tier.DEVICE):
             return frozenset((block,))
         case _:
             return frozenset()
@@ -207,6 +207,7 @@ class _Reader:
     drafts: list[_Draft] = field(default_factory=list)
     latest: dict[Value, _Draft] = field(default_factory=dict)
     coming: dict[Value, tuple[Tier, ...]] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)  # on the host
 
     def __post_init__(self) -> None:
         for value, tier in self.schedule.resident:
@@ -225,12 +226,16 @@ class _Reader:
                 draft = self.latest[value]
                 draft.leave = (*(draft.leave or (source,)), target)
             case Free(value, tier) if not value.kind.by_stage:
+                if value.kind is Kind.GRADIENT and tier is Tier.HOST and value.index in self.updated:
+                    return  # follows from the update there
                 self._free(self.latest[value], tier)
             case Wait(value) if not value.kind.by_stage:
                 pass
             case _:
                 for value in needs(action, self.profile):
                     self._use(value)
+                if isinstance(action, Update) and action.tier is Tier.HOST:
+                    self.updated.add(action.block)
                 self.computation.append(action)
 
     def _open(self, draft: _Draft) -> None:

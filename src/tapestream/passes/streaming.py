@@ -36,7 +36,7 @@ class Streaming:
     ``routes``: of the values of each kind from their home to the device (of blocks that are divided among ranks, to
     SHARD there); ``from_disk``: of those that overflow. ``sizes``: between uses. ``seconds``: of all
     computation before each action, and at the end. ``forwards``: runs of stages, recorded ones included;
-    ``passing_nbytes``: of states and saved tensors that cross links.
+    ``passing_nbytes``: of states and saved tensors that cross links. ``hosted``: blocks that are updated in HOST.
     """
 
     schedule: Schedule
@@ -53,6 +53,7 @@ class Streaming:
     seconds: NDArray[np.float64]
     forwards: int
     passing_nbytes: int
+    hosted: frozenset[int]
     moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict, compare=False)  # as asked for so far
 
     @classmethod
@@ -65,12 +66,14 @@ class Streaming:
         home: HomeLike,
         update: UpdateMode,
         accumulate: bool = False,
+        hosted: frozenset[int] = frozenset(),
     ) -> "Streaming":
         """Terms as in `stream_parameters`."""
         update = None if accumulate else update
+        hosted = frozenset() if update is None else hosted
         stages = profile.stages
         cut = cut_forwards(schedule, lambda k: stages[k].block != stages[k - 1].block)
-        computation = with_updates([*cut], profile, update)
+        computation = with_updates([*cut], profile, update, hosted)
         base, runs = footprint(computation, profile), runs_of(computation, profile)
         sizes = dict(block_values(profile))
         seconds = np.cumsum([0.0, *(compute_seconds(action, profile) for action in computation)])
@@ -86,7 +89,7 @@ class Streaming:
         passing = sum(stage_nbytes(value, profile) for value in copies)
         return cls(
             schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds,
-            forwards, passing,
+            forwards, passing, hosted,
         )  # fmt: skip
 
     def stays(self, resident: frozenset[Value]) -> list[Stay]:
@@ -128,7 +131,8 @@ class Streaming:
     def _lying(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> tuple[tuple[Value, Tier], ...]:
         there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
         homes = {kind: route[0] for kind, route in self.routes.items()}
-        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near))
+        late = self.hosted if self.update == "step" else frozenset[int]()
+        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near, late))
 
     @property
     def near(self) -> Tier:
@@ -184,6 +188,8 @@ class Streaming:
             yield Stay(value, nbytes, first, end)
         elif self.update is None:
             yield Stay(value, nbytes, first, last, route if self.accumulate else (), leave=route[::-1])
+        elif value.index in self.hosted:
+            yield Stay(value, nbytes, first, last, leave=route[::-1])
         elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
         elif resident:  # users see it as .grad until the step has ended
@@ -208,10 +214,12 @@ def lying(
     accumulate: bool,
     on_disk: frozenset[Value] = frozenset(),
     near: Tier = Tier.DEVICE,
+    late: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Value, Tier]]:
-    """Where each value lies when the step starts and when it ends; ``near``: on the device, whole or a shard."""
+    """Where each value lies when the step starts and when it ends; ``near``: on the device, whole or a shard;
+    ``late``: blocks that are updated in the next step's forward."""
     for value in sizes:
-        if accumulate or value.kind is not Kind.GRADIENT:
+        if accumulate or value.kind is not Kind.GRADIENT or value.index in late:
             home = Tier.DISK if value in on_disk else homes[value.kind]
             yield value, near if value in resident or home is Tier.DEVICE else home
 

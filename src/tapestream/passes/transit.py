@@ -1,7 +1,7 @@
 """Values of parameter blocks on their way to the device or from it, and whole copies that are gathered from shards."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from tapestream.ir import Tier, Value
@@ -63,3 +63,21 @@ def _shards_beside(stays: Sequence[Stay]) -> dict[int, int]:
             beside = (k for k in shards[stay.value] if stays[k].start <= stay.start <= stays[k].stop)
             found.update((index, k) for k in beside)
     return found
+
+
+class Lanes:
+    """``of``: the places in ``queue`` of stays that are to come, in order of need, by the first lane that they pass."""
+
+    def __init__(self, stays: Sequence[Stay], queue: Sequence[int]) -> None:
+        self._queue = queue
+        self.of: dict[tuple[Tier, ...], list[int]] = {}
+        for place, i in enumerate(queue):
+            self.of.setdefault(stays[i].arrive[:2], []).append(place)
+        self._heads = dict.fromkeys(self.of, 0)  # before them all have started
+
+    def waiting(self, started: Container[int]) -> dict[tuple[Tier, ...], int]:
+        """For each lane with copies to start, the number of the first of them."""
+        for lane, order in self.of.items():
+            while self._heads[lane] < len(order) and self._queue[order[self._heads[lane]]] in started:
+                self._heads[lane] += 1
+        return {lane: place for lane, place in self._heads.items() if place < len(self.of[lane])}

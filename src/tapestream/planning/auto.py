@@ -17,6 +17,7 @@ from tapestream.planning.choices import Terms
 from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
+from tapestream.planning.where import Where, hosted_blocks
 from tapestream.system.collector import collector_off
 from tapestream.units import format_nbytes
 
@@ -87,6 +88,7 @@ def make_plan(
     accumulate: bool = False,
     idle_nbytes: int | None = None,
     on_disk: frozenset[Value] | None = None,
+    where: Where = "device",
     **knobs: object,
 ) -> Plan:
     """The fastest plan found for one training step within ``budget``.
@@ -97,8 +99,9 @@ def make_plan(
     disk, see `HomeTiers`), ``resident`` the values that stay
     (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`, ``idle_nbytes``
     the most bytes of them that may lie on the device while this chain does not run (None: no limit), ``on_disk`` the
-    values that live there because the host has no room (None: as few as will do). Among equally fast
-    plans the one of least peak wins, then the simpler.
+    values that live there because the host has no room (None: as few as will do), ``where`` all blocks are
+    updated: on the device, or in HOST, see `hosted_blocks`. Among equally fast plans the one of least peak wins, then
+    the simpler.
 
     Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
     nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and knobs.
@@ -111,9 +114,12 @@ def make_plan(
     homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
     if homes[Kind.PARAMETERS] is Tier.DEVICE and profile.shards > 1:
         resident = frozenset(value for value, _ in block_values(profile))  # shards, all the time
+    hosted = hosted_blocks(profile, homes) if where == "host" and update is not None and not accumulate else frozenset()
+    if resident is not None:
+        resident = frozenset(v for v in resident if v.index not in hosted or v.kind is Kind.BUFFERS)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(
-        profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping
+        profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping, hosted
     )
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends and not knobs:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tapestream.costs import Machine, Profile
-from tapestream.ir import Schedule, Tier, Update
+from tapestream.ir import Kind, Schedule, Tier, Update
 from tapestream.passes.memory import compute_seconds
 from tapestream.passes.stays import Stay
 from tapestream.passes.streaming import Streaming
@@ -18,7 +18,7 @@ def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
     """The most of: computation; copies between two tiers, both ways; copies of a lane, of which those out cannot start
     before the computation that makes them, and those in must end before the one that needs them."""
     machine, compute = streaming.machine, streaming.seconds
-    bounds = [float(compute[-1])]
+    bounds = [float(compute[-1]), _host_seconds(streaming)]
     if machine is None:
         return bounds[0]
     ways_in, ways_out = (
@@ -38,6 +38,20 @@ def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
         bounds.append(_pair_seconds(machine, lane, found, ways_in.get(lane[::-1], [])))
     bounds += [_pair_seconds(machine, lane, ways_in[lane], []) for lane in ways_in if lane[::-1] not in ways_out]
     return max(bounds)
+
+
+def _host_seconds(streaming: Streaming) -> float:
+    """Of updates in HOST: each is begun when backward has made its gradient, or, where that is the step's before, ended
+    before the block runs."""
+    seconds, blocks = streaming.seconds, streaming.profile.blocks
+    updates = [(p, a) for p, a in enumerate(streaming.computation) if isinstance(a, Update) and a.tier is Tier.HOST]
+    if not updates:
+        return 0.0
+    took = np.array([blocks[action.block].part_seconds(action.part, Tier.HOST) for _, action in updates])
+    if streaming.update == "backward":
+        return float((seconds[[p for p, _ in updates]] + took[::-1].cumsum()[::-1]).max())
+    first = {value.index: runs[0].start for value, runs in streaming.runs.items() if value.kind is Kind.PARAMETERS}
+    return float((seconds[-1] - seconds[[first[action.block] for _, action in updates]] + took.cumsum()).max())
 
 
 def before_updates(schedule: Schedule, profile: Profile) -> float:

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.ir import Schedule, Tier, Value
+from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers
 from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values
@@ -22,7 +22,8 @@ from tapestream.planning.overflow import Overflow
 class Terms:
     """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
     not run, None for no limit. ``on_disk``: values that live there because the host has no room, None where plans
-    decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time."""
+    decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time. ``hosted``: blocks
+    that are updated in HOST, where their state and weights live; only their buffers stay on the device."""
 
     profile: Profile
     budget: Budget
@@ -34,6 +35,7 @@ class Terms:
     idle_nbytes: int | None = None
     on_disk: frozenset[Value] | None = None
     keeps_inside: bool = False
+    hosted: frozenset[int] = frozenset()
 
     @property
     def apart(self) -> bool:
@@ -131,6 +133,7 @@ def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
     if terms.resident is not None:
         return [_Room(terms.resident, limit)]
     order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
+    order = [value for value in order if value.index not in terms.hosted or value.kind is Kind.BUFFERS]
     if terms.apart:
         order = with_gradients(order)
     if limit is None:

@@ -33,7 +33,8 @@ class Overflow:
             return frozenset()
         chosen, gone, largest = set[Value](), 0, 0
         through = len(streaming.from_disk) > 2
-        for value in self._order([value for value in lives if value.kind in kinds], streaming.profile, update):
+        free = [v for v in lives if v.kind in kinds and (v.index not in streaming.hosted or v.kind is Kind.BUFFERS)]
+        for value in self._order(free, streaming.profile, update):
             if gone >= excess + through * self.corridor * largest:
                 break
             chosen.add(value)

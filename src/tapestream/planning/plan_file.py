@@ -103,7 +103,7 @@ def machine_to_json(machine: Machine | None) -> dict[str, Any] | None:
     return {"links": links, "peers": peers, **{name: getattr(machine, name) for name in ("name", *_RATES)}}
 
 
-_RATES = ("flops_per_second", "memory_bytes_per_second", "launch_seconds")
+_RATES = ("flops_per_second", "memory_bytes_per_second", "launch_seconds", "host_updates_per_second")
 
 
 def machine_from_json(found: Mapping[str, Any] | None) -> Machine | None:

@@ -55,7 +55,7 @@ class Tapes:
 def gradients_may_stay(terms: Terms) -> bool:
     """Whether gradients of blocks may gather on the device in a backward."""
     profile, limited = terms.profile, terms.budget.device_nbytes is not None
-    gathering = limited and not terms.accumulate and terms.update != "backward"
+    gathering = limited and not terms.accumulate and terms.update != "backward" and not terms.hosted
     return gathering and len(profile) <= _GATHERING and any(block.gradient_nbytes for block in profile.blocks)
 
 
@@ -193,8 +193,9 @@ def _sums(profile: Profile) -> tuple[int, int]:
 
 def _streaming(schedule: Schedule, terms: Terms) -> Streaming:
     return Streaming.of(
-        schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate
-    )
+        schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate,
+        hosted=terms.hosted,
+    )  # fmt: skip
 
 
 def _too_small(leanest: Streaming, terms: Terms) -> BudgetError:

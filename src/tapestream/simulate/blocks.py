@@ -1,20 +1,19 @@
 """Parameter blocks: what runs read, what backwards add up, what updates change."""
 
 from tapestream.costs import Profile, UniformStages
-from tapestream.ir import Kind, Tier, Value
+from tapestream.ir import Kind, Tier, Update, Value
 from tapestream.simulate.clock import Clock
 from tapestream.simulate.explain import broken
-from tapestream.simulate.places import DEVICE, Places, number_of
+from tapestream.simulate.places import DEVICE, Flight, Places, number_of, value_of
 from tapestream.simulate.shards import add_gradient
-
-_TIERS = tuple(Tier)
 
 
 class Blocks:
     """The rules about blocks. ``summed``: blocks whose gradient holds something that no update has used yet;
-    ``updated``: those of which every part was updated, ``begun``: parts updated of those of which some were."""
+    ``updated``: those of which every part was updated, ``begun``: parts updated of those of which some were; ``used``:
+    those that a run has read; ``late``: those updated before, with the gradient of the step before."""
 
-    __slots__ = ("begun", "clock", "last_stage_of", "places", "profile", "summed", "updated")
+    __slots__ = ("begun", "clock", "last_stage_of", "late", "places", "profile", "summed", "updated", "used")
 
     def __init__(self, profile: Profile, places: Places, clock: Clock) -> None:
         self.profile = profile
@@ -23,11 +22,14 @@ class Blocks:
         self.last_stage_of = _first_uses(profile)  # backwards run downwards
         self.summed: set[int] = set()
         self.updated: set[int] = set()
+        self.used: set[int] = set()
+        self.late: set[int] = set()
         self.begun: dict[int, int] = {}
 
     def need(self, block: int) -> None:
         """A run reads parameters and buffers (those that have bytes) on the device."""
         current, cost = self.places.current, self.profile.blocks[block]
+        self.used.add(block)
         for kind, nbytes in ((Kind.PARAMETERS, cost.parameters_nbytes), (Kind.BUFFERS, cost.buffers_nbytes)):
             if nbytes and not current[kind].get(block, 0) & 1:
                 broken(f"{self.places.whereabouts(kind, block)}, it must be current on DEVICE")
@@ -53,39 +55,62 @@ class Blocks:
             places.make(Kind.GRADIENT, block)
             self.summed.add(block)
 
-    def update(self, block: int, part: int, next_backward: int) -> None:
-        """Update: wherever parameters, gradient and that part of the block's optimizer state are current together."""
-        places = self.places
+    def update(self, action: Update, next_backward: int) -> None:
+        """Update: of parameters, gradient and that part of the block's optimizer state, where these are current."""
+        block, part, places = action.block, action.part, self.places
+        if action.tier not in (DEVICE, Tier.HOST):
+            broken(f"an update runs on the device or in HOST, not in {action.tier.name}")
         places.check(Value(Kind.PARAMETERS, block))
         places.check(Value(Kind.OPTIMIZER_STATE, block, part))
         cost = self.profile.blocks[block]
-        if block in self.updated:
-            broken(f"block {block} was updated already; each block is updated at most once a step")
-        if part != self.begun.get(block, 0):
-            broken(f"the parts of block {block} are updated in order, once each; {self.begun.get(block, 0)} is next")
-        if next_backward >= self.last_stage_of.get(block, len(self.profile)):
-            broken(f"Backward({self.last_stage_of[block]}) still uses block {block}; update it afterwards")
+        self._check_turn(block, part, next_backward)
         needed = [(Kind.PARAMETERS, block), (Kind.GRADIENT, block)]
         if cost.parts[part]:
             needed.append((Kind.OPTIMIZER_STATE, number_of(block, part)))
-        tiers = _TIERS if places.shards == 1 else _TIERS[Tier.SHARD :]  # whole gradients are one rank's alone
-        tier = next((t for t in tiers if all(places.current[k].get(n, 0) >> t & 1 for k, n in needed)), None)
-        if tier is None:
+        tier = Tier.SHARD if action.tier is DEVICE and places.shards > 1 else action.tier  # the whole is one rank's
+        if not all(places.current[kind].get(number, 0) >> tier & 1 for kind, number in needed):
             broken(
-                f"parameters, gradient and optimizer state of block {block} must be current in one tier"
-                f"{'; ' if places.shards == 1 else ' that holds shards; '}"
+                f"parameters, gradient and optimizer state of block {block} must be current in {tier.name}; "
                 + "; ".join(places.whereabouts(kind, number) for kind, number in needed)
             )
-        places.memory.touch(tier.memory, cost.update_extra_nbytes)
-        for kind, number in needed:
-            if kind is not Kind.GRADIENT:
-                places.write(kind, number, tier)
-        self.clock.compute(cost.part_seconds(part), "Update", block)
+        if tier is Tier.HOST:
+            self._begin_on_host(block, part, needed)
+        else:
+            places.memory.touch(tier.memory, cost.update_extra_nbytes)
+            for kind, number in needed:
+                if kind is not Kind.GRADIENT:
+                    places.write(kind, number, tier)
+            self.clock.compute(cost.part_seconds(part), "Update", block)
         self.begun[block] = part + 1
         if part + 1 == len(cost.parts):
             del self.begun[block]
             self.updated.add(block)
             self.summed.discard(block)
+
+    def _check_turn(self, block: int, part: int, next_backward: int) -> None:
+        """All runs of the block must be done; or still to come, for the gradient that was there as the step began."""
+        if block in self.updated:
+            broken(f"block {block} was updated already; each block is updated at most once a step")
+        if part != self.begun.get(block, 0):
+            broken(f"the parts of block {block} are updated in order, once each; {self.begun.get(block, 0)} is next")
+        if block in self.summed and block not in self.used:
+            self.late.add(block)
+        elif next_backward >= self.last_stage_of.get(block, len(self.profile)) and block not in self.late:
+            broken(f"Backward({self.last_stage_of[block]}) still uses block {block}; update it afterwards")
+
+    def _begin_on_host(self, block: int, part: int, needed: list[tuple[Kind, int]]) -> None:
+        """All that the update reads and writes is in flight from HOST to HOST until the parameters are waited for."""
+        places, values = self.places, [value_of(*one) for one in needed]
+        for value, (kind, number) in zip(values, needed, strict=True):
+            flight = places.flights.get(value)
+            if flight is not None and flight.source is not flight.target:  # a part before may be under way
+                broken(f"{places.whereabouts(kind, number)}; put Wait before its update in HOST")
+            if kind is not Kind.GRADIENT and flight is None:
+                places.write(kind, number, Tier.HOST)
+        cost = self.profile.blocks[block]
+        places.note_updating(block, cost.update_extra_nbytes)
+        job = self.clock.update_on_host(str(block), cost.part_seconds(part, Tier.HOST))
+        places.flights.update(dict.fromkeys(values, Flight(Tier.HOST, Tier.HOST, job)))
 
 
 def _first_uses(profile: Profile) -> dict[int, int]:

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from tapestream.costs import Link, Machine
 from tapestream.ir import Tier
 
+HOST_LANE = "updates on HOST"
+_NO_LINK = Link(1.0)  # nothing passes it
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One copy in a lane. ``start`` is NaN until its lane reaches it, ``end`` until it is complete (seconds)."""
+    """One copy in a lane, or one update on the host (seconds).
+
+    ``start`` is NaN until its lane reaches it, ``end`` until it is complete.
+    """
 
     link: Link
     latency_left: float
@@ -125,7 +131,7 @@ def lane_of(source: Tier, target: Tier) -> tuple[Tier, Tier]:
 class Clock:
     """Seconds since the step began. ``machine`` None means that copies take no time."""
 
-    __slots__ = ("compute_seconds", "copies", "machine", "now", "pairs", "spans", "stall_seconds")
+    __slots__ = ("compute_seconds", "copies", "host_free", "machine", "now", "pairs", "spans", "stall_seconds")
 
     def __init__(self, machine: Machine | None, tracing: bool) -> None:
         self.machine = machine
@@ -135,6 +141,7 @@ class Clock:
         self.pairs: dict[tuple[Tier, Tier], LanePair] = {}
         self.spans: list[tuple[str, str, float, float]] | None = [] if tracing else None
         self.copies: list[tuple[str, str, Job]] = []
+        self.host_free = 0.0  # when the host has ended the updates that were begun
 
     def compute(self, seconds: float, name: str, index: int) -> None:
         """The compute lane is busy for ``seconds``."""
@@ -164,12 +171,22 @@ class Clock:
             self.copies.append((f"{source.name} to {target.name}", name, job))
         return job
 
+    def update_on_host(self, name: str, seconds: float) -> Job:
+        """Begin an update there, now or as soon as those before it have ended."""
+        start = max(self.now, self.host_free)
+        self.host_free = start + seconds
+        job = Job(_NO_LINK, 0.0, 0.0, start, self.host_free)
+        if self.spans is not None:
+            self.copies.append((HOST_LANE, f"Update {name}", job))
+        return job
+
     def wait(self, name: str, source: Tier, target: Tier, job: Job | None) -> None:
         """Compute stands still until ``job`` has ended."""
         if job is None:
             return
-        source, target = lane_of(source, target)
-        self.pairs[min(source, target), max(source, target)].advance(math.inf, job)
+        if source is not target:  # else an update, whose end is known
+            source, target = lane_of(source, target)
+            self.pairs[min(source, target), max(source, target)].advance(math.inf, job)
         stall = job.end - self.now
         if stall > 0:
             if self.spans is not None:

@@ -74,7 +74,7 @@ def _check_residency(judge: "Judge") -> None:
             found, goal = current.get(number, 0), wanted[kind].get(number, 0)
             if kind is Kind.GRADIENT and not stale.get(number, 0):
                 consumed = judge.phase is PhaseKind.STEP or number in judge.blocks.updated
-                if not found and consumed:
+                if not found and consumed and number not in judge.blocks.late:
                     continue
                 if found and not goal and not consumed and not judge.blocks.updated:
                     continue

@@ -25,7 +25,8 @@ def name_of(value: Value) -> str:
 def describe(action: Action) -> str:
     """The action as one short line, for messages and timelines."""
     if isinstance(action, Update):
-        return f"Update({action.block}" + (f" part {action.part})" if action.part else ")")
+        where = f" in {action.tier.name}" if action.tier else ""
+        return f"Update({action.block}" + (f" part {action.part}" if action.part else "") + where + ")"
     fields = (getattr(action, name) for name in type(action).__match_args__)
     words = (name_of(f) if isinstance(f, Value) else getattr(f, "name", None) or str(f) for f in fields)
     return f"{type(action).__name__}({', '.join(words)})"

@@ -330,6 +330,6 @@ _RULES: dict[type[Action], Callable[[Judge, Any], None]] = {  # schedules are lo
     Prefetch: Judge.prefetch,
     Wait: lambda judge, action: judge.places.wait(action.value, action.tier),
     Free: lambda judge, action: judge.places.free(action.value, action.tier),
-    Update: lambda judge, action: judge.blocks.update(action.block, action.part, judge.next_backward),
+    Update: lambda judge, action: judge.blocks.update(action, judge.next_backward),
     Phase: lambda judge, action: judge.enter(action.kind),
 }

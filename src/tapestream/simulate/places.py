@@ -57,6 +57,7 @@ class Places:
         "shards",
         "stale",
         "states",
+        "updating",
     )
 
     def __init__(self, profile: Profile, memory: Memory, states: States, clock: Clock) -> None:
@@ -69,6 +70,7 @@ class Places:
         self.recorded = self.current[Kind.SAVED]
         self.flights: dict[Value, Flight] = {}
         self.moved: dict[tuple[Tier, Tier], int] = {}
+        self.updating: dict[int, int] = {}  # blocks with updates under way on the host, and what one of these makes
         stages, blocks, self.shards = profile.stages, profile.blocks, profile.shards
         self._nbytes_of: dict[Kind, Callable[[int], int]] = {
             Kind.STATE: profile.full_state_nbytes,
@@ -119,7 +121,9 @@ class Places:
         words = [f"current in {tier.name}" for tier in Tier if self.is_current(value, tier)]
         words += [f"stale in {tier.name}" for tier in Tier if self.stale[kind].get(number, 0) >> tier & 1]
         if flight := self.flights.get(value):
-            words.append(f"in flight from {flight.source.name} to {flight.target.name}")
+            same = flight.source is flight.target
+            path = f"in flight from {flight.source.name} to {flight.target.name}"
+            words.append("being updated in HOST" if same else path)
         return f"{name_of(value)} is {', '.join(words) or 'nowhere'}"
 
     def make(self, kind: Kind, number: int, tier: Tier = DEVICE) -> None:
@@ -196,6 +200,9 @@ class Places:
         if flight is None or flight.target is not tier:
             self.check(value)
             broken(f"{self.whereabouts(value.kind, number)}, not in flight to {tier.name}")
+        if flight.source is tier:
+            self._updated(value, flight.job)
+            return
         del self.flights[value]
         self.clock.wait(self._name(value), flight.source, flight.target, flight.job)
         if self.shards > 1:
@@ -203,6 +210,26 @@ class Places:
         if value.kind is not Kind.STATE or tier is not DEVICE:
             copies = self.current[value.kind]
             copies[number] = copies.get(number, 0) | 1 << tier
+
+    def _updated(self, value: Value, job: Job | None) -> None:
+        """Wait, for an update on the host: its block's parameters stand for all that it has read and written."""
+        if value.kind is not Kind.PARAMETERS:
+            broken(f"an update of block {value.index} uses {name_of(value)}; wait for PARAMETERS {value.index} in HOST")
+        self.clock.wait(f"Update {value.index}", Tier.HOST, Tier.HOST, job)
+        for other in [v for v, f in self.flights.items() if f.source is f.target and v.index == value.index]:
+            del self.flights[other]
+        self.note_updating(value.index, None)
+
+    def note_updating(self, block: int, extra: int | None) -> None:
+        """Updates of a block on the host begin (None: have ended). They run one after the other, so that the bytes of
+        one count: the most that any makes."""
+        before = max(self.updating.values(), default=0)
+        if extra is None:
+            self.updating.pop(block, None)
+        else:
+            self.updating[block] = extra
+        self.memory.nbytes[Tier.HOST] += max(self.updating.values(), default=0) - before
+        self.memory.touch(Tier.HOST)
 
     def free(self, value: Value, tier: Tier) -> None:
         """Free."""

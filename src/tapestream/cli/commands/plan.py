@@ -65,6 +65,17 @@ Peers = Annotated[
     str | None, typer.Option(help="Speed between the GPUs of a machine, of each and each way; by default 25GB/s.")
 ]
 Network = Annotated[str | None, typer.Option(help="Speed between machines, of each; by default 12.5GB/s.")]
+HostUpdate = Annotated[
+    str | None,
+    typer.Option("--host-update", help="Parameters a second that an optimizer updates in RAM; by default 2.5e9."),
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        help="device: blocks are updated on the GPU. host: in RAM, where their state stays. auto: device, unless both "
+        "were measured to give the same bits. With it, the seconds of both are shown."
+    ),
+]
 Save = Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Draw the plan into this file, with --compare the trade-off (.png, .pdf, .svg).")
@@ -87,6 +98,7 @@ def plan(
     blocks: Blocks = None,
     optimizer: Optimizer = "adamw",
     update: Update = "step",
+    where: Where = None,
     loss_chunks: LossChunks = None,
     lora: Lora = None,
     tables: Tables = None,
@@ -103,6 +115,7 @@ def plan(
     disk_write: DiskWrite = None,
     flops: Flops = None,
     memory_rate: MemoryRate = None,
+    host_update: HostUpdate = None,
     machine: MachineFile = None,
     ranks: Ranks = None,
     machines: Machines = None,
@@ -121,9 +134,11 @@ def plan(
     from tapestream.cli.targets import TargetOptions, check_target
 
     checks.check_training(optimizer, update)
+    if where is not None:
+        checks.one_of("--where", where, ("auto", "device", "host"))
     asked = HardwareOptions(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
-        machine, RanksOptions(ranks, machines, replicate, peers, network),
+        host_update, machine, RanksOptions(ranks, machines, replicate, peers, network),
     ).found()  # fmt: skip
     checks.check_told(save, plot, suggest=suggest, compare=compare)
     wish = TargetOptions(layers, width, heads, vocabulary, batch, seq, dtype, tuple(blocks or ()))
@@ -133,5 +148,7 @@ def plan(
     chunks = checks.chunks(loss_chunks)
     planned(
         target, wish, asked,
-        PlanOptions(optimizer, update, home, chunks, lora, tuple(tables or ()), suggest, save, plot, compare, json_),
+        PlanOptions(
+            optimizer, update, where, home, chunks, lora, tuple(tables or ()), suggest, save, plot, compare, json_
+        ),
     )  # fmt: skip

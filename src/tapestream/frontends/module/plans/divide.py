@@ -261,7 +261,8 @@ class Division:
                 budget = self._budget(profile, None if nbytes is None else max(1, nbytes - beside))
                 return make_plan(
                     profile, budget, terms.machine(), planner=planner, update=terms.update, home=terms.home,
-                    resident=resident, idle_nbytes=idle, on_disk=terms.on_disk, **terms.knobs,
+                    resident=resident, idle_nbytes=idle, on_disk=terms.on_disk, where=terms.where,
+                    **terms.knobs,
                 )  # fmt: skip
             except BudgetError as error:
                 if not beside or error.least_nbytes is None:
@@ -297,6 +298,7 @@ class Division:
         return make_plan(
             profile, self._budget(profile, nbytes, guest=True), terms.machine(),
             update=terms.update, home=terms.home, resident=resident, on_disk=terms.on_disk,
+            where=terms.where,
         )  # fmt: skip
 
     def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
@@ -307,12 +309,18 @@ class Division:
         there goes to the disk, each of several hosts has as much of it as its values have of all."""
         host = self.terms.budget.host_nbytes
         if host is not None:
-            theirs = sum(map(blocks_nbytes, (self.profiles[number] for number in self._guests)))
+            guests = [self.profiles[number] for number in self._guests]
+            theirs = sum(map(blocks_nbytes, guests)) + self._updating_nbytes(guests)
             host = min(host, theirs) if guest else max(host - theirs, host // 2)
         if host is not None and not guest and home_tiers(self.terms.home).overflowing:
             own, every = blocks_nbytes(profile), sum(blocks_nbytes(self.profiles[number]) for number in self._hosts)
             host = own + host - every if host >= every else host * own // every
         return Budget(nbytes, host=host, disk=self.terms.budget.disk_nbytes)
+
+    def _updating_nbytes(self, profiles: Sequence[Profile]) -> int:
+        """What updates of theirs in HOST make there: one at a time."""
+        costs = (block for profile in profiles for block in profile.blocks if self.terms.where == "host")
+        return max((cost.update_extra_nbytes for cost in costs), default=0)
 
     def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:
         merged = {number: plan for plans in found for number, plan in plans.items()}

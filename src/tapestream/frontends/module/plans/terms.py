@@ -10,6 +10,7 @@ from tapestream.costs import Budget, Machine
 from tapestream.ir.actions import Value
 from tapestream.ir.homes import HomeLike
 from tapestream.planning.plan import Plan
+from tapestream.planning.where import Where
 
 Update: TypeAlias = Literal["step", "backward"] | None
 """When blocks are updated; None: no optimizer was made."""
@@ -27,7 +28,8 @@ class Positioned(Protocol):
 class Terms:
     """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
     below the device. ``machine`` is asked when speeds are needed. ``given``: the user's own plan.
-    ``on_disk``: block values that live there because the host has no room, None where plans decide.
+    ``on_disk``: block values that live there because the host has no room, None where plans decide. ``where``: blocks
+    are updated.
     """
 
     modules: Sequence[nn.Module]
@@ -40,6 +42,7 @@ class Terms:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     given: Plan | None = None
     on_disk: frozenset[Value] | None = None
+    where: Where = "device"
 
     def is_wide(self, segment: Positioned) -> bool:
         """Whether it has no repeated block."""
