@@ -57,6 +57,7 @@ class BlockStore:
         self.home = self.copies.home_of(Value(Kind.PARAMETERS, 0))
         self.loans = Loans(pool, self.blocks, self.copies)
         self.updates = Updates(pool, self.copies, self.gradients, self.loans)
+        self.has_gradient = self.updates.has_gradient
         self.lend, self.give_back, self.keep = self.loans.lend, self.loans.give_back, self.loans.keep
         self.look_ahead, self.advance_ahead = self.loans.look_ahead, self.loans.advance_ahead
         self.drop_ahead = self.loans.drop_ahead
@@ -82,7 +83,9 @@ class BlockStore:
             self.copies.start(value, source, target)
 
     def wait(self, value: Value, tier: Tier) -> None:
-        """Until that copy has ended."""
+        """Until that copy, or the updates of a block in HOST, have ended."""
+        if tier is Tier.HOST and value.kind is Kind.PARAMETERS:
+            self.updates.on_host.end(value.index)
         self.copies.wait(value, tier)
 
     def free(self, value: Value, tier: Tier) -> None:
@@ -93,13 +96,9 @@ class BlockStore:
             self.copies.show(value, self.copies.home_of(value))
         self.copies.release(value, tier)
 
-    def update(self, block: int, part: int) -> None:
-        """Apply the optimizer's rule to one part of a block whose values are on the device."""
-        self.updates.run(((block, part),))
-
-    def has_gradient(self, block: int) -> bool:
-        """Whether this call has left a gradient for the block that was not all used up."""
-        return self.gradients.has_any(block) or self.updates.has_begun(block)
+    def update(self, block: int, part: int, tier: Tier) -> None:
+        """Apply the optimizer's rule to one part of a block whose values are on the device, or begin to in HOST."""
+        self.updates.run_on_host(block, part) if tier is Tier.HOST else self.updates.run(((block, part),))
 
     def compute_begins(self, block: int | None) -> None:
         """A stage is about to use ``block``; released regions must not linger beside the stage's own memory."""
@@ -242,6 +241,7 @@ class BlockStore:
 
     def disown(self, block: int) -> None:
         """Give a block's parameters and gradients memory of their own again."""
+        self.copies.on_host.end(block)
         if isinstance(self.gradients, ShardBook):
             self.gradients.show_whole(block)
         for parameter in self.blocks[block].parameters:
@@ -254,18 +254,17 @@ class BlockStore:
     def update_left(self, among: Collection[int] | None = None) -> None:
         """Update every block (None: of all) that has a gradient and was not updated by a plan, one after the other;
         together where nothing has to move."""
-        left = [block for block in self.blocks if among is None or block.index in among]
-        left = [block for block in left if block.index not in self.updates.done]
-        left = [block for block in left if any(p.grad is not None for p in block.parameters)]
+        left = self.updates.left_on_device(among)
         if self.home is Tier.DEVICE:
-            self.updates.run((block.index, part) for block in left for part in range(block.updates))
+            self.updates.run((block, part) for block in left for part in range(self.blocks[block].updates))
             return
         for block in left:
-            self.updates.now(block.index)
+            self.updates.now(block)
             self.settle()
 
     def drop(self, kind: Kind, block: int | None = None) -> None:
         """Forget all values of one kind, or those of one block."""
+        self.copies.on_host.finish()
         self.updates.forget()
         for value, tier in list(self.copies.regions):
             if value.kind is kind and block in (None, value.index):
@@ -284,6 +283,7 @@ class BlockStore:
                 "stream(): its block cannot change while that forward's tape exists; call backward() first"
             )
         if thawed:
+            self.copies.on_host.finish()
             self.settle()
             self.place(frozenset())
         for block in thawed:
@@ -307,6 +307,7 @@ class BlockStore:
 
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""
+        self.copies.on_host.end(value.index)
         if self.copies.tier_of(value) is not self.copies.near:
             self.copies.reserve(value, below=True)
         return self.copies.bytes_at(value, self.copies.tier_of(value))

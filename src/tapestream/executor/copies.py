@@ -1,6 +1,6 @@
 """`BlockCopies`: the copies of block values that come and go, and what the Parameter objects show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from tapestream.errors import InputError, StorageError
 from tapestream.executor.block_regions import BlockRegions, users_of
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
+from tapestream.executor.on_host import UpdatesOnHost
 from tapestream.executor.sharing import Arrival, Shards
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier, Value
@@ -36,6 +37,7 @@ class BlockCopies(BlockRegions):
         self.device = device
         self.direct = engine.name not in ("cuda", "fake_streams")
         self.staying: frozenset[Value] = frozenset()
+        self.on_host = UpdatesOnHost()
         self.tickets: dict[tuple[Value, Tier], Ticket | Arrival] = {}
         self._begun: tuple[Value, Tier] | None = None  # not among them yet
         self.dirty: set[Value] = set()  # on the device, newer than at home
@@ -143,8 +145,8 @@ class BlockCopies(BlockRegions):
 
     def replaced(self, value: Value) -> list[tuple[int, int]]:
         """What users have put into a value's parameters and no copy has yet: their numbers, and addresses."""
-        if value.kind not in SHOWN or not self.has(value, self.tier_of(value)):
-            return []
+        if value.kind not in SHOWN or self.on_host.uses(value.index) or not self.has(value, self.tier_of(value)):
+            return []  # who writes to ``.data`` waits for an update
         parameters, shown = self.blocks[value.index].parameters, self._shown.get(value, {})
         return [(i, now) for i, address in shown.items() if (now := parameters[i].data_ptr()) != address]
 
@@ -258,7 +260,20 @@ class BlockCopies(BlockRegions):
             return region.extent.mapped  # by whom cannot be told
         return users_of(region.memory) > len(self._shown[value]) - len(but)
 
+    def on_the_host(self, block: int, part: int) -> tuple[Callable[[], None], dict[Value, torch.Tensor]]:
+        """What waits until an update of a part may begin in HOST, and the bytes there that it reads and writes."""
+        values = [Value(Kind.PARAMETERS, block), Value(Kind.GRADIENT, block)]
+        if self.blocks[block].nbytes_of(Kind.OPTIMIZER_STATE, part):
+            values.append(Value(Kind.OPTIMIZER_STATE, block, part))
+        regions: dict[Value, Region] = {}
+        for value in values:
+            self.wait(value, Tier.HOST)
+            if value.kind is not Kind.GRADIENT or self.has(value, Tier.HOST):  # a user's own may be used
+                regions[value] = self.region(value, Tier.HOST)
+        return self.engine.on_host(list(regions.values())), {v: region.memory for v, region in regions.items()}
+
     def _look(self, value: Value, source: Tier) -> None:
+        self.on_host.end(value.index)
         if source is self.tier_of(value):
             self.adopt_replaced(value)
 

@@ -1,11 +1,12 @@
 """`Gradients`: from the end of a block's backward to ``.grad``, in the order in which plain autograd adds."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 
+from tapestream.executor.accumulation import add, after_accumulation, is_held, through_hooks
 from tapestream.executor.copies import BlockCopies
 from tapestream.executor.sharing import Sharing
 from tapestream.executor.stepped import SteppedGradient
@@ -87,6 +88,18 @@ class GradientBook:
         """Whether this backward has left gradients for an update."""
         return block in self.fresh
 
+    def is_home(self, block: int) -> bool:
+        """Whether gradients of this backward were sent home."""
+        return block in self._arrived
+
+    def at_home(self, block: int) -> Found:
+        """Those, taken over for an update there."""
+        value = Value(Kind.GRADIENT, block)
+        numbers = self._arrived.pop(block, [])
+        memory = self.copies.bytes_at(value, self.copies.home_of(value)) if numbers else None
+        views = {} if memory is None else self.copies.blocks[block].views(memory)
+        return {i: views[i] for i in numbers}
+
     def lay_out(self, block: int) -> None:
         """Bring the fresh gradients into one region on the device, added to what earlier backwards left at home."""
         copies, this, value = self.copies, self.copies.blocks[block], Value(Kind.GRADIENT, block)
@@ -152,7 +165,8 @@ class GradientBook:
             value = Value(Kind.GRADIENT, this.index)
             home = self.copies.home_of(value)
             shown = self._gradients(this.index)
-            if home is Tier.DEVICE or any(isinstance(gradient, SteppedGradient) for gradient in shown.values()):
+            stepped = any(isinstance(gradient, SteppedGradient) for gradient in shown.values())
+            if home is Tier.DEVICE or stepped or self.copies.on_host.uses(this.index):
                 continue
             own = self._own(this.index) if shown else ()
             at_home = [gradient.data_ptr() in own for gradient in shown.values()]
@@ -191,7 +205,7 @@ class GradientBook:
         if block in self._sums:
             self._sums.discard(block)
             return fresh
-        return fresh if self.together else {i: _through_hooks(parameters[i], g) for i, g in fresh.items()}
+        return fresh if self.together else {i: through_hooks(parameters[i], g) for i, g in fresh.items()}
 
     def accumulate(self, block: int) -> None:
         """Let ``.grad`` have the fresh gradients as they are: they stay on the device."""
@@ -201,13 +215,13 @@ class GradientBook:
         for i in list(found):
             parameter, gradient = self.copies.blocks[block].parameters[i], found.pop(i)
             if not summed:
-                gradient = _through_hooks(parameter, gradient)
+                gradient = through_hooks(parameter, gradient)
             references = sys.getrefcount(gradient)
-            if parameter.grad is None and not summed and _is_held(gradient, references):
+            if parameter.grad is None and not summed and is_held(gradient, references):
                 gradient = gradient.clone()
             if summed:
                 parameter.grad = None  # what it was is in the sum
-            _add(parameter, gradient)
+            add(parameter, gradient)
 
     def stepped(self, block: int, numbers: Iterable[int]) -> None:
         """An update has used these gradients up: ``.grad`` will say so."""
@@ -222,7 +236,7 @@ class GradientBook:
                 continue
             views = this.views(self.copies.bytes_at(value, self.copies.home_of(value)))
             if self.together:
-                self._add_to_earlier(value, {i: _through_hooks(this.parameters[i], views[i]) for i in arrived})
+                self._add_to_earlier(value, {i: through_hooks(this.parameters[i], views[i]) for i in arrived})
                 continue
             for i in arrived:
                 this.parameters[i].grad = views[i]
@@ -261,7 +275,7 @@ class GradientBook:
         views = {} if earlier is None else copies.blocks[value.index].views(copies.bytes_of(earlier))
         for i, total in sums.items():
             held = views[i].copy_(total) if views and parameters[i].grad is None else total
-            _add(parameters[i], held)
+            add(parameters[i], held)
         self._put_back(value, earlier)
 
     def _put_back(self, value: Value, earlier: Region | None) -> None:
@@ -304,44 +318,3 @@ class GradientBook:
             return frozenset()
         memory = self.copies.bytes_at(value, self.copies.home_of(value))
         return frozenset(view.data_ptr() for view in self.copies.blocks[block].views(memory).values())
-
-
-def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        with torch.no_grad():
-            parameter.grad.add_(gradient)
-    after_accumulation(parameter)
-
-
-def _references_of_one() -> int:
-    """What Python counts for an object that one variable has."""
-    alone = object()
-    references = sys.getrefcount(alone)
-    return references
-
-
-_ALONE = _references_of_one()
-
-
-def _is_held(gradient: torch.Tensor, references: int) -> bool:
-    """Whether others have a gradient too, of which the caller's variable is one of ``references``: autograd gives one
-    tensor to all operands of a sum."""
-    counted = getattr(gradient, "_use_count", None)  # by PyTorch's own code; not known in older versions
-    return references > _ALONE or counted is None or counted() > 1
-
-
-def _through_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What autograd does with a leaf's hooks: each may replace the gradient."""
-    for hook in (parameter._backward_hooks or {}).values():
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    return gradient
-
-
-def after_accumulation(parameter: torch.Tensor) -> None:
-    """Call what users have registered for when ``.grad`` is complete."""
-    hooks: Mapping[int, Callable[[torch.Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    for hook in hooks.values():
-        hook(parameter)

@@ -243,8 +243,8 @@ class Interpreter:
                 self._keeping = stage
             case Restore(stage):
                 self.live, self.live_index = self.travel.restored(stage, self.runner.stages[stage].name), stage
-            case Update(block, part):
-                self._blocks().update(block, part)
+            case Update(block, part, tier):
+                self._blocks().update(block, part, tier)
             case Offload(value, source, target) | Prefetch(value, source, target):
                 self._mover(value).start(value, source, target)
             case Wait(value, tier):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tapestream.errors import GradientError
+from tapestream.executor.accumulation import after_accumulation
 from tapestream.executor.away import AwayGradient
-from tapestream.executor.gradients import Found, GradientBook, after_accumulation
+from tapestream.executor.gradients import Found, GradientBook
 from tapestream.executor.shard_copies import ShardCopies
 from tapestream.executor.sharing import Addends, Arrival
 from tapestream.executor.stepped import SteppedGradient

@@ -1,12 +1,14 @@
 """`Updates`: the optimizer's rule on parameter blocks, part by part of their state."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.autograd.graph import increment_version
 
+from tapestream.executor import updating
+from tapestream.executor.block_regions import users_of
 from tapestream.executor.copies import BlockCopies
 from tapestream.executor.gradients import Found, GradientBook
 from tapestream.executor.loans import Loans
@@ -22,6 +24,7 @@ class PartUpdate:
 
     ``views()``: the state in the order of the part's slots. State that no update has written takes no memory before.
     ``shard``: the bytes of the parameters' shard, where blocks are divided among ranks, and gradients are the shard's.
+    ``weights``: the bytes of the parameters, where an update is of another copy than they show.
     """
 
     block: ParameterBlock
@@ -29,12 +32,15 @@ class PartUpdate:
     gradients: Found
     views: Callable[[], Sequence[torch.Tensor]]
     shard: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def tensors(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         """What is updated of a parameter that has a gradient, and the gradient of that. Another tensor over the same
         bytes: the parameter's own ``.grad``, which may lie on another device, is left alone."""
         block, gradient = self.block, self.gradients[piece.number]
         stride = block.strides[piece.number]
+        if self.weights is not None:
+            return block.piece_in(self.weights, piece), piece.of(gradient, stride)
         if self.shard is None:
             return piece.of(block.parameters[piece.number].detach(), stride), piece.of(gradient, stride)
         own = block.piece_in(self.shard, piece)
@@ -47,11 +53,14 @@ class PartUpdate:
 class Updater:
     """How blocks are updated: ``run`` applies the optimizer's rule in place.
 
-    ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept.
+    ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept. ``hosted``: in RAM below
+    the device, those that are not plain tensors on it; ``late``: under what the user does after a step.
     """
 
     run: Callable[[Sequence[PartUpdate]], None]
     eager: bool
+    hosted: bool = False
+    late: bool = False
 
 
 class Updates:
@@ -63,6 +72,7 @@ class Updates:
         self.updater: Updater | None = None
         self.done: set[int] = set()
         self.pinned: frozenset[int] = frozenset()  # blocks that are plain tensors on the device
+        self.on_host = copies.on_host
         self._under_way: dict[int, tuple[int, Found]] = {}  # the part that is next, and the gradients
         self._views: dict[Value, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
 
@@ -70,6 +80,15 @@ class Updates:
     def eager(self) -> bool:
         """Whether blocks are updated within the backward."""
         return self.updater is not None and self.updater.eager
+
+    def is_hosted(self, block: int) -> bool:
+        """Whether the block is updated in RAM below the device."""
+        return self.updater is not None and self.updater.hosted and block not in self.pinned
+
+    def has_gradient(self, block: int) -> bool:
+        """Whether a backward has left a gradient for the block that no update has used up."""
+        at_home = self.is_hosted(block) and self._gradients.is_home(block)
+        return at_home or self._gradients.has_any(block) or self.has_begun(block)
 
     def has_begun(self, block: int) -> bool:
         """Whether some parts of the block were updated and others are still to be."""
@@ -107,6 +126,84 @@ class Updates:
             if self.eager and block not in self._under_way and block not in self.pinned:
                 self._gradients.stepped(block, gradients)
 
+    def run_on_host(self, block: int, part: int) -> None:
+        """Begin an update in RAM of a block whose gradient has come there in this backward. (Those of a step are begun
+        by that, and nothing is left to do where its plan has them.)"""
+        if not self.eager:
+            return
+        if part == 0:
+            self._under_way.pop(block, None)
+            found = self._gradients.at_home(block)
+        else:
+            _, found = self._under_way.pop(block, (part, {}))
+        if not found:
+            return
+        last = part + 1 == self._copies.blocks[block].updates
+        if not last:
+            self._under_way[block] = part + 1, found
+        self._begin_on_host(block, part, found)
+        if last:
+            self.done.add(block)
+            self._gradients.stepped(block, found)
+
+    def left_on_device(self, among: Collection[int] | None) -> list[int]:
+        """Of blocks (of ``among``, None: of all) that have a gradient and were not updated by a plan: those that are to
+        be updated on the device. The others' updates are begun."""
+        blocks = (block for block in self._copies.blocks if among is None or block.index in among)
+        waiting = (block for block in blocks if block.index not in self.done)
+        left = [block.index for block in waiting if any(p.grad is not None for p in block.parameters)]
+        self._step_on_host(block for block in left if self.is_hosted(block))
+        return [block for block in left if not self.is_hosted(block)]
+
+    def _step_on_host(self, blocks: Iterable[int]) -> None:
+        """Begin the updates of a step in RAM, in order; they go on after it where nobody can see them half done."""
+        assert self.updater is not None
+        for block in blocks:
+            this, copies = self._copies.blocks[block], self._copies
+            copies.adopt_replaced(Value(Kind.PARAMETERS, block))
+            given = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
+            alone = self.updater.late and self._is_alone(block, list(given.values()))
+            found = {i: gradient.detach().to("cpu") for i, gradient in given.items()}
+            for part in range(this.updates):
+                self._begin_on_host(block, part, found)
+            self.done.add(block)
+            if alone:
+                self.on_host.show(block, [*this.parameters, *given.values()])
+            else:
+                self.on_host.end(block)
+
+    def _begin_on_host(self, block: int, part: int, found: Found) -> None:
+        this, run = self._copies.blocks[block], self.updater
+        assert run is not None
+        what = this.state_parts[part] if this.state_parts else None
+        ready, memories = self._copies.on_the_host(block, part)
+        state, empty = Value(Kind.OPTIMIZER_STATE, block, part), torch.empty(0, dtype=torch.uint8, device="cpu")
+        views = list if what is None else partial(what.views, memories.get(state, empty))
+
+        def update() -> None:
+            ready()
+            run.run([PartUpdate(this, what, found, views, weights=memories[Value(Kind.PARAMETERS, block)])])
+
+        increment_version([this.parameters[i] for i in found])  # the rule has not seen them
+        self.on_host.begin(block, update)
+
+    def _is_alone(self, block: int, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether nobody has tensors over what an update reads and writes but those that can be made to wait."""
+        copies, this = self._copies, self._copies.blocks[block]
+        if not updating.can_wait([*this.parameters, *gradients]):
+            return False
+        states = (Value(Kind.OPTIMIZER_STATE, block, part) for part in range(this.updates))
+        bases = sum(gradient._base is not None for gradient in gradients)  # which go with them
+        shown = {
+            Value(Kind.PARAMETERS, block): len(this.trained),
+            Value(Kind.GRADIENT, block): len(gradients) + bases,
+        }
+        held = {**dict.fromkeys(states, 0), **shown}
+        regions = [(copies.regions.get((value, Tier.HOST)), count) for value, count in held.items()]
+        return all(region is None or users_of(region.memory) <= count for region, count in regions) and all(
+            copies.has(value, Tier.HOST) for value in shown
+        )
+
     def finish(self) -> None:
         """Update what is left of blocks of which some parts were updated."""
         for block in list(self._under_way):
@@ -114,6 +211,14 @@ class Updates:
 
     def now(self, block: int) -> None:
         """All that a schedule does for the updates of a block, at once."""
+        if self.is_hosted(block):
+            if self._gradients.has_any(block):
+                self._gradients.send_home(block)
+            first = self._under_way[block][0] if block in self._under_way else 0
+            for part in range(first, self._copies.blocks[block].updates):
+                self.run_on_host(block, part)
+            self.on_host.end(block)
+            return
         self._loans.bring_near(Value(Kind.PARAMETERS, block))
         first = self._under_way[block][0] if block in self._under_way else 0
         for part in range(first, self._copies.blocks[block].updates):

@@ -21,10 +21,13 @@ class Arrangement:
     """The parts of every block's state. Making it drops what an earlier optimizer has left.
 
     A parameter has a place for its state from when it first takes gradients, and keeps it when it is frozen later.
-    ``groups()`` gives the param_groups as they are now.
+    ``groups()`` gives the param_groups as they are now. ``hosted``: the state stays in RAM, and need not be cut.
     """
 
-    def __init__(self, handle: Handle, rule: Rule, tried: Tried, groups: Callable[[], Sequence[Group]]) -> None:
+    def __init__(
+        self, handle: Handle, rule: Rule, tried: Tried, groups: Callable[[], Sequence[Group]], *, hosted: bool = False
+    ) -> None:
+        self._hosted = hosted
         self._handle, self._rule, self._tried, self._groups = handle, rule, tried, groups
         self._trained: set[int] = set()  # ids of those that have a place
         self._members: list[list[Member]] = []
@@ -102,7 +105,7 @@ class Arrangement:
         store, given = self._handle.store, self._handle.given
         largest = max((sum(one.nbytes for one in block) for block in self._members), default=0)
         budget = (self._handle.budget if given is None else given.budget).device_nbytes
-        if store.home is store.copies.near:
+        if store.home is store.copies.near or self._hosted:
             return part_limits(None, largest)
         return part_limits(budget, largest, self._passed_nbytes(budget))
 
@@ -162,7 +165,7 @@ class Arrangement:
     @property
     def _together(self) -> bool:
         """Whether the rule makes temporaries of all tensors at once: its foreach form does, the default on a GPU."""
-        default = self._handle.store.device.type != "cpu"
+        default = self._handle.store.device.type != "cpu" and not self._hosted
         asked: list[Any] = [g.get("foreach") for g in self._groups() if not g.get("fused")]
         return any(default if foreach is None else foreach for foreach in asked)
 

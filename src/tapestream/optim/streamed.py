@@ -1,6 +1,5 @@
 """`StreamedOptimizer`: any torch optimizer that treats tensors independently, on a streamed model."""
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -9,31 +8,31 @@ import torch
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import rounded_nbytes
 from tapestream.errors import GradientError, InputError
-from tapestream.executor.blocks import Updater
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.arrangement import Arrangement
-from tapestream.optim.common import Common
 from tapestream.optim.grad_scaler import Scaled
 from tapestream.optim.groups import as_groups, check_alone, template
 from tapestream.optim.handle import Handle
-from tapestream.optim.inner import Inner
+from tapestream.optim.late_state import LateState
+from tapestream.optim.leftover import Leftover
 from tapestream.optim.outside import Outside
-from tapestream.optim.rule import Rule
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
+from tapestream.optim.steps import Steps
 from tapestream.optim.tried import Tried
+from tapestream.planning.where import check_where
 
 Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class StreamedOptimizer(Scaled, torch.optim.Optimizer):
+class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
     """``optimizer_class`` on the blocks of a streamed model, one at a time, and on what lies outside them.
 
     ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
     live, in parts of at most a sixteenth of the device budget, and ``state[p]`` shows it there: as views, or as
     `StateInParts` where a parameter is so large that it was cut. ``takes_all``: the groups are all parameters that take
-    gradients, those too that do so later.
+    gradients, those too that do so later. ``where``: blocks are updated, see `tapestream.optimizer`.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         master: str | None,
         options: Mapping[str, Any],
         takes_all: bool = False,
+        where: str = "auto",
     ) -> None:
         if update not in ("step", "backward"):
             raise InputError(f"update={update!r} was asked for; it is 'step' or 'backward'")
@@ -53,6 +53,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
             raise InputError(
                 f"master={master!r} was asked for; it is 'auto' (fp32 masters for 16-bit parameters) or None"
             )
+        self.where = check_where(where, handle.store.homes)
         handle.check_idle("ts.optimizer()")
         self._handle, self._class, self.model = handle, optimizer_class, handle.model
         listed = as_groups(groups)
@@ -67,25 +68,25 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self._mine, self._count = set(map(id, parameters)), len(parameters)
         self._takes_all, self._adopted, self.behind = takes_all, set[int](), False
         self._used = self._gone = False
-        self._written: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
         other = handle.optimizer
         check_alone(self._mine, None if other is None or other._used else other._mine)
         self._master, self._masters = master, set[int]()
         self._widen(parameters)
         self._options = dict(options)
         groups_now = lambda: self.param_groups  # noqa: E731
-        self._tried = Tried(optimizer_class, self._options, groups_now, self._masters, handle.store.device)
-        way = self._tried.way()
-        self._common = Common(optimizer_class.__name__, groups_now, way)
-        self._inner = Inner(optimizer_class, self._options, self._common, way, self._tried.stand_ins)
+        device = torch.device("cpu") if self.where == "host" else handle.store.device
+        self._tried = Tried(optimizer_class, self._options, groups_now, self._masters, device)
+        self._steps = Steps(
+            optimizer_class, self._options, groups_now, self._tried, self._masters, self.where, self.update
+        )
+        self._common, self._inner, self._rule = self._steps.common, self._steps.inner, self._steps.rule
         away = bool(self._masters) or handle.store.homes[Kind.GRADIENT] is not Tier.DEVICE
-        self._notes_gradients = way.writes_gradients and away and self.update == "step"
-        self._rule = Rule(self._inner, groups_now, self._masters)
+        self._leftover = Leftover(self._steps.way.writes_gradients and away and self.update == "step")
         self._outside: Outside | None = None
         self._take_outside(parameters)
-        self._arrangement = Arrangement(handle, self._rule, self._tried, groups_now)
+        self._arrangement = Arrangement(handle, self._rule, self._tried, groups_now, hosted=self.where == "host")
         self._showing = self._arrangement.showing
-        handle.attach(self, Updater(self._rule.run, update == "backward"))
+        handle.attach(self, self._steps.updater)
 
     @property
     def optimizer_class(self) -> OptimizerClass:
@@ -179,20 +180,17 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
             self._tried.check_closure()
             with torch.enable_grad():
                 loss = closure()
-        if self.update == "backward":
-            self._common.check_unchanged()
+        self._steps.begin()
         try:
             self._handle.run_step()
             if self._outside is not None:
                 self._outside.step(self.param_groups)
             self._inner.finish(self.param_groups)
         finally:
-            self._common.drop()
+            self._steps.drop()
         self._used, self._rule.updated, self._gone = True, False, False
-        if self._notes_gradients:
-            found = [(p, p.grad) for p in self._listed() if p.grad is not None]
-            self._written = [(p, weakref.ref(gradient), gradient._version) for p, gradient in found]
-        self._show_state()
+        self._leftover.note(self._listed())
+        self._stepped(late=self._steps.late)
         return loss
 
     def check_stepped(self, what: str) -> None:
@@ -209,7 +207,7 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
         self.check_stepped("a forward")
         if not torch.is_grad_enabled():
             return
-        if any(p.grad is not None and p.grad is g() and p.grad._version == at for p, g, at in self._written):
+        if self._leftover.is_there():
             raise GradientError(
                 f"a forward came after optimizer.step() without zero_grad(), but {self._class.__name__} writes into "
                 "gradients, which of a streamed model lie elsewhere than where it steps: call optimizer.zero_grad() "
@@ -307,7 +305,14 @@ class StreamedOptimizer(Scaled, torch.optim.Optimizer):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Wait for updates that go on after their step. Raises GradientError where one has failed."""
+        if self._handle.optimizer is self:
+            self._handle.store.copies.on_host.finish()
+            self._steps.let_go()
+
     def _check_current(self, what: str) -> None:
+        self.settle()
         if self._handle.optimizer is not self:
             raise InputError(
                 f"{what} was called on an optimizer whose state is gone: another tapestream.optimizer() was made for "

@@ -4,22 +4,28 @@ from typing import Literal, TypeAlias
 
 from tapestream.costs import Profile
 from tapestream.errors import InputError
-from tapestream.ir import Kind, Tier
-from tapestream.ir.homes import HomeTiers
+from tapestream.ir import Tier
+from tapestream.ir.homes import KINDS, HomeTiers
 
 Where: TypeAlias = Literal["device", "host"]
+
+
+def check_where(where: str, homes: HomeTiers) -> Where:
+    """Where blocks with these homes are updated if "auto", "device" or "host" was asked for. Raises InputError."""
+    if where not in ("auto", "device", "host"):
+        raise InputError(f"where={where!r} was asked for; it is 'auto', 'device' or 'host'")
+    if where != "host":
+        return "device"  # whose bits the CPU's kernels were measured to give of no optimizer yet
+    _check_homes(homes)
+    return "host"
 
 
 def hosted_blocks(profile: Profile, homes: HomeTiers) -> frozenset[int]:
     """The blocks that are updated in HOST: all that are trained. Raises InputError where they do not live there, where
     ranks divide them, or where nobody knows how long it takes."""
     trained = {block: cost for block, cost in enumerate(profile.blocks) if cost.gradient_nbytes}
-    elsewhere = next((kind for kind in (Kind.PARAMETERS, *_USED) if homes[kind] is not Tier.HOST), None)
-    if trained and elsewhere is not None:
-        raise InputError(
-            f"updates in HOST (where='host') were asked for, but {elsewhere.value} is at home in "
-            f"{homes[elsewhere].name}: let blocks live in RAM below a GPU (home='host'), or use where='device'"
-        )
+    if trained:
+        _check_homes(homes)
     if trained and profile.shards > 1:
         raise InputError(
             "updates in HOST (where='host') were asked for, but ranks divide each block among them: use "
@@ -34,4 +40,11 @@ def hosted_blocks(profile: Profile, homes: HomeTiers) -> frozenset[int]:
     return frozenset(trained)
 
 
-_USED = (Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+def _check_homes(homes: HomeTiers) -> None:
+    elsewhere = next((kind for kind in KINDS if homes[kind] is not Tier.HOST), None)
+    if elsewhere is not None:
+        raise InputError(
+            f"updates in RAM (where='host') were asked for, but {elsewhere.value} of blocks live in "
+            f"{homes[elsewhere].name}: where='host' is for blocks at home in RAM below a GPU (home='host'); else use "
+            "where='device'"
+        )

@@ -6,7 +6,7 @@ or as a GradientError instead of as luck.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,6 +57,11 @@ class AdversarialEngine:
 
     def hand_over(self, regions: Sequence[Region]) -> None:
         """Nothing to do: a copy is over when `wait` returns."""
+
+    def on_host(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """See `CopyEngine.on_host`: what `wait` has returned for is over."""
+        self.compute_begins(regions)
+        return lambda: None
 
     def release(self, region: Region) -> None:
         """Poison the region. Raises GradientError while a copy uses it."""

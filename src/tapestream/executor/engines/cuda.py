@@ -10,7 +10,7 @@ Copies that follow each other through one region are ordered by 2 and then 1, si
 the calling thread never waits for the device, but for 4, in `hand_over` and, in `wait`, for the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -93,6 +93,11 @@ class CudaEngine(Generic[StreamT, EventT]):
         for region in regions:
             self._api.compute_ended(region)
 
+    def on_host(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """See `CopyEngine.on_host`."""
+        self._flight.check_arrived(regions)
+        return self._before(regions, regions)
+
     def release(self, region: Region) -> None:
         """See `CopyEngine.release`. Compute may have the memory at once; copies into it wait as ever (edges 1, 3)."""
         self._flight.check_untouched(region)
@@ -129,15 +134,19 @@ class CudaEngine(Generic[StreamT, EventT]):
 
     def _start_on_thread(self, ticket: Ticket) -> None:
         regions = [region for region in (ticket.source, ticket.target) if region.tier is Tier.HOST]
+        self._disk.start(ticket, self._before(regions, [ticket.target]))
+
+    def _before(self, regions: Sequence[Region], written: Sequence[Region]) -> Callable[[], None]:
+        """Called on another thread: waits for copies from and to HOST regions that were issued until now."""
         pending = [dict[object, Use](region.uses) for region in regions]  # later copies wait for this one
 
         def before() -> None:
             for uses in pending:
                 settle_uses(uses)
             for region in regions:
-                self._api.host_uses(region, writes=region is ticket.target)
+                self._api.host_uses(region, writes=region in written)
 
-        self._disk.start(ticket, before)
+        return before
 
 
 def _settle(region: Region) -> None:

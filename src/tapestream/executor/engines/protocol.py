@@ -6,7 +6,7 @@ reads is neither written nor released before it. Each engine enforces what it ca
 One thread at a time calls an engine, not always the same one (autograd has threads of its own).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -66,6 +66,10 @@ class CopyEngine(Protocol):
 
     def hand_over(self, regions: Sequence[Region]) -> None:
         """Block until nothing copies from or to these HOST regions any more: users read and write them from now on."""
+
+    def on_host(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """What another thread calls before it reads and writes these HOST regions: it blocks until no copy from or to
+        them that was issued before this is under way. Raises GradientError when a copy into one was not waited for."""
 
     def release(self, region: Region) -> None:
         """Say that the region's bytes are no longer needed; call just before `Pool.release`, which takes them back."""

@@ -159,6 +159,11 @@ class ThreadsEngine:
     def hand_over(self, regions: Sequence[Region]) -> None:
         """Nothing to do: what `wait` has returned for is over."""
 
+    def on_host(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """See `CopyEngine.on_host`: what `wait` has returned for is over."""
+        self.compute_begins(regions)
+        return lambda: None
+
     def release(self, region: Region) -> None:
         """See `CopyEngine.release`. Raises GradientError while a copy uses the region."""
         self._flight.check_untouched(region)

@@ -19,6 +19,7 @@ def optimizer(
     groups: Sequence[dict[str, Any]] | None = None,
     update: str = "step",
     master: str | None = "auto",
+    where: str = "auto",
     **options: Any,
 ) -> StreamedOptimizer:
     """``optimizer_class(..., **options)`` for a streamed model. Its state lives where the parameters live.
@@ -34,6 +35,14 @@ def optimizer(
     GradScaler raise GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they
     are. The updates equal those of the same torch implementation on the plain model, bit for bit.
 
+    ``where="host"``: blocks that live in RAM below a GPU are updated there, beside the GPU's work: neither masters nor
+    state pass the link, only gradients down and weights up. The updates equal those of the same torch optimizer on
+    copies of parameters and gradients on the CPU, bit for bit, with torch's fused kernel where it has one there
+    (``fused=False`` leaves that out). With ``update="step"`` they go on under the next forward: whoever looks at a
+    parameter, its gradient or its state waits for its update. ``"device"``: on the device; ``"auto"``: too, as the
+    CPU's kernels were not measured to give the bits of the GPU's. What lies outside the blocks is updated on the
+    device.
+
     Raises InputError for sparse gradients (``nn.Embedding(..., sparse=True)``) and an optimizer that takes none, for
     unknown options, for an optimizer that looks across tensors or cannot be tried, and for other
     parameters than those of an optimizer that was never stepped (use ``groups``); StorageError if the disk cannot hold
@@ -43,7 +52,14 @@ def optimizer(
     chosen = as_groups(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
     _check_sparse(model, optimizer_class, chosen, options)
     made = StreamedOptimizer(
-        handle, optimizer_class, chosen, update=update, master=master, options=options, takes_all=groups is None
+        handle,
+        optimizer_class,
+        chosen,
+        update=update,
+        master=master,
+        options=options,
+        takes_all=groups is None,
+        where=where,
     )
     handle.homes.check_room_for_updates(handle.budget, gradients=update == "step")
     return made

@@ -46,6 +46,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 from tapestream.peers.peers import Peers
 from tapestream.planning.cache import ByShape, key_of, shapes_of
 from tapestream.planning.plan import Plan
+from tapestream.planning.where import Where
 from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
@@ -101,6 +102,7 @@ class Streamed:
         self.head: nn.Linear | None = None  # the one whose logits are made by chunks
         self.pinned = Pinned(self.store)
         self.update: Update = None
+        self.where: Where = "device"
         self.optimizer: StreamedOptimizer | None = None
         self._known, self.ranks = Known(model), Ranks(model, self.store, peers, agreement, self.homes.shards)
         self._prepared: ByShape[Prepared] = ByShape()
@@ -138,6 +140,7 @@ class Streamed:
             if self.optimizer is not None:
                 self.optimizer.check_forward()
             if not torch.is_grad_enabled():
+                self.store.copies.on_host.finish()
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
@@ -215,10 +218,6 @@ class Streamed:
         if self.call.plain:
             return self.call.run_plain(position, original, args, kwargs)
         return apply_block(self.call, position, original, args, kwargs)
-
-    def working(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, calls that end do not disturb the store."""
-        return self._live.working()
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -305,6 +304,7 @@ class Streamed:
         """Raise InputError between a forward and its backward."""
         with self._live.working():
             self._forward_only.settle()
+            self.store.copies.on_host.finish()
         if self._live.calls:
             raise InputError(f"{what} was called between a forward and its backward; call it before the forward")
 
@@ -318,7 +318,8 @@ class Streamed:
                 parameter.grad = None
         if self.optimizer is not None:
             self.optimizer.state.clear()
-        self.optimizer, self.update, self.store.updates.updater = optimizer, optimizer.update, updater
+        self.optimizer, self.store.updates.updater = optimizer, updater
+        self.update, self.where = optimizer.update, optimizer.where
         self.replan()
 
     def cut_finer(self) -> bool:

@@ -43,7 +43,7 @@ def _call(
     if call is handle.call:  # under way, or both None in an observed one
         found: torch.Tensor = handle.call_block(position, function, args, {})
         return found
-    with handle.working(), torch.enable_grad():
+    with handle._live.working(), torch.enable_grad():
         if call is not None and not call.closed and call.has_place(position):
             found = apply_block(call, position, function, args, {})
             call.end_forward()

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes, workspaces_nbytes
 from tapestream.capture.cells import kept_nbytes
-from tapestream.costs import BlockCost, Profile
+from tapestream.costs import Profile
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
@@ -18,6 +17,7 @@ from tapestream.frontends.module.observing.returned import Returned, Turn
 from tapestream.frontends.module.plans.advice import advised, after_nbytes, without_cache, without_tables
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.batch import Sized
+from tapestream.frontends.module.plans.block_costs import block_cost, update_speed
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
 from tapestream.frontends.module.plans.step import Step
@@ -28,14 +28,9 @@ from tapestream.passes.memory import block_values
 from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
 from tapestream.planning.plan import Plan
 from tapestream.runner.stage import left_nbytes
-from tapestream.storage.blocks import ParameterBlock
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
-
-# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves. On an
-# accelerator that is the order of what its memory gives: copies must not seem hidden behind updates that are short.
-_UPDATE_BYTES_PER_SECOND, _ON_ACCELERATORS = 5e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +211,7 @@ def terms_of(handle: "Streamed") -> Terms:
     budget = handle.homes.limited(handle.budget, 0 if tables.below_is_disk else tables_kept_nbytes(handle))
     return Terms(
         handle.blocks, handle.wide, budget, handle.machine, handle.store.homes, handle.update,
-        planner=handle.planner, knobs=handle.knobs, given=handle.given,
+        planner=handle.planner, knobs=handle.knobs, given=handle.given, where=handle.where,
     )  # fmt: skip
 
 
@@ -294,30 +289,6 @@ def tables_kept_nbytes(handle: "Streamed") -> int:
     return sum(map(handle.state_nbytes, handle.homes.tables.parameters))
 
 
-def _update_speed(handle: "Streamed") -> float:
-    """Bytes that an update reads and writes per second. What hides behind updates must not be thought to for longer
-    than they take."""
-    moves = handle.store.home is not Tier.DEVICE
-    found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
-    return found or (_ON_ACCELERATORS if is_accelerator(handle.device) else _UPDATE_BYTES_PER_SECOND)
-
-
-def _block_cost(handle: "Streamed", block: ParameterBlock, speed: float) -> BlockCost:
-    """Bytes and seconds of one parameter block under the handle's optimizer, updated at ``speed`` bytes per second."""
-    parameters = block.layout.nbytes
-    parts = tuple(part.nbytes for part in block.state_parts) if handle.update else ()
-    gradient, state = parameters if block.trainable else 0, sum(parts)
-    return BlockCost(
-        parameters,
-        gradient_nbytes=gradient,
-        optimizer_state_nbytes=state,
-        buffers_nbytes=block.frozen_layout.nbytes,
-        update_seconds=((2 * parameters + gradient) / block.share.ranks + 2 * state) / speed,
-        update_extra_nbytes=max((part.extra_nbytes for part in block.state_parts), default=0),
-        state_parts=parts,
-    )
-
-
 def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
     """What is late, where all lies on the device: the last backward of all is that of the ``first`` chain's stage 0,
     and what it holds beside what stays, more than an update takes, is free afterwards."""
@@ -334,10 +305,10 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     """The chains of the segments."""
     traits = [one for segment in observed.segments for one in segment.traits]
     contents = kept_nbytes(one.cells for one in traits) + left_nbytes(traits)
-    outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, _update_speed(handle)
+    outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, update_speed(handle)
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
-        [_block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
+        [block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
         observed.turn.nbytes, observed.turn.seconds, handle.ranks.shards, handle.ranks.exchanged_nbytes(),
     )  # fmt: skip
     found = []

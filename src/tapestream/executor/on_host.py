@@ -1,0 +1,71 @@
+"""`UpdatesOnHost`: updates of blocks in RAM, one after the other, while the device goes on."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from tapestream.errors import GradientError, TapestreamError
+from tapestream.executor import updating
+from tapestream.executor.engines.threads import Worker
+
+
+class UpdatesOnHost:
+    """``under_way``: by block, updates that were begun and nobody has waited for."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self.under_way: dict[int, list[Future[None]]] = {}
+        self._shown: dict[int, list[torch.Tensor]] = {}  # tensors of users that wait for it
+
+    def uses(self, block: int) -> bool:
+        """Whether an update of the block is under way."""
+        return block in self.under_way
+
+    def begin(self, block: int, update: Callable[[], None]) -> None:
+        """Let the thread call ``update`` after those that were begun before."""
+        if self._worker is None:
+            self._worker = Worker("tapestream updates")
+        self.under_way.setdefault(block, []).append(self._worker.submit(update))
+
+    def show(self, block: int, tensors: list[torch.Tensor]) -> None:
+        """Whoever looks at these waits for the updates of the block."""
+        self._shown[block] = tensors
+        updating.begin(tensors, partial(self.end, block))
+
+    def end(self, block: int) -> None:
+        """Wait for the updates of a block. Raises GradientError where one has failed, once."""
+        futures = self.under_way.get(block)
+        if futures is None:
+            return
+        errors = [error for error in map(Future.exception, futures) if error is not None]
+        del self.under_way[block]  # not before: interrupted, it is still under way
+        updating.end(self._shown.pop(block, ()))
+        if errors:
+            raise _named(block, errors[0])
+
+    def finish(self) -> None:
+        """Wait for all of them; raises what the first has raised."""
+        failed: Exception | None = None
+        for block in tuple(self.under_way):
+            try:
+                self.end(block)
+            except TapestreamError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """End the thread when it has done what was begun."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _named(block: int, error: BaseException) -> TapestreamError:
+    if isinstance(error, TapestreamError):
+        return error
+    found = GradientError(f"the update of block {block} in RAM failed: {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

@@ -1,0 +1,45 @@
+"""`LateState`: an optimizer's state that is shown when somebody looks at it, and its updates have ended."""
+
+import sys
+from typing import Any
+
+
+class LateState:
+    """What an optimizer says of ``state`` where updates go on after their step."""
+
+    _unshown = False
+    _state_shown: Any
+    _showing: Any
+
+    def settle(self) -> None:
+        """Wait for them."""
+        raise NotImplementedError
+
+    def _show_state(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def state(self) -> Any:
+        """As torch's. Who looks at it waits for updates that go on."""
+        if self._unshown:
+            self.settle()
+            self._unshown = False
+            self._show_state()
+        return self._state_shown
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state_shown = state
+
+    def _stepped(self, *, late: bool) -> None:
+        """A step is over, but for updates that go on if it is ``late``: nobody may have views of what they write."""
+        if not late:
+            self._show_state()
+            return
+        if sys.getrefcount(self._state_shown) <= _ALONE:  # else somebody has the dict, and is not to find it empty
+            self._state_shown.clear()
+            self._showing.forget()
+        self._unshown = True
+
+
+_ALONE = 2  # the attribute, and the argument

@@ -1,0 +1,72 @@
+"""`Steps`: the torch optimizer that is shown blocks, and the one that is shown the rest; the same but in RAM."""
+
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from tapestream.executor.blocks import Updater
+from tapestream.optim.common import Common, Way
+from tapestream.optim.inner import Inner
+from tapestream.optim.on_cpu import GroupsOnCpu
+from tapestream.optim.rule import Rule
+from tapestream.optim.state import OptimizerClass
+from tapestream.optim.tried import Tried
+from tapestream.planning.where import Where
+
+
+class Steps:
+    """``groups()`` gives the param_groups as users see them. ``rule`` updates blocks: with ``where="host"`` by an
+    optimizer of their own, if nothing is common to all that it steps. ``inner`` updates what lies outside the blocks.
+    ``late``: whether updates of blocks may go on after their step."""
+
+    def __init__(
+        self,
+        cls: OptimizerClass,
+        options: Mapping[str, Any],
+        groups: Callable[[], Sequence[MutableMapping[str, Any]]],
+        tried: Tried,
+        masters: Container[int],
+        where: Where,
+        update: str,
+    ) -> None:
+        self.way, self._eager, self._hosted = tried.way(), update == "backward", where == "host"
+        self.common = Common(cls.__name__, groups, self.way)
+        self.inner = Inner(cls, options, self.common, self.way, tried.stand_ins)
+        self._on_cpu: GroupsOnCpu | None = None
+        self._blocks_common, within = self.common, self.inner
+        if self._hosted and _keeps_nothing_common(self.way):
+            self._on_cpu = GroupsOnCpu(cls, options, groups)
+            self._blocks_common = Common(cls.__name__, self._on_cpu, self.way)
+            within = Inner(cls, options, self._blocks_common, self.way, tried.stand_ins)
+        self.late = self._on_cpu is not None and not self._eager and not self.way.writes_gradients
+        self.rule = Rule(within, groups if self._on_cpu is None else self._on_cpu, masters)
+
+    @property
+    def updater(self) -> Updater:
+        """How blocks are updated."""
+        return Updater(self.rule.run, self._eager, self._hosted, self.late)
+
+    def begin(self) -> None:
+        """A step begins, when none is under way. Raises GradientError where a backward has taken part of it with other
+        groups."""
+        if self._eager:
+            self.common.check_unchanged()
+            self._blocks_common.check_unchanged()
+        elif self._on_cpu is not None:
+            self._on_cpu.hold()
+
+    def drop(self) -> None:
+        """What steps have in common is forgotten."""
+        self.common.drop()
+        if not self.late:  # else of the step before: updates that go on use it
+            self.let_go()
+
+    def let_go(self) -> None:
+        """No update is under way any more."""
+        self._blocks_common.drop()
+        if self._on_cpu is not None:
+            self._on_cpu.let_go()
+
+
+def _keeps_nothing_common(way: Way) -> bool:
+    """Whether tensors could as well have an optimizer each."""
+    return not (way.all_groups or way.counts or way.in_place)
