@@ -22,8 +22,9 @@ class OnCpu:
         outside = [narrow.get(p, p) for p in named.values() if p not in mine]
         self.copies = {**mine, **narrow}
         self.optimizers = [make(outside, **knobs)] if outside else []
-        if mine:
-            self.optimizers.append(make(list(mine.values()), **knobs, **({"fused": True} if fused else {})))
+        how = {"fused": True} if fused else {}
+        # One for each tensor: torch's fused SGD fails where only some have a buffer.
+        self.optimizers += [make([copy], **knobs, **how) for copy in mine.values()]
 
     def step(self) -> None:
         for p, copy in self.copies.items():
@@ -39,6 +40,12 @@ class OnCpu:
             p.grad = None
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def take_back(self) -> None:
+        """What somebody has written into the parameters."""
+        with torch.no_grad():
+            for p, copy in self.copies.items():
+                copy.copy_(p)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -65,6 +65,14 @@ def _group(number: int, group: Any) -> dict[str, Any]:
     return {**group, "params": parameters}
 
 
+def check_choices(update: str, master: str | None) -> None:
+    """Raise InputError for a moment of updates, or a choice of masters, that is not known."""
+    if update not in ("step", "backward"):
+        raise InputError(f"update={update!r} was asked for; it is 'step' or 'backward'")
+    if master not in ("auto", None):
+        raise InputError(f"master={master!r} was asked for; it is 'auto' (fp32 masters for 16-bit parameters) or None")
+
+
 def check_alone(mine: Collection[int], others: Collection[int] | None) -> None:
     """Raise InputError where one that was made for other parameters is still to be used: two at a time, each with a
     part of the model, as plain PyTorch has them, would be taken for one that replaces the other."""

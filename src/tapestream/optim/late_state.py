@@ -31,11 +31,8 @@ class LateState:
     def state(self, state: Any) -> None:
         self._state_shown = state
 
-    def _stepped(self, *, late: bool) -> None:
-        """A step is over, but for updates that go on if it is ``late``: nobody may have views of what they write."""
-        if not late:
-            self._show_state()
-            return
+    def _hide_state(self) -> None:
+        """Until somebody looks: nobody is to have views of what updates write that go on after their step."""
         if sys.getrefcount(self._state_shown) <= _ALONE:  # else somebody has the dict, and is not to find it empty
             self._state_shown.clear()
             self._showing.forget()

@@ -1,7 +1,9 @@
 """`Steps`: the torch optimizer that is shown blocks, and the one that is shown the rest; the same but in RAM."""
 
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from tapestream.executor.blocks import Updater
 from tapestream.optim.common import Common, Way
@@ -16,18 +18,20 @@ from tapestream.planning.where import Where
 class Steps:
     """``groups()`` gives the param_groups as users see them. ``rule`` updates blocks: with ``where="host"`` by an
     optimizer of their own, if nothing is common to all that it steps. ``inner`` updates what lies outside the blocks.
-    ``late``: whether updates of blocks may go on after their step."""
+    ``late``: whether updates of blocks may go on after their step. ``device``: where they are otherwise; ``masters``:
+    see `Rule`."""
 
     def __init__(
         self,
         cls: OptimizerClass,
         options: Mapping[str, Any],
-        groups: Callable[[], Sequence[MutableMapping[str, Any]]],
-        tried: Tried,
+        groups: Callable[[], Sequence[dict[str, Any]]],
         masters: Container[int],
+        device: torch.device,
         where: Where,
         update: str,
     ) -> None:
+        tried = self.tried = Tried(cls, options, groups, masters, torch.device("cpu") if where == "host" else device)
         self.way, self._eager, self._hosted = tried.way(), update == "backward", where == "host"
         self.common = Common(cls.__name__, groups, self.way)
         self.inner = Inner(cls, options, self.common, self.way, tried.stand_ins)
@@ -63,6 +67,8 @@ class Steps:
     def let_go(self) -> None:
         """No update is under way any more."""
         self._blocks_common.drop()
+        if not self._eager:
+            self.rule.updated = False  # not by a backward
         if self._on_cpu is not None:
             self._on_cpu.let_go()
 

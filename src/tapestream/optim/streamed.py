@@ -11,7 +11,7 @@ from tapestream.errors import GradientError, InputError
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.arrangement import Arrangement
 from tapestream.optim.grad_scaler import Scaled
-from tapestream.optim.groups import as_groups, check_alone, template
+from tapestream.optim.groups import as_groups, check_alone, check_choices, template
 from tapestream.optim.handle import Handle
 from tapestream.optim.late_state import LateState
 from tapestream.optim.leftover import Leftover
@@ -19,7 +19,6 @@ from tapestream.optim.outside import Outside
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
 from tapestream.optim.steps import Steps
-from tapestream.optim.tried import Tried
 from tapestream.planning.where import check_where
 
 Update: TypeAlias = Literal["step", "backward"]
@@ -47,12 +46,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         takes_all: bool = False,
         where: str = "auto",
     ) -> None:
-        if update not in ("step", "backward"):
-            raise InputError(f"update={update!r} was asked for; it is 'step' or 'backward'")
-        if master not in ("auto", None):
-            raise InputError(
-                f"master={master!r} was asked for; it is 'auto' (fp32 masters for 16-bit parameters) or None"
-            )
+        check_choices(update, master)
         self.where = check_where(where, handle.store.homes)
         handle.check_idle("ts.optimizer()")
         self._handle, self._class, self.model = handle, optimizer_class, handle.model
@@ -74,14 +68,12 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         self._widen(parameters)
         self._options = dict(options)
         groups_now = lambda: self.param_groups  # noqa: E731
-        device = torch.device("cpu") if self.where == "host" else handle.store.device
-        self._tried = Tried(optimizer_class, self._options, groups_now, self._masters, device)
-        self._steps = Steps(
-            optimizer_class, self._options, groups_now, self._tried, self._masters, self.where, self.update
+        self._steps = steps = Steps(
+            optimizer_class, self._options, groups_now, self._masters, handle.store.device, self.where, self.update
         )
-        self._common, self._inner, self._rule = self._steps.common, self._steps.inner, self._steps.rule
+        self._tried, self._common, self._inner, self._rule = steps.tried, steps.common, steps.inner, steps.rule
         away = bool(self._masters) or handle.store.homes[Kind.GRADIENT] is not Tier.DEVICE
-        self._leftover = Leftover(self._steps.way.writes_gradients and away and self.update == "step")
+        self._leftover = Leftover(steps.way.writes_gradients and away and self.update == "step")
         self._outside: Outside | None = None
         self._take_outside(parameters)
         self._arrangement = Arrangement(handle, self._rule, self._tried, groups_now, hosted=self.where == "host")
@@ -181,6 +173,8 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._steps.begin()
+        if self._steps.late:
+            self._hide_state()
         try:
             self._handle.run_step()
             if self._outside is not None:
@@ -190,7 +184,8 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             self._steps.drop()
         self._used, self._rule.updated, self._gone = True, False, False
         self._leftover.note(self._listed())
-        self._stepped(late=self._steps.late)
+        if not self._steps.late:
+            self._show_state()
         return loss
 
     def check_stepped(self, what: str) -> None:
