@@ -186,7 +186,7 @@ LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "deep copy": lambda m, o: copy.deepcopy(m.layers[2].linear.weight).data,
     "evaluation": lambda m, o: evaluated(m),
     "a product": lambda m, o: m.layers[3].linear.weight @ m.layers[3].linear.bias,
-    "a function of it": lambda m, o: torch.nn.functional.linear(torch.ones(1, WIDTH, device="cpu"), m.layers[1].linear.weight.cpu()),
+    "a function of it": lambda m, o: torch.nn.functional.softmax(m.layers[1].linear.weight.cpu(), 0),
     "pickled": lambda m, o: [p.tolist() for p in m.layers[1].parameters()],
     "indexed": lambda m, o: m.layers[0].linear.weight[0, :3].clone(),
     "compared": lambda m, o: bool((m.layers[0].linear.weight == 0).any()),

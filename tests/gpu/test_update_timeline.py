@@ -1,4 +1,4 @@
-"""A step whose blocks are updated in RAM takes what its plan says: on the virtual clock, with a lane for the updates."""
+"""A step whose blocks are updated in RAM takes what its plan says: on the virtual clock, with a lane for updates."""
 
 import gc
 import sys

@@ -14,7 +14,12 @@ import tapestream
 
 ROOT = Path(tapestream.__file__).parent
 _ANYWHERE = {"wait_event", "wait_stream", "synchronize", "settle_uses", "hand_over"}
-_OF = {"wait": {"api", "engine"}, "settle": {"use"}}  # by what it is asked of
+_OF = {
+    "wait": {"api", "engine"},
+    "settle": {"use"},
+    "end": {"on_host"},
+    "finish": {"on_host"},
+}  # by what it is asked of
 _NOT_HERE = {"executor/engines/fake_streams.py", "executor/engines/adversarial.py"}  # engines for tests, on the CPU
 
 
@@ -62,11 +67,16 @@ def _is_wait(node: ast.AST) -> bool:
         return False
     called = node.value.func
     if isinstance(called, ast.Name):
-        return called.id in _ANYWHERE or called.id == "_settle"
+        return called.id in _ANYWHERE or called.id in ("_settle", "ready")
     if not isinstance(called, ast.Attribute):
         return False
     owner = ast.unparse(called.value).split(".")[-1].lstrip("_")
     return called.attr in _ANYWHERE or owner in _OF.get(called.attr, ())
+
+
+def is_for_updates(wait: Wait) -> bool:
+    """Whether it is for an update in RAM, or asked by one."""
+    return wait.text == "ready()" or "on_host." in wait.text
 
 
 @contextmanager

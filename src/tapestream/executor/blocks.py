@@ -241,7 +241,6 @@ class BlockStore:
 
     def disown(self, block: int) -> None:
         """Give a block's parameters and gradients memory of their own again."""
-        self.copies.on_host.end(block)
         if isinstance(self.gradients, ShardBook):
             self.gradients.show_whole(block)
         for parameter in self.blocks[block].parameters:
@@ -264,7 +263,6 @@ class BlockStore:
 
     def drop(self, kind: Kind, block: int | None = None) -> None:
         """Forget all values of one kind, or those of one block."""
-        self.copies.on_host.finish()
         self.updates.forget()
         for value, tier in list(self.copies.regions):
             if value.kind is kind and block in (None, value.index):
@@ -283,7 +281,6 @@ class BlockStore:
                 "stream(): its block cannot change while that forward's tape exists; call backward() first"
             )
         if thawed:
-            self.copies.on_host.finish()
             self.settle()
             self.place(frozenset())
         for block in thawed:
@@ -307,7 +304,6 @@ class BlockStore:
 
     def memory_of(self, value: Value) -> torch.Tensor:
         """The bytes of a value where it lives: device memory, host memory, or a shared mapping of its file."""
-        self.copies.on_host.end(value.index)
         if self.copies.tier_of(value) is not self.copies.near:
             self.copies.reserve(value, below=True)
         return self.copies.bytes_at(value, self.copies.tier_of(value))

@@ -141,6 +141,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
                 f"requires_grad of {next(iter(late))!r} was switched on between a forward and its backward, which ends "
                 "before the optimizer can take it over; call backward() first"
             )
+        self.settle()
         if late:
             self._adopted |= {id(p) for p in late.values()}
             among = {id(p) for p in (*self.param_groups[0]["params"], *late.values())}

@@ -140,7 +140,6 @@ class Streamed:
             if self.optimizer is not None:
                 self.optimizer.check_forward()
             if not torch.is_grad_enabled():
-                self.store.copies.on_host.finish()
                 self.pinned.bring()
                 return self._forward_only.call_model(original, args, kwargs, beside=bool(self._live.calls))
             self._forward_only.end()
@@ -304,7 +303,6 @@ class Streamed:
         """Raise InputError between a forward and its backward."""
         with self._live.working():
             self._forward_only.settle()
-            self.store.copies.on_host.finish()
         if self._live.calls:
             raise InputError(f"{what} was called between a forward and its backward; call it before the forward")
 

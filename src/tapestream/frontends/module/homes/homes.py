@@ -264,6 +264,7 @@ class Homes:
 
     def close(self) -> None:
         """Give every block memory of its own again and remove the files."""
+        self.store.copies.on_host.close()
         self._undo.close()
 
     def _check_room(
