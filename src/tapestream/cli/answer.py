@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tapestream.costs import Machine
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.ir.actions import Tier
-from tapestream.planning.bound import before_updates
+from tapestream.planning.bound import before_updates, updates_on_host
 from tapestream.planning.plan import Plan
 from tapestream.units import format_nbytes
 
@@ -68,7 +68,7 @@ class Answer:
     def bounds(self, machine: Machine) -> dict[tuple[Tier, Tier] | None, float]:
         """Seconds that one step takes at least with this traffic: of computation (None), and of all copies from one
         tier to another (SHARD to DEVICE: all that goes on between ranks); what is written to the disk waits for the
-        first update."""
+        first update. (HOST, HOST): of updates in RAM, and of what cannot go on beside them."""
         moved = Counter[tuple[Tier, Tier]]()
         for plan in self.plans:
             moved.update(plan.simulation.bytes_moved)
@@ -81,7 +81,8 @@ class Answer:
                 writing = [plan for plan in self.plans if plan.simulation.bytes_moved.get(ends)]
                 copies[ends] += min(before_updates(plan.schedule, plan.profile) for plan in writing)
         found: dict[tuple[Tier, Tier] | None, float] = {None: self.seconds - self.waiting_seconds}
-        return found | copies
+        updates = sum(updates_on_host(plan.schedule, plan.profile) for plan in self.plans)
+        return found | copies | ({(Tier.HOST, Tier.HOST): updates} if updates else {})
 
     @property
     def planner(self) -> str:

@@ -33,10 +33,11 @@ def check_dtype(dtype: str) -> None:
     one_of("--dtype", dtype, DTYPES)
 
 
-def check_training(optimizer: str, update: str) -> None:
-    """Raise InputError for an optimizer or a moment of updates that is not known."""
+def check_training(optimizer: str, update: str, where: str | None = None) -> None:
+    """Raise InputError for an optimizer, or a moment or place of updates, that is not known."""
     one_of("--optimizer", optimizer, OPTIMIZERS)
     one_of("--update", update, _UPDATES)
+    one_of("--where", where or "auto", ("auto", "device", "host"))
 
 
 def size(option: str, text: str, *, least: int = 1) -> int:

@@ -9,15 +9,15 @@ import typer
 
 from tapestream.cli import checks, show
 from tapestream.cli.answer import Answer
+from tapestream.cli.assumed import assumed_document, by_all, room, speeds
 from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
-from tapestream.cli.machine import machine_document, name
+from tapestream.cli.machine import name
 from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.remedies import Helping, remedies
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
-from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.ir.actions import MEMORIES, Tier
@@ -114,7 +114,7 @@ def _by_option(change: Change, hardware: Hardware) -> Change:
 
 
 def _compare(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
-    title = f"{subject.name}, {subject.step(question.batch)}: {', '.join(_speeds(hardware))}"
+    title = f"{subject.name}, {subject.step(question.batch)}: {', '.join(speeds(hardware))}"
     found, document = compared(question, wanted.plot, title)
     fastest = found[0].plan
     if fastest is not None and wanted.save is not None:
@@ -157,7 +157,7 @@ def _document(
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
         "budgets": [] if refusal is None else [one._asdict() for one in refusal.budgets],
-        "assumed": _assumed_document(hardware),
+        "assumed": assumed_document(hardware),
         "answer": None if found is None else _figures(question, subject, found, changes, hardware),
     }  # fmt: skip
 
@@ -266,9 +266,9 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
         ("a step", f"{seconds}, {waiting} of it waiting"),
         *([("updates", _updates(question, answer["seconds_where"]))] if "seconds_where" in answer else []),
         ("binds", _binding(answer)),
-        (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{_by_all(hardware)}"),
+        (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
-        ("assumed", "\n".join((*_speeds(hardware), _room(hardware)))),
+        ("assumed", "\n".join((*speeds(hardware), room(hardware)))),
     ]
 
 
@@ -291,6 +291,8 @@ def _taken(tier: Tier, found: Mapping[str, Any], ranks: int) -> str:
 def _bound_name(ends: tuple[Tier, Tier] | None, device: str) -> str:
     if ends == (Tier.SHARD, Tier.DEVICE):
         return "copies between ranks"
+    if ends == (Tier.HOST, Tier.HOST):
+        return "updates in RAM"
     return "computation" if ends is None else " to ".join(name(tier, device) for tier in ends)
 
 
@@ -323,41 +325,3 @@ def _count(numbers: int) -> str:
 def _worn(answer: dict[str, Any]) -> str:
     days = answer["days_of_a_600_tb_ssd"]
     return "" if days is None else f"; a 600 TB SSD lasts {show.number(days)} days"
-
-
-def _speeds(hardware: Hardware) -> tuple[str, str]:
-    """Of links, and of computing."""
-    links, cuda = hardware.machine.links, hardware.device == "cuda"
-    low = Tier.HOST if cuda else Tier.DEVICE
-    read, write = (show.rate(links[ends].bytes_per_second) for ends in ((Tier.DISK, low), (low, Tier.DISK)))
-    up, down = (
-        show.rate(links[ends].bytes_per_second) if cuda else ""
-        for ends in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST))
-    )
-    link = f"link {up if up == down else f'{up} in, {down} out'}, " if cuda else ""
-    rates = hardware.machine.rates(usual_rates(hardware.device))
-    peers = hardware.machine.peers
-    between = "" if peers is None else f"other ranks {show.rate(peers.bytes_per_second)}, "
-    computing = f"{show.flops(rates.flops_per_second)}, memory {show.rate(rates.memory_bytes_per_second)}"
-    on_host = f", updates in RAM {rates.host_updates_per_second:.2g} parameters/s" if cuda else ""
-    return (
-        f"{link}{between}disk {read} in, {write} out",
-        f"{computing}, {format_seconds(rates.launch_seconds)} an operation{on_host}",
-    )
-
-
-def _by_all(hardware: Hardware) -> str:
-    return "" if hardware.ranks.count == 1 else f" by {hardware.ranks}"
-
-
-def _room(hardware: Hardware) -> str:
-    ram, disk = hardware.ram, hardware.disk
-    return f"RAM {format_nbytes(ram.nbytes)} ({ram.whose}), disk {format_nbytes(disk.nbytes)} ({disk.whose})"
-
-
-def _assumed_document(hardware: Hardware) -> dict[str, Any]:
-    ram, disk = hardware.ram, hardware.disk
-    return {
-        "ram_nbytes": ram.nbytes, "ram_is": ram.whose, "disk_nbytes": disk.nbytes, "disk_is": disk.whose,
-        **machine_document(hardware.machine),
-    }  # fmt: skip

@@ -112,6 +112,7 @@ class Question:
             beside_nbytes=self._kept_for_tables if self.device == "cpu" else 0,
             home=Tier.HOST if self.home is None else self.home,
             shards=self.shards,
+            where=self.where,
         )
 
     def machine(self) -> Machine:

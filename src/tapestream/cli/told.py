@@ -4,7 +4,7 @@ import re
 
 _WHERE = r"this schedule reaches (.+?) \(\d+ bytes\) in {}, (.+?) \(\d+ bytes\) are allowed; .*?the smaller budget"
 _WHO = r"Program|measure_machine|verify|stream|load|save|Batches|ImageBatches|GPTConfig|ResNetConfig|DRANetConfig"
-_NAMES = r"home|device|planner|update|budget|folder"
+_NAMES = r"home|device|planner|update|budget|folder|where"
 _WORDS = (
     (_WHERE.format("DEVICE"), r"the plan takes \1 of the device, and \2 are allowed (--budget)"),
     (_WHERE.format("HOST"), r"the plan takes \1 of RAM, and \2 are allowed (--host-budget)"),

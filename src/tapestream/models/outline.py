@@ -14,6 +14,7 @@ from tapestream.frontends.module.plans.terms import Terms, Update
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeLike
 from tapestream.models.group_costs import block_costs, kept_nbytes
+from tapestream.planning.where import Where
 
 Works: TypeAlias = tuple[Work, Work]
 """Operations of a forward and of its backward."""
@@ -102,6 +103,7 @@ class Outline:
         beside_nbytes: int = 0,
         home: HomeLike = Tier.HOST,
         shards: int = 1,
+        where: Where = "device",
     ) -> tuple[Profile, ...]:
         """One Profile for each segment, as `tapestream.stream` would find them, with all that lies outside; gradients
         of what runs before the blocks count throughout. An update reads and writes memory as fast as that is.
@@ -109,13 +111,14 @@ class Outline:
         ``budget_nbytes``: of the device, for which optimizer state is cut into parts (``finer``: as where a plan needs
         it); None leaves that of a block in one. ``passed_nbytes``: of the host, where state passes it on its way to a
         disk. ``beside_nbytes``: what else is on the device throughout. ``home``: where gradients go. ``shards``: ranks
-        among which blocks are divided.
+        among which blocks are divided. ``where``: blocks are updated; state that stays in RAM is in one part.
         Raises InputError for an unknown optimizer.
         """
         costs = block_costs(
-            self.groups, optimizer, rates.memory_bytes_per_second, budget_nbytes=budget_nbytes,
+            self.groups, optimizer, rates.memory_bytes_per_second,
+            budget_nbytes=None if where == "host" else budget_nbytes,
             passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE, shards=shards,
-            host_updates_per_second=rates.host_updates_per_second,
+            host_updates_per_second=rates.host_updates_per_second if where == "host" else None,
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes + beside_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)

@@ -1,6 +1,7 @@
 """`LateState`: an optimizer's state that is shown when somebody looks at it, and its updates have ended."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -10,13 +11,8 @@ class LateState:
     _unshown = False
     _state_shown: Any
     _showing: Any
-
-    def settle(self) -> None:
-        """Wait for them."""
-        raise NotImplementedError
-
-    def _show_state(self) -> None:
-        raise NotImplementedError
+    settle: Callable[[], None]  # waits for them
+    _show_state: Callable[[], None]
 
     @property
     def state(self) -> Any:

@@ -59,16 +59,19 @@ class Steps:
             self._on_cpu.hold()
 
     def drop(self) -> None:
-        """What steps have in common is forgotten."""
+        """What steps have in common is forgotten; where updates go on that use it, when they have ended."""
         self.common.drop()
-        if not self.late:  # else of the step before: updates that go on use it
-            self.let_go()
+        if not self.late:
+            self._drop_blocks()
 
     def let_go(self) -> None:
-        """No update is under way any more."""
-        self._blocks_common.drop()
-        if not self._eager:
+        """No update goes on any more."""
+        if self.late:
+            self._drop_blocks()
             self.rule.updated = False  # not by a backward
+
+    def _drop_blocks(self) -> None:
+        self._blocks_common.drop()
         if self._on_cpu is not None:
             self._on_cpu.let_go()
 

@@ -32,22 +32,26 @@ class HostUpdates:
         """Whether an update under way writes it."""
         return value.index in self.under_way and value.kind is Kind.PARAMETERS
 
-    def end(self, block: int) -> None:
-        """Wait for the updates of a block."""
+    def make_way(self, value: Value) -> None:
+        """A value is about to go up: wait for an update that writes it."""
+        if self.uses(value):
+            self._end(value.index)
+
+    def _end(self, block: int) -> None:
         self._clock.wait("", Tier.HOST, Tier.HOST, self.under_way.pop(block))
         self._actions += [Wait(Value(Kind.PARAMETERS, block), Tier.HOST), Free(Value(Kind.GRADIENT, block), Tier.HOST)]
 
     def end_all(self) -> None:
         """Wait for all of them."""
         for block in tuple(self.under_way):
-            self.end(block)
+            self._end(block)
 
     def retire(self) -> None:
         """Take note of those that have ended."""
         for block, job in tuple(self.under_way.items()):
             if job.end > self._clock.now:
                 return
-            self.end(block)
+            self._end(block)
 
     def _begin(self, action: Update) -> None:
         self._actions.append(action)

@@ -188,8 +188,7 @@ class _Walk:
             self._finish(before, position)
         while under_way is not None and not under_way.ended:
             self._advance(under_way, position)
-        if self.updates.uses(stay.value):
-            self.updates.end(stay.value.index)
+        self.updates.make_way(stay.value)
         self.transit[i] = transit = Transit(i, stay, stay.arrive)
         self._hop(transit, position)
         while self.next < len(self.queue) and self.queue[self.next] in self.transit:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tapestream.costs import Machine, Profile
-from tapestream.ir import Kind, Schedule, Tier, Update
+from tapestream.ir import Kind, Phase, PhaseKind, Schedule, Tier, Update
 from tapestream.passes.memory import compute_seconds
 from tapestream.passes.stays import Stay
 from tapestream.passes.streaming import Streaming
@@ -52,6 +52,19 @@ def _host_seconds(streaming: Streaming) -> float:
         return float((seconds[[p for p, _ in updates]] + took[::-1].cumsum()[::-1]).max())
     first = {value.index: runs[0].start for value, runs in streaming.runs.items() if value.kind is Kind.PARAMETERS}
     return float((seconds[-1] - seconds[[first[action.block] for _, action in updates]] + took.cumsum()).max())
+
+
+def updates_on_host(schedule: Schedule, profile: Profile) -> float:
+    """Seconds of the updates in HOST; where these go on under the next forward, and of all that comes after that. 0
+    where there are none."""
+    took, after, turned, late = 0.0, 0.0, False, False
+    for action in schedule:
+        turned = turned or action == Phase(PhaseKind.BACKWARD)
+        if isinstance(action, Update) and action.tier is Tier.HOST:
+            took += profile.blocks[action.block].part_seconds(action.part, Tier.HOST)
+            late = late or not turned
+        after += compute_seconds(action, profile) if turned else 0.0
+    return took + after if late else took
 
 
 def before_updates(schedule: Schedule, profile: Profile) -> float:

@@ -133,9 +133,7 @@ def plan(
     from tapestream.cli.ranks import RanksOptions
     from tapestream.cli.targets import TargetOptions, check_target
 
-    checks.check_training(optimizer, update)
-    if where is not None:
-        checks.one_of("--where", where, ("auto", "device", "host"))
+    checks.check_training(optimizer, update, where)
     asked = HardwareOptions(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
         host_update, machine, RanksOptions(ranks, machines, replicate, peers, network),
@@ -145,10 +143,6 @@ def plan(
     check_target(target, wish)
     with importing():
         from tapestream.cli.plan import PlanOptions, planned
-    chunks = checks.chunks(loss_chunks)
-    planned(
-        target, wish, asked,
-        PlanOptions(
-            optimizer, update, where, home, chunks, lora, tuple(tables or ()), suggest, save, plot, compare, json_
-        ),
-    )  # fmt: skip
+    chunks, rows = checks.chunks(loss_chunks), tuple(tables or ())
+    planned(target, wish, asked, PlanOptions(
+        optimizer, update, where, home, chunks, lora, rows, suggest, save, plot, compare, json_))  # fmt: skip

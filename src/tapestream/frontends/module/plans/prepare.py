@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes, workspaces_nbytes
 from tapestream.capture.cells import kept_nbytes
-from tapestream.costs import Profile
+from tapestream.costs import BlockCost, Profile
+from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError
 from tapestream.executor.travel.travel import moved_saved, moves_tape
 from tapestream.frontends.module.observing.observed import Observed, Segment
@@ -17,7 +19,7 @@ from tapestream.frontends.module.observing.returned import Returned, Turn
 from tapestream.frontends.module.plans.advice import advised, after_nbytes, without_cache, without_tables
 from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.batch import Sized
-from tapestream.frontends.module.plans.block_costs import block_cost, update_speed
+from tapestream.frontends.module.plans.block_costs import block_cost
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
 from tapestream.frontends.module.plans.step import Step
@@ -31,6 +33,10 @@ from tapestream.runner.stage import left_nbytes
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
+
+# What an update reads and writes per second where that is not measured: speeds are given, or nothing moves. On an
+# accelerator that is the order of what its memory gives: copies must not seem hidden behind updates that are short.
+_UPDATE_BYTES_PER_SECOND, _ON_ACCELERATORS = 5e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +295,24 @@ def tables_kept_nbytes(handle: "Streamed") -> int:
     return sum(map(handle.state_nbytes, handle.homes.tables.parameters))
 
 
+def _update_speed(handle: "Streamed") -> float:
+    """Bytes that an update reads and writes per second. What hides behind updates must not be thought to for longer
+    than they take."""
+    moves = handle.store.home is not Tier.DEVICE
+    found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
+    return found or (_ON_ACCELERATORS if is_accelerator(handle.device) else _UPDATE_BYTES_PER_SECOND)
+
+
+def _block_costs(handle: "Streamed", speed: float) -> list[BlockCost]:
+    """Of all blocks, updated at ``speed`` bytes per second, or in RAM as a machine was said to."""
+    rate = None if handle.timed else handle.machine().rates(usual_rates(handle.device.type)).host_updates_per_second
+    updated, hosted = handle.update is not None, handle.where == "host"
+    return [
+        block_cost(block, speed, updated=updated, hosted=hosted, numbers_per_second=rate)
+        for block in handle.store.blocks
+    ]
+
+
 def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
     """What is late, where all lies on the device: the last backward of all is that of the ``first`` chain's stage 0,
     and what it holds beside what stays, more than an update takes, is free afterwards."""
@@ -305,10 +329,10 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     """The chains of the segments."""
     traits = [one for segment in observed.segments for one in segment.traits]
     contents = kept_nbytes(one.cells for one in traits) + left_nbytes(traits)
-    outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, update_speed(handle)
+    outside, speed = outside_nbytes(handle) + observed.before_nbytes + contents, _update_speed(handle)
     step = Step(
         terms_of(handle), observed.segments, handle.store.uses,
-        [block_cost(handle, block, speed) for block in handle.store.blocks], shared, outside,
+        _block_costs(handle, speed), shared, outside,
         observed.turn.nbytes, observed.turn.seconds, handle.ranks.shards, handle.ranks.exchanged_nbytes(),
     )  # fmt: skip
     found = []
