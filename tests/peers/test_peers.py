@@ -24,6 +24,7 @@ from trainings import (
     only_outside,
     only_the_last,
     plainly,
+    prepare_nothing,
     same_in_all,
     some_use_one,
     streamed,
@@ -42,6 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process"),  # newer Pythons warn of forks beside threads
 ]
 WAYS = ts.Peers(), ts.Peers(shard=True)
+UP, DOWN = (ts.Tier.HOST, ts.Tier.DEVICE), (ts.Tier.DEVICE, ts.Tier.HOST)
+HOSTS = ts.Machine({UP: ts.Link(2e9), DOWN: ts.Link(2e9)})
 
 
 @pytest.mark.parametrize("size", [TWO, 3, FOUR])
@@ -76,6 +79,20 @@ def test_clipping_frozen_parts_sixteen_bits_and_sums() -> None:
         one_process(2, 4, "sgd", way="sum"),
     ]  # fmt: skip
     same_in_all(2, which, expected)
+
+
+@pytest.mark.parametrize("size", [2, FOUR])
+def test_blocks_that_each_rank_updates_in_ram(size: int) -> None:
+    """Those too that others run and this one leaves out."""
+    how = {"engine": "fake_streams", "machine": HOSTS, "updating": {"where": "host", "fused": False}}
+    which, expected = [], []
+    for optimizer, update, micros, prepare in (
+        ("adamw", "step", 2 * size, prepare_nothing), ("adamw", "backward", size, prepare_nothing),
+        ("sgd", "step", size, leave_out), ("sgd", "backward", size, leave_out),
+    ):  # fmt: skip
+        which.append(((TIGHT, "host", micros, optimizer, update), {"prepare": prepare, **how}))
+        expected.append(one_process(size, micros, optimizer, prepare=prepare))
+    same_in_all(size, which, expected)
 
 
 @pytest.mark.parametrize("size", [2, FOUR])

@@ -134,11 +134,11 @@ def streamed(rank: int, budget: int | str, home: str, dtype: torch.dtype = torch
 def trained(
     rank: int, size: int, budget: int | str, home: str, micros: int, optimizer: str, update: str = "step",
     *, prepare: Any = prepare_nothing, clip: bool = False, dtype: torch.dtype = torch.float32,
-    master: str | None = None, **more: Any,
+    master: str | None = None, updating: dict[str, Any] | None = None, **more: Any,
 ) -> list[Any]:  # fmt: skip
     norms = []
     with streamed(rank, budget, home, dtype, **more) as model:
-        found = OPTIMIZERS[optimizer](ts.optimizer, model, update=update, master=master)
+        found = OPTIMIZERS[optimizer](ts.optimizer, model, update=update, master=master, **(updating or {}))
         for step in range(STEPS):
             found.zero_grad()
             for turn in range(micros // size):

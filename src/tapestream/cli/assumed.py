@@ -10,8 +10,8 @@ from tapestream.ir.actions import Tier
 from tapestream.units import format_nbytes, format_seconds
 
 
-def speeds(hardware: Hardware) -> tuple[str, str]:
-    """Of links, and of computing."""
+def speeds(hardware: Hardware, *, in_ram: bool = False) -> tuple[str, str]:
+    """Of links, and of computing; ``in_ram``: of updates there, too."""
     links, cuda = hardware.machine.links, hardware.device == "cuda"
     low = Tier.HOST if cuda else Tier.DEVICE
     read, write = (show.rate(links[ends].bytes_per_second) for ends in ((Tier.DISK, low), (low, Tier.DISK)))
@@ -24,7 +24,7 @@ def speeds(hardware: Hardware) -> tuple[str, str]:
     peers = hardware.machine.peers
     between = "" if peers is None else f"other ranks {show.rate(peers.bytes_per_second)}, "
     computing = f"{show.flops(rates.flops_per_second)}, memory {show.rate(rates.memory_bytes_per_second)}"
-    on_host = f", updates in RAM {rates.host_updates_per_second:.2g} parameters/s" if cuda else ""
+    on_host = f", updates in RAM {rates.host_updates_per_second:.2g} parameters/s" if in_ram else ""
     return (
         f"{link}{between}disk {read} in, {write} out",
         f"{computing}, {format_seconds(rates.launch_seconds)} an operation{on_host}",

@@ -268,7 +268,7 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
         ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
-        ("assumed", "\n".join((*speeds(hardware), room(hardware)))),
+        ("assumed", "\n".join((*speeds(hardware, in_ram="seconds_where" in answer), room(hardware)))),
     ]
 
 

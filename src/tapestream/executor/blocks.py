@@ -150,7 +150,8 @@ class BlockStore:
         """Blocks that other ranks have run, and this one has left out: their turn comes when the tape is gone."""
         while self.gradients.left_out:
             block = self.gradients.left_out.pop()
-            self.gradients.bring_back(block)
+            if not self.updates.is_hosted(block):
+                self.gradients.bring_back(block)
             self.updates.now(block)
             for tier in (Tier.DEVICE, self.copies.home_of(Value(Kind.GRADIENT, block))):
                 self.copies.release(Value(Kind.GRADIENT, block), tier)
