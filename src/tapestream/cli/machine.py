@@ -40,6 +40,8 @@ def measured(device: str, folder: Path | None, save: Path | None, json_: bool) -
     show.line(f"float32 matrix products: {show.flops(rates.flops_per_second)}")
     show.line(f"elementwise operations: {show.rate(rates.memory_bytes_per_second)} of memory read and written")
     show.line(f"starting an operation: {format_seconds(rates.launch_seconds)}")
+    if found.host_updates_per_second is not None:
+        show.line(f"updates in RAM, of AdamW: {rates.host_updates_per_second:.2g} parameters a second")
     if save is not None:
         room = f"RAM {format_nbytes(ram)}, disk {format_nbytes(disk)} free"
         show.line(f"Written: {save}, with {room}; tapestream plan --machine {save} plans for it")
@@ -65,5 +67,6 @@ def machine_document(found: Machine) -> dict[str, object]:
     return {
         "name": found.name, "flops_per_second": found.flops_per_second,
         "memory_bytes_per_second": found.memory_bytes_per_second, "launch_seconds": found.launch_seconds,
+        "host_updates_per_second": found.host_updates_per_second,
         "links": links,
     }  # fmt: skip

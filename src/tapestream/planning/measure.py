@@ -43,7 +43,7 @@ _PAGE_NBYTES = 4096
 _MOST_CHUNKS = 32
 _LEAST_SAMPLES = 3
 _SMALLEST_PRODUCT, _LARGEST_PRODUCT, _LONG_PRODUCT_SECONDS = 512, 4096, 2e-3
-_ELEMENTWISE_NBYTES, _SMALL = 64 * 2**20, 32
+_ELEMENTWISE_NBYTES, _SMALL, _UPDATED = 64 * 2**20, 32, 2**23
 _TRIPS, _STATE_NBYTES, _CACHES_NBYTES = 32, 2**16, 8 * 2**20
 
 
@@ -68,7 +68,8 @@ def measure_machine(
     within_nbytes: int | None = None,
 ) -> Machine:
     """Rates and latencies of every link below ``device``, and how fast it computes (float32 FLOP/s of matrix products,
-    bytes a second of elementwise operations, seconds to start an operation), in about three seconds.
+    bytes a second of elementwise operations, seconds to start an operation, parameters a second that AdamW updates in
+    RAM below an accelerator), in about three seconds.
 
     ``folder``: an existing folder on the disk to measure (None: the system's temporary folder). At most 512 MiB are
     written there, in files that are gone even if the process is killed (except 1 MiB, which the next run removes).
@@ -104,6 +105,7 @@ def measure_machine(
     return Machine(
         links, _flops_per_second(device, effort), name, _memory_bytes_per_second(device, effort),
         _launch_seconds(device, effort),
+        host_updates_per_second=_host_updates_per_second(effort) if is_accelerator(device) else None,
     )  # fmt: skip
 
 
@@ -272,6 +274,15 @@ def _memory_bytes_per_second(device: torch.device, effort: _Effort) -> float:
 
     add(0)
     return _rate(_samples(add, effort), 3 * _ELEMENTWISE_NBYTES)
+
+
+def _host_updates_per_second(effort: _Effort) -> float:
+    """Parameters a second that torch's fused AdamW updates in RAM, more of them than caches hold."""
+    parameter = nn.Parameter(torch.zeros(_UPDATED, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes the state
+    return _rate(_samples(lambda _: optimizer.step(), effort), _UPDATED)
 
 
 def _launch_seconds(device: torch.device, effort: _Effort) -> float:
