@@ -113,7 +113,7 @@ clean:
 BENCHMARKS := memory_over_a_step first_seconds everything_fits equal_peak kept_attention from_disk beside_ramtorch random_lengths forward_only planning_speed planned_seconds \
   beside_schedules least_again \
   async_disk beside_compiled beside_trainer loop_overhead offload_and_recompute program_long program_networks program_speed save_speed supernets \
-  what_to_expect ranks_scaling ranks_gloo million_layers
+  what_to_expect streaming_on_paper ranks_scaling ranks_gloo million_layers
 # Each needs more than they do, and is run by itself: beside_deepspeed and ranks_deepspeed (DeepSpeed), loop_beside
 # (--peers, a Python with jax, equinox and pyrevolve), loop_long (no --folder), against and three_tiers (a revision) and
 # those in benchmarks/gpu.
