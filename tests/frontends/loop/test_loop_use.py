@@ -4,6 +4,7 @@ import collections
 import copy
 import gc
 import math
+import os
 import re
 import weakref
 from itertools import pairwise
@@ -34,6 +35,67 @@ def test_executed_steps_are_those_of_revolve(steps, slots):
     before = ticks.number - (steps - 1)  # all but the last forward, which is recorded, and what watching took
     again.sum().backward()
     assert ticks.number - before + 1 == steps + least_forwards(steps, slots)
+
+
+def sine(h, weight):
+    return torch.sin(h * weight)
+
+
+def differentiated_inside(h, weight):
+    with torch.enable_grad():
+        x = h.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(x.square().sum(), x)
+    return torch.sin(h * weight) + 0.1 * slope
+
+
+class Leaving(nn.Module):
+    def forward(self, h, weight):
+        self.last = (2 * h).detach()
+        return torch.sin(h * weight)
+
+
+def handed_on(state, weight):
+    return [torch.sin(state[0] * weight), *(a + b for a, b in pairwise(state))]
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "steps", "options", "looked", "measured"),
+    [
+        (sine, torch.ones(3), 1, {}, 2, 6),
+        (sine, torch.ones(3), 2, {}, 4, 6),
+        (sine, torch.ones(3), 4, {}, 4, 14),
+        (sine, torch.ones(3), 100, {}, 4, 18),
+        (sine, torch.ones(3), 20, {"verify": True}, 5, 18),
+        (sine, torch.ones(400_000, 3), 9, {}, 4, 12),
+        (differentiated_inside, torch.ones(3), 20, {}, 3, 19),
+        (Leaving(), torch.ones(3), 20, {}, 5, 18),
+        (handed_on, [torch.ones(3)] * 2, 20, {}, 4, 18),
+        (handed_on, [torch.ones(3)] * 4, 20, {}, 6, 18),
+    ],
+)
+def test_evaluations_are_those_that_the_page_says(function, state, steps, options, looked, measured, tmp_path):
+    """docs/loops.md: n + P(n, s), the look of each call, what the first one measures, and nothing else. A file has a
+    mark for each, where nobody looks for what a step changes."""
+    weight, slots = torch.full((3,), 0.5, requires_grad=True), 3
+    with (tmp_path / "marks").open("wb", buffering=0) as file:
+
+        class Step(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.function = function
+
+            def forward(self, h):
+                os.write(handle, b".")
+                return self.function(h, weight)
+
+        handle, step = file.fileno(), Step()
+        run = ts.Loop(step, planner="revolve", slots=slots, **options)
+        for more in (looked + measured, looked, looked):
+            before = os.fstat(handle).st_size
+            out = run(state, steps=steps)
+            sum(one.sum() for one in (out if isinstance(out, list) else [out])).backward()
+            found = os.fstat(handle).st_size - before
+            assert found == steps + least_forwards(steps, slots) + more
 
 
 def test_recomputing_is_said():

@@ -34,8 +34,9 @@ _TENSOR_NBYTES = 700
 _NODE_NBYTES = 450
 """What a node of an autograd graph takes, its edges included."""
 _GENERATORS_NBYTES = {True: 5_300, False: 0}
-_SAMPLE_SECONDS = 2e-3
-_MOST_STEPS = 8
+_SAMPLES = 2
+"""The faster one counts: nothing may disturb both. Numbers of steps, not seconds: what is run is the same each time."""
+_MOST_STEPS = 4
 _SAMPLE_NBYTES = 2**20
 
 
@@ -49,7 +50,9 @@ def cost_of(
 ) -> StageCost:  # fmt: skip
     """The cost of one step from ``state``: that after the loop's first step, or its first if it has one step alone.
 
-    No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible.
+    No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible. The step
+    is evaluated twice to measure its bytes (once more where it differentiates inside), then `_SAMPLES` times its first
+    four steps for their seconds, and as often so many of these as save a MiB at most, to be recorded.
 
     Bytes on the CPU count what Python and autograd keep beside the numbers, most of it for tiny states. Generators,
     buffers and gradients are afterwards as before. ``make`` makes the executor's part, whose stages are of
@@ -75,15 +78,15 @@ def cost_of(
             extra = max(0, sweeping.peak_nbytes - cost.output_nbytes)
             cost = replace(cost, forward_extra_nbytes=extra, record_extra_nbytes=cost.forward_extra_nbytes)
         with watch.paused():
-            seconds = _fastest(device, lambda: runner.sweep(own(state), 0, most, ended)) / runner.reached
+            sweep = partial(timed, device, lambda: runner.sweep(own(state), 0, most, ended))
+            seconds = min(sweep()[0] for _ in range(_SAMPLES)) / runner.reached
             found = cost.recorded_seconds, cost.backward_seconds
-            if sum(found) < _SAMPLE_SECONDS:  # measuring their bytes took longer than they
-                several = 1 if ended else max(1, min(most, _SAMPLE_NBYTES // max(1, cost.saved_nbytes)) // chunk)
-                if several > 1:  # what a stage takes beside its steps is little in one of many
-                    runner, number = make(replace(body, chunk=several * chunk), None), 0
-                    runner.first_run = False
-                with suppress(GradientError):  # the loop itself will say so, where it comes to that step
-                    found = _fastest_reversal(runner, lambda: own(state), number)
+            several = 1 if ended else max(1, min(most, _SAMPLE_NBYTES // max(1, cost.saved_nbytes)) // chunk)
+            if several > 1:  # what a stage takes beside its steps is little in one of many
+                runner, number = make(replace(body, chunk=several * chunk), None), 0
+                runner.first_run = False
+            with suppress(GradientError):  # the loop itself will say so, where it comes to that step
+                found = _fastest_reversal(runner, lambda: own(state), number)
     leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
     written = (held(slot) for slot in traits.buffers)
     buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
@@ -154,13 +157,12 @@ def _fastest_reversal(runner: TensorSteps, state: Callable[[], Any], number: int
     """Seconds to record a stage of small steps and to reverse it."""
     device = runner.body.device
     recording = reversing = float("inf")
-    spent = 0.0
-    while spent < _SAMPLE_SECONDS:
+    for _ in range(_SAMPLES):
         seconds, (out, tape) = timed(device, lambda: runner.record(state(), number))
-        recording, spent = min(recording, seconds), spent + seconds
+        recording = min(recording, seconds)
         given = _cotangents(runner, out, tape)
         seconds, _ = timed(device, partial(runner.backward, tape, number, given))
-        reversing, spent = min(reversing, seconds), spent + seconds
+        reversing = min(reversing, seconds)
     return recording, reversing
 
 
@@ -172,11 +174,3 @@ def _cotangents(runner: TensorSteps, out: Any, tape: Any) -> list[torch.Tensor |
 
 def _storages(runner: TensorSteps, state: Any) -> dict[int, int]:
     return storages([leaf for leaf in runner.form.leaves(state) if isinstance(leaf, torch.Tensor)])
-
-
-def _fastest(device: torch.device, run: Callable[[], Any]) -> float:
-    fastest, spent = float("inf"), 0.0
-    while spent < _SAMPLE_SECONDS:
-        seconds, _ = timed(device, run)
-        fastest, spent = min(fastest, seconds), spent + seconds
-    return fastest
