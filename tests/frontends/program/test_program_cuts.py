@@ -1,5 +1,6 @@
 """Where programs are cut into stretches, and what these take."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,3 +77,28 @@ def test_tapered_stretches_grow_toward_the_beginning() -> None:
         assert saved[0] <= 1.5 * wanted[0]  # what is left
     assert borders.tapered(1e12, 1.2) == [0, len(borders.record)]
     assert borders.tapered(0, 1.2)[-1] == len(borders.record)
+
+
+def test_what_takes_no_gradient_has_no_backward_in_plans() -> None:
+    """An iteration without gradients, then a few steps with them: of plain PyTorch's time, running the former again
+    costs more than if it were reversed, too."""
+    weight, x = (torch.randn(16, 16) / 8).requires_grad_(), torch.randn(64, 16)
+
+    def function() -> torch.Tensor:
+        z = torch.zeros(64, 16)
+        with torch.no_grad():
+            for _ in range(40):
+                z = torch.tanh(z @ weight + x)
+        for _ in range(10):
+            z = torch.tanh(z @ weight + x)
+        return z.square().mean()
+
+    program = Program(function, budget="16MiB")
+    program().backward()
+    assert program.plan is not None
+    stages = program.plan.profile.stages
+    assert all(cost.forward_seconds > 0 for cost in stages)
+    found = [round(cost.backward_seconds / cost.forward_seconds, 6) for cost in stages]
+    assert found[0] == 0
+    assert found[-1] == pytest.approx(2)
+    assert found == sorted(found)  # none, or in the stage in which the gradients begin a part of it

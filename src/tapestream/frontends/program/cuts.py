@@ -168,16 +168,16 @@ class Borders:
     def profile(self, cuts: Sequence[int]) -> Profile:
         """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""
         sizes, draws = self.sizes, self.record.draws_nbytes
-        seconds = numpy.concatenate(([0.0], numpy.cumsum(sizes.seconds())))
+        both = (sizes.seconds(), sizes.reversing_seconds())
+        seconds, reversing = (numpy.concatenate(([0.0], numpy.cumsum(one))) for one in both)
         stages = []
         for (a, b), one in zip(pairwise(cuts), stages_of(sizes, list(cuts)), strict=True):
-            taken = float(seconds[b] - seconds[a])
             states, cotangents = int(sizes.alive[a] + sizes.alive[b]), [sizes.waiting(k) for k in (a, b)]
             gradients = int(sizes.gradients[a:b].sum())
             stages.append(
                 StageCost(
-                    taken,
-                    2 * taken,
+                    float(seconds[b] - seconds[a]),
+                    float(reversing[b] - reversing[a]),
                     int(sizes.alive[b]) + draws,
                     one.saved,
                     reads_input=one.reads_input,

@@ -198,6 +198,15 @@ class Sizes:
         """Of each operation: the median of those of its kind that make, save and take as much."""
         return self._seconds
 
+    def reversing_seconds(self) -> Numbers:
+        """Of the backward of each operation: twice its own, and none of what makes nothing that takes a gradient."""
+        record = self.record
+        takes = numpy.zeros(len(record), dtype=bool)
+        takes[self.birth[(numpy.asarray(record.cotangent_nbytes) > 0) & (self.birth >= 0)]] = True
+        takes |= numpy.asarray(record.packs) > 0
+        found: Numbers = 2 * self.seconds() * (takes & self._reached)
+        return found
+
     @functools.cached_property
     def _seconds(self) -> Numbers:
         record, n, seconds = self.record, len(self.record), numpy.array(self.record.seconds, dtype=float)
