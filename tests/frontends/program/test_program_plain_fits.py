@@ -21,6 +21,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "the operation that takes most is recorded beside a cotangent": (
         lambda: nn.GRU(32, 64, 3, batch_first=True), (8, 100, 32),
     ),
+    "the same, which draws": (lambda: nn.GRU(32, 64, 3, batch_first=True, dropout=0.3), (8, 100, 32)),
     "one layer": (lambda: nn.GRU(16, 128, 1, batch_first=True), (8, 60, 16)),
     "tanh between convolutions": (
         lambda: nn.Sequential(nn.Conv1d(16, 64, 9, padding=4), nn.Tanh(), nn.Conv1d(64, 16, 5)), (8, 16, 200),
@@ -52,7 +53,7 @@ class Net:
             p.grad = None
         torch.manual_seed(seed)
         loss().backward()
-        return [p.grad for p in self.parameters if p.grad is not None]
+        return [torch.get_rng_state(), *(p.grad for p in self.parameters if p.grad is not None)]
 
 
 def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -73,9 +74,9 @@ def test_what_plain_holds_is_enough(name: str) -> None:
     wanted = [net.step(net.loss, seed) for seed in range(3)]
     with track_memory() as meter:
         net.step(net.loss, 0)  # its gradients count, as far as they are there at the peak
-    gradients, least = sum(g.nbytes for g in wanted[0]), least_of(net)
+    gradients, least = sum(g.nbytes for g in wanted[0][1:]), least_of(net)
     assert least <= limit_of(meter.peak_nbytes)
-    for budget in (least, meter.peak_nbytes):
+    for budget in {least, max(least, meter.peak_nbytes)}:  # what draws keeps states of generators, a few KiB
         program = Program(net.loss, budget=budget)
         assert all(equal(net.step(program, seed), wanted[seed]) for seed in range(3))
         with track_memory() as ours:
@@ -85,7 +86,7 @@ def test_what_plain_holds_is_enough(name: str) -> None:
 
 def test_all_is_recorded_before_backward_where_only_then_it_fits() -> None:
     net = Net("the operation that takes most is recorded beside a cotangent")
-    wanted = net.step(net.loss, 0)
+    wanted = net.step(net.loss, 0)[1:]
     program = Program(net.loss, budget=least_of(net))
     loss: Any = program()
     assert program.report is not None
