@@ -1,15 +1,19 @@
 """Parameters that are thawed or frozen after `ts.optimizer` was made, and groups that are added to it."""
 
+import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from things_kept import alive
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tapestream as ts
-from tapestream.errors import InputError
+from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.frontends.module.stream import handle_of
 from tapestream.ir.actions import Tier
 
@@ -169,6 +173,121 @@ def test_the_budget_counts_the_state_of_what_is_thawed(home: str, tmp_path: Path
     model.blocks.requires_grad_(False)  # it stays where it is
     trained(model, optimizer, lambda *_: None, steps=1)
     assert torch.equal(optimizer.state[model.blocks[0][0].weight]["exp_avg"], state["exp_avg"])
+
+
+class MostAlive(TorchDispatchMode):
+    """Most bytes of the device that are alive beside those of before, looked at where state and temporaries are made.
+    `ts.track_memory` would be wrong here: it does not know the sizes of what was made before it and goes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.nbytes = alive(), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if any(name in str(function) for name in ("zeros_like", "addcdiv")):
+            self.nbytes = max(self.nbytes, alive() - self.before)
+        return out
+
+
+def wide(*, frozen: int = 6) -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)])
+    model[:frozen].requires_grad_(False)
+    return model
+
+
+def thawed_before_a_forward(model: Any, x: torch.Tensor) -> None:
+    model[2:6].requires_grad_(True)
+    model(x).square().mean().backward()
+
+
+def thawed_between_two_forwards(model: Any, x: torch.Tensor) -> None:
+    first = model(x).square().mean()
+    model[2:6].requires_grad_(True)
+    second = model(x).square().mean()
+    first.backward()
+    second.backward()
+
+
+def thawed_for_gradients_by_hand(model: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    model[2:6].requires_grad_(True)
+    for parameter in model[2:6].parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+
+
+def stepped_at(model: nn.Module, optimizer: Any, way: Callable[[Any, torch.Tensor], None], most: Any) -> None:
+    for k in range(4):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(k))
+        if k == 1:
+            way(model, x)
+        else:
+            model(x).square().mean().backward()
+        with most:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepped_within(budget: int, home: str, folder: Path, way: Any, expected: dict[str, torch.Tensor]) -> int | None:
+    """Steps within this budget, checked; or the budget that is named where it is too small."""
+    gc.collect()
+    most, model = MostAlive(), wide()
+    below: dict[str, Any] = {"folder": folder} if home == "disk" else {}
+    ts.stream(model, budget=budget, device="cpu", home=home, machine=DIRECT, **below)
+    given = [{"params": list(model.parameters())}]
+    try:
+        stepped_at(model, ts.optimizer(model, torch.optim.AdamW, lr=0.01, groups=given), way, most)
+    except BudgetError as error:
+        return error.least_nbytes
+    assert 0.5 * budget < most.nbytes <= 1.01 * budget + 1024
+    assert_equal(dict(model.state_dict()), expected)
+    return None
+
+
+@pytest.mark.on_cpu("counts what lies in the process's memory")
+@pytest.mark.parametrize("way", [thawed_before_a_forward, thawed_between_two_forwards, thawed_for_gradients_by_hand])
+@pytest.mark.parametrize("home", HOMES)
+def test_state_of_what_is_thawed_is_within_the_budget(home: str, way: Any, tmp_path: Path) -> None:
+    """State is made in a step, for which plans have room, be its parameters thawed when that call's plans were made or
+    not: at the least budget, which may be refused when they are thawed, and names one that works."""
+    plain = wide()
+    stepped_at(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), way, contextlib.nullcontext())
+    expected = {name: t.detach().clone() for name, t in plain.state_dict().items()}
+    budgets = [1]
+    while (named := stepped_within(budgets[-1], home, tmp_path / str(budgets[-1]), way, expected)) is not None:
+        assert budgets[-1] < named < 2**23
+        budgets.append(named)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_all_parameters_are_those_that_have_gradients_by_hand_too(home: str, tmp_path: Path) -> None:
+    plain, model = Layered(), Layered()
+    found = []
+    for one in (plain, model):
+        one.blocks[:2].requires_grad_(False)
+        optimizer = (
+            torch.optim.AdamW(plain.parameters(), lr=0.01)
+            if one is plain
+            else ts.optimizer(streamed(model, home, tmp_path), torch.optim.AdamW, lr=0.01)
+        )
+        one(torch.ones(8, WIDTH)).square().mean().backward()
+        one.blocks[0].requires_grad_(True)
+        for parameter in one.blocks[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found.append({name: t.detach().clone() for name, t in one.state_dict().items()})
+    assert_equal(found[1], found[0])
+
+
+def test_gradients_by_hand_beside_updates_within_the_backward(tmp_path: Path) -> None:
+    model = Layered()
+    optimizer = ts.optimizer(streamed(model, "disk", tmp_path), torch.optim.AdamW, lr=0.01, update="backward")
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    weight = model.blocks[1][0].weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(GradientError, match=r"\(24, 24\) in block 1 that no backward .* use update='step'"):
+        optimizer.step()
 
 
 def test_a_state_dict_of_what_was_thawed_is_taken_by_an_optimizer_made_later(tmp_path: Path) -> None:

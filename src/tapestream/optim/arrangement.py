@@ -1,15 +1,17 @@
 """`Arrangement`: which place the optimizer's state of each block has, and how it gets another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tapestream.errors import InputError
+from tapestream.executor.stepped import SteppedGradient
 from tapestream.ir.actions import Kind, Tier
 from tapestream.optim.handle import Handle
 from tapestream.optim.parts import Member, part_limits, passed_nbytes, shard_parts, state_parts
+from tapestream.optim.refusals import made_by_hand
 from tapestream.optim.rule import Rule
 from tapestream.optim.showing import Showing
 from tapestream.optim.state import StateShape
@@ -20,8 +22,8 @@ from tapestream.storage.blocks import ParameterBlock, StatePart
 class Arrangement:
     """The parts of every block's state. Making it drops what an earlier optimizer has left.
 
-    A parameter has a place for its state from when it first takes gradients, and keeps it when it is frozen later.
-    ``groups()`` gives the param_groups as they are now. ``hosted``: the state stays in RAM, and need not be cut.
+    A parameter has a place for its state from when it first takes gradients, or has one, and keeps it when it is frozen
+    later. ``groups()`` gives the param_groups as they are now. ``hosted``: the state stays in RAM, and need not be cut.
     """
 
     def __init__(
@@ -50,9 +52,24 @@ class Arrangement:
 
     def is_behind(self) -> bool:
         """Whether a parameter of a group takes gradients and has no place for its state yet."""
+        return any(map(_takes_gradients, self._without_places()))
+
+    def check_no_gradients(self) -> None:
+        """Raise GradientError where there are gradients beside those that updates within a backward have used up."""
+        mine, pinned = self._mine(), self._handle.store.updates.pinned
+        for block in (one for one in self._handle.store.blocks if one.index not in pinned):
+            for p in block.parameters:
+                if p.grad is not None and id(p) in mine and not isinstance(p.grad, SteppedGradient):
+                    raise made_by_hand(tuple(p.shape), block.index)
+
+    def cannot_step(self) -> bool:
+        """Whether an update would make state that has no place."""
+        return any(p.grad is not None for p in self._without_places())
+
+    def _without_places(self) -> Iterator[torch.Tensor]:
         mine = self._mine()
         parameters = (p for block in self._handle.store.blocks for p in block.parameters)
-        return any(p.requires_grad and id(p) in mine and id(p) not in self._trained for p in parameters)
+        return (p for p in parameters if id(p) in mine and id(p) not in self._trained)
 
     def follow(self) -> bool:
         """Give such parameters one; what the others have stays. Returns whether there were any."""
@@ -124,7 +141,8 @@ class Arrangement:
 
     def _note_members(self) -> None:
         blocks, mine = self._handle.store.blocks, self._mine()
-        self._trained |= {id(p) for block in blocks for p in block.parameters if p.requires_grad and id(p) in mine}
+        trained = (p for block in blocks for p in block.parameters if _takes_gradients(p) and id(p) in mine)
+        self._trained |= set(map(id, trained))
         self._members = [
             [self._member(i, p) for i, p in enumerate(block.parameters) if id(p) in mine] for block in blocks
         ]
@@ -171,3 +189,8 @@ class Arrangement:
 
     def _mine(self) -> set[int]:
         return {id(p) for group in self._groups() for p in group["params"]}
+
+
+def _takes_gradients(parameter: torch.Tensor) -> bool:
+    """What is frozen may have a gradient all the same, from before or by hand; torch optimizers use it."""
+    return parameter.requires_grad or parameter.grad is not None

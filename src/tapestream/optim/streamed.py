@@ -7,8 +7,9 @@ import torch
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import rounded_nbytes
-from tapestream.errors import GradientError, InputError
+from tapestream.errors import InputError
 from tapestream.ir.actions import Kind, Tier
+from tapestream.optim import refusals
 from tapestream.optim.arrangement import Arrangement
 from tapestream.optim.grad_scaler import Scaled
 from tapestream.optim.groups import as_groups, check_alone, check_choices, template
@@ -130,12 +131,11 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
     def follow(self, *, live: bool) -> bool:
         """Take over parameters that take gradients since they were last looked at: those that are in no group, where
         none were given, and a place for the state of all. Returns whether anything was done; with ``live`` calls places
-        wait for the next call: see `behind`.
+        wait for the next call, or for the step: see `behind`.
 
         Raises InputError where ``live`` calls still await their backward and a parameter is in no group.
         """
-        named = self._handle.model.named_parameters() if self._takes_all else ()
-        late = {name: p for name, p in named if p.requires_grad and id(p) not in self._mine}
+        late = self._late()
         if late and live:
             raise InputError(
                 f"requires_grad of {next(iter(late))!r} was switched on between a forward and its backward, which ends "
@@ -164,20 +164,20 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
                 "optimizer.add_param_group({'params': [...]}), and requires_grad_(False) for what is not to be trained"
             )
         if self._gone and not self._rule.updated:
-            raise GradientError(
-                "step() came after a state was loaded over the updates of the last backward (update='backward'), and "
-                "the gradients of blocks are gone; run a backward first"
-            )
+            raise refusals.gone()
         loss = None
         if closure is not None:
             self._tried.check_closure()
             with torch.enable_grad():
                 loss = closure()
+        anew = self._follow_gradients()
         self._steps.begin()
+        if self.update == "backward":
+            self._arrangement.check_no_gradients()
         if self._steps.late:
             self._hide_state()
         try:
-            self._handle.run_step()
+            self._handle.run_step(anew=anew)
             if self._outside is not None:
                 self._outside.step(self.param_groups)
             self._inner.finish(self.param_groups)
@@ -192,11 +192,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
     def check_stepped(self, what: str) -> None:
         """Raise GradientError where ``what`` comes while blocks are a step ahead of the rest of the model."""
         if self.update == "backward" and self._rule.updated:
-            raise GradientError(
-                f"{what} came after a backward without its optimizer.step(): with update='backward' that backward has "
-                "updated the blocks already, so gradients cannot be accumulated over several backwards, and no step "
-                "can be left out; call optimizer.step() after each backward, or use update='step'"
-            )
+            raise refusals.not_stepped(what)
 
     def check_forward(self) -> None:
         """Raise GradientError where a forward comes too early, or gradients of the last step are still there."""
@@ -204,16 +200,9 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         if not torch.is_grad_enabled():
             return
         if self._leftover.is_there():
-            raise GradientError(
-                f"a forward came after optimizer.step() without zero_grad(), but {self._class.__name__} writes into "
-                "gradients, which of a streamed model lie elsewhere than where it steps: call optimizer.zero_grad() "
-                "before the forward"
-            )
+            raise refusals.written_into(self._class.__name__)
         if self.update == "backward" and self._outside is not None and self._outside.has_taken():
-            raise GradientError(
-                "a forward came after optimizer.step() without zero_grad(): gradients would be accumulated, except "
-                "those of blocks, which update='backward' updates at once; call optimizer.zero_grad() before it"
-            )
+            raise refusals.not_zeroed()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Write a saved state to where the state lives; nothing is rounded, fp32 masters included."""
@@ -307,14 +296,23 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             self._handle.store.copies.on_host.finish()
             self._steps.let_go()
 
+    def _late(self) -> dict[str, torch.Tensor]:
+        named = self._handle.model.named_parameters() if self._takes_all else ()
+        return {name: p for name, p in named if p.requires_grad and id(p) not in self._mine}
+
+    def _follow_gradients(self) -> bool:
+        """Take over what has a gradient and no place for the state that a step would make: it was thawed between two
+        forwards, or the gradient was made by hand. Returns whether there was any."""
+        late = any(p.grad is not None for p in self._late().values())
+        if not (late or self._arrangement.cannot_step()):
+            return False
+        self._handle.check_idle("step(), with gradients of parameters that were frozen when the last forward began,")
+        return self.follow(live=False)
+
     def _check_current(self, what: str) -> None:
         self.settle()
         if self._handle.optimizer is not self:
-            raise InputError(
-                f"{what} was called on an optimizer whose state is gone: another tapestream.optimizer() was made for "
-                "this model since. Use that one; for parts of the model with options "
-                "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
-            )
+            raise refusals.replaced(what)
 
     def _take(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take note of parameters that are in a group now."""

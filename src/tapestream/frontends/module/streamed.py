@@ -327,9 +327,9 @@ class Streamed:
         self.replan()
         return True
 
-    def run_step(self) -> None:
+    def run_step(self, *, anew: bool) -> None:
         """See `run_step`."""
-        run_step(self)
+        run_step(self, anew=anew)
 
     def outside_parameters(self) -> list[nn.Parameter]:
         """Parameters that belong to no block and are no tables: they stay on the device."""

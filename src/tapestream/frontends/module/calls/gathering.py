@@ -9,7 +9,8 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
-from tapestream.frontends.module.plans.prepare import Late, Prepared, planned_again, whole_of
+from tapestream.frontends.module.plans.late import Late
+from tapestream.frontends.module.plans.prepare import Prepared, planned_again, whole_of
 from tapestream.ir.actions import Kind, Tier
 from tapestream.passes.residency import uses_of_blocks
 

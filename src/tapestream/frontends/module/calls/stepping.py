@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tapestream.errors import BudgetError
 from tapestream.executor.interpreter import Interpreter
 from tapestream.frontends.module.calls.live import SegmentView
+from tapestream.frontends.module.plans.prepare import planned_again, with_costs_now
 from tapestream.ir.actions import Tier
 from tapestream.runner.runner import Runner
 
@@ -25,9 +27,11 @@ def entering(handle: "Streamed", called: nn.Module) -> Iterator[None]:
         handle.entered = before
 
 
-def run_step(handle: "Streamed") -> None:
-    """The step phase of the last plan, then blocks with gradients that it does not know; every block is updated
-    once. With update="backward" the latter alone, of blocks that are plain tensors."""
+def run_step(handle: "Streamed", *, anew: bool) -> None:
+    """The step phase of the last plan (``anew``: of one made now), then blocks with gradients that it does not know;
+    every block is updated once. With update="backward" the latter alone, of blocks that are plain tensors."""
+    if anew:
+        _plan_step(handle)
     with handle._live.working():
         handle._forward_only.end()
         handle.store.settle()
@@ -49,3 +53,21 @@ def run_step(handle: "Streamed") -> None:
             handle.store.settle()
         handle._allocator.ended()
     handle._allocator.look(handle)
+
+
+def _plan_step(handle: "Streamed") -> None:
+    """Plan the step phase of the last call anew: the optimizer has given state a place since, of which that call's
+    plans know nothing. Raises BudgetError where it does not fit."""
+    while (last := handle.last) is not None:
+        try:
+            found = planned_again(handle, last, with_costs_now(handle, last.profiles), last.late)
+        except BudgetError:
+            if not handle.cut_finer():
+                raise
+            continue
+        handle.homes.reserve(found.on_disk)
+        with handle._live.working():
+            handle.store.place(frozenset(), found.below_host(handle.store.copies.on_disk))
+            handle.store.gradients.leave()  # home, wherever the plans of the calls that made them left them
+        handle.last = found
+        return

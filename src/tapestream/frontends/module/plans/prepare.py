@@ -21,6 +21,7 @@ from tapestream.frontends.module.plans.at_once import Within, for_calls
 from tapestream.frontends.module.plans.batch import Sized
 from tapestream.frontends.module.plans.block_costs import block_cost
 from tapestream.frontends.module.plans.divide import Division
+from tapestream.frontends.module.plans.late import Late, late_of
 from tapestream.frontends.module.plans.shared import Shared, shared_blocks
 from tapestream.frontends.module.plans.step import Step
 from tapestream.frontends.module.plans.terms import Terms, Update
@@ -37,20 +38,6 @@ if TYPE_CHECKING:
 # What an update reads and writes per second where that is not measured: speeds are given, or nothing moves. On an
 # accelerator that is the order of what its memory gives: copies must not seem hidden behind updates that are short.
 _UPDATE_BYTES_PER_SECOND, _ON_ACCELERATORS = 5e9, 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Gradients of ``parameters`` that only what runs before the first block uses (an embedding): they are made when
-    all tapes are gone. ``nbytes`` of them find room in what the first block's backward had last."""
-
-    parameters: tuple[nn.Parameter, ...] = ()
-    nbytes: int = 0
-
-    @property
-    def there(self) -> bool:
-        """Whether an earlier backward has left some."""
-        return any(p.grad is not None for p in self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +105,8 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     segments = observed.segments
     shared = shared_blocks(segments, handle.store.uses)
     profiles = _profiles(handle, observed, shared)
-    late = _late(handle, observed, profiles[0])
+    stay = handle.store.home is Tier.DEVICE and handle.update != "backward"
+    late = late_of(handle.outside_parameters(), observed.used_first, profiles[0]) if stay else Late()
     outside = profiles[0].outside_nbytes - late.nbytes
     profiles = [replace(profile, outside_nbytes=outside) for profile in profiles]
     try:
@@ -313,16 +301,14 @@ def _block_costs(handle: "Streamed", speed: float) -> list[BlockCost]:
     ]
 
 
-def _late(handle: "Streamed", observed: Observed, first: Profile) -> Late:
-    """What is late, where all lies on the device: the last backward of all is that of the ``first`` chain's stage 0,
-    and what it holds beside what stays, more than an update takes, is free afterwards."""
-    if handle.store.home is not Tier.DEVICE or handle.update == "backward":
-        return Late()
-    outside = handle.outside_parameters()
-    late = tuple(p for p in outside if p.requires_grad and id(p) in observed.used_first)
-    cost, updating = first.stages[0], max((block.update_extra_nbytes for block in first.blocks), default=0)
-    room = cost.saved_nbytes + cost.cotangent_bytes + cost.backward_extra_nbytes - updating
-    return Late(late, min(sum(tensor_nbytes(p) for p in late), max(0, room)))
+def with_costs_now(handle: "Streamed", profiles: Sequence[Profile]) -> list[Profile]:
+    """``profiles`` of a call, whose blocks cost what they do now: the optimizer has taken over more of them since."""
+    now, none = _block_costs(handle, _update_speed(handle)), BlockCost(0)  # of another segment
+    found = [
+        replace(one, blocks=tuple(a if a == none else b for a, b in zip(one.blocks, now, strict=True)))
+        for one in profiles
+    ]
+    return handle.ranks.profiles(found)
 
 
 def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Shared]) -> list[Profile]:

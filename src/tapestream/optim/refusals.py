@@ -1,0 +1,55 @@
+"""What a streamed model's optimizer refuses, in words: calls in an order that would train something else."""
+
+from tapestream.errors import GradientError, InputError
+
+
+def not_stepped(what: str) -> GradientError:
+    """``what`` comes while blocks are a step ahead of the rest of the model."""
+    return GradientError(
+        f"{what} came after a backward without its optimizer.step(): with update='backward' that backward has "
+        "updated the blocks already, so gradients cannot be accumulated over several backwards, and no step "
+        "can be left out; call optimizer.step() after each backward, or use update='step'"
+    )
+
+
+def written_into(optimizer: str) -> GradientError:
+    """The last step has changed gradients that are still there."""
+    return GradientError(
+        f"a forward came after optimizer.step() without zero_grad(), but {optimizer} writes into "
+        "gradients, which of a streamed model lie elsewhere than where it steps: call optimizer.zero_grad() "
+        "before the forward"
+    )
+
+
+def not_zeroed() -> GradientError:
+    """The last step's gradients are still there, those of blocks left out."""
+    return GradientError(
+        "a forward came after optimizer.step() without zero_grad(): gradients would be accumulated, except "
+        "those of blocks, which update='backward' updates at once; call optimizer.zero_grad() before it"
+    )
+
+
+def gone() -> GradientError:
+    """What a step would use was used before the state was loaded."""
+    return GradientError(
+        "step() came after a state was loaded over the updates of the last backward (update='backward'), and "
+        "the gradients of blocks are gone; run a backward first"
+    )
+
+
+def made_by_hand(shape: tuple[int, ...], block: int) -> GradientError:
+    """A step would leave out a gradient that no backward has made."""
+    return GradientError(
+        f"step() found a gradient of a parameter of shape {shape} in block {block} that no backward of this model has "
+        "made: with update='backward' blocks are updated within their backward alone, so that it would be left out; "
+        "set it to None, or use update='step'"
+    )
+
+
+def replaced(what: str) -> InputError:
+    """``what`` was called on an optimizer that another has replaced."""
+    return InputError(
+        f"{what} was called on an optimizer whose state is gone: another tapestream.optimizer() was made for "
+        "this model since. Use that one; for parts of the model with options "
+        "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
+    )
