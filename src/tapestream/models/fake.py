@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -17,8 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.costs.rates import Operation
 from tapestream.errors import InputError
-from tapestream.models.operations import floating_point, touched_nbytes
+from tapestream.models.operations import floating_point, tensors_of, touched_nbytes
+from tapestream.models.quick import QuickKernels
 from tapestream.storage.meter import MemoryMeter
+
+_DEVICE = torch.ops.prim.device.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class NeedsNumbers(InputError):
@@ -36,27 +40,32 @@ class FakeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so PyTor
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: Counter[Operation] = Counter()
+        self._run = QuickKernels()
         self._known: dict[int, weakref.ref[Any]] = {}
         self._live = self._start = self._lowest = 0
         self._section: MemoryMeter | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked for every tensor of every operation
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return _scalar(args[0])
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._know(tensor, counts=False)
-        out = (_grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **kwargs)
-        nbytes = touched_nbytes(func, args, kwargs, out)
+        given = tensors_of(args, kwargs)
+        for tensor in given:
+            self._know(tensor, counts=False)
+        out = _grouped(*args, **kwargs) if func is _GROUPED else self._run(func, args, kwargs)
+        made = tensors_of((out,))
+        nbytes = touched_nbytes(func, given, made)
         if nbytes is not None:
             self.work[floating_point(func, args, kwargs, out), nbytes] += 1
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._know(tensor, counts=True)
+        for tensor in made:
+            self._know(tensor, counts=True)
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what keeps compilers out takes longer than all else
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counter[Operation]]:

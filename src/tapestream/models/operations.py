@@ -1,10 +1,9 @@
 """What single operations take: floating-point operations, and bytes that they read and write."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _Formula = Callable[..., int]
@@ -17,22 +16,28 @@ def floating_point(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
-def touched_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int | None:
+def touched_nbytes(func: Any, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> int | None:
     """Bytes of tensors that an operation reads and writes; None for one that only looks at tensors anew, or allocates.
 
     What is written in place counts once. Of what is expanded, only what is stored counts. Of a table in which it looks
     up rows, an operation reads as much as it makes."""
-    given = _tensors((args, kwargs))
     before = {t.untyped_storage()._cdata for t in given}
-    made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in before]
-    if func.overloadpacket in _ALLOCATIONS or not (made or func._schema.is_mutable):
+    made = [t for t in out if t.untyped_storage()._cdata not in before]
+    if not (made or func._schema.is_mutable) or func.overloadpacket in _ALLOCATIONS:
         return None
     rows = func.overloadpacket in _LOOKUPS
     return sum(map(_nbytes, made)) * (2 if rows else 1) + sum(map(_nbytes, given[1:] if rows else given))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    """Those that an operation is given or returns: nothing else than lists of them holds any."""
+    found: list[torch.Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += tensors_of(arg)
+    return found
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from tapestream.cli.options import (
     Vocabulary,
     Width,
 )
+from tapestream.system.collector import never_collecting
 
 PlannedDevice = Annotated[
     str | None,
@@ -86,6 +87,7 @@ MachineFile = Annotated[
 
 
 @reported
+@never_collecting
 def plan(
     target: Target = "gpt",
     layers: Layers = None,
