@@ -12,6 +12,7 @@ from tapestream.costs import Profile
 from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.blocks import find_blocks
 from tapestream.models.adapters import adapt
+from tapestream.models.lengthened import lengthened
 from tapestream.models.outline import Outline
 from tapestream.models.outlining import outline
 
@@ -36,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is known of a model before it exists. ``known``: outlines made so far."""
+    """What is known of a model before it exists. ``model``: what is outlined; ``known``: outlines made so far."""
 
     subject: Subject
     model: nn.Module
@@ -49,10 +50,12 @@ class Costs:
             with torch.device("meta"):
                 args, kwargs = self.subject.arguments(asked.batch)
             model = self.model if asked.lora is None else _made(self.subject, asked.lora)
-            self.known[asked] = outline(
+            found = outline(
                 model, args, kwargs, device=self.device, blocks=self.subject.blocks or None, moves=asked.moves,
                 loss_chunks=asked.loss_chunks, tables=asked.tables or None,
             )  # fmt: skip
+            shallow = self.subject.shallow
+            self.known[asked] = found if shallow is None else lengthened(found, shallow.layer, shallow.left_out)
         return self.known[asked]
 
     def profiles(self, batch: int, **rates: Any) -> tuple[Profile, ...]:
@@ -78,8 +81,8 @@ class Costs:
 
 
 def _made(subject: Subject, lora: int | None) -> nn.Module:
-    """On meta, with adapters of rank ``lora``."""
+    """What is outlined, on meta, with adapters of rank ``lora``."""
     with torch.device("meta"):
-        model = subject.make()
+        model = (subject.shallow or subject).make()
     huggingface.without_packing(model)
     return model if lora is None else adapt(model, find_blocks(model, subject.blocks or None), lora)

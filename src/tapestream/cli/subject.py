@@ -1,7 +1,7 @@
 """What a command is about: one of our GPTs, a Hugging Face configuration, or what a Python function returns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,13 +28,28 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: by position, by name."""
 
 
+_LAYERS = 4
+"""As many are outlined of a GPT: the first, the last, and others that are all alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shallow:
+    """A model that is outlined in place of a deeper one. ``layer``: positions of the blocks of a layer that comes
+    ``left_out`` times more in that."""
+
+    make: Callable[[], nn.Module]
+    layer: range
+    left_out: int
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model to be made and how it is called; both on PyTorch's default device of the moment.
 
     ``make``: the model, in train mode. ``arguments``: of a call with so many samples. ``batch``: samples of a step.
     ``sequence``: tokens per sample, None where samples are no sequences of tokens. ``config``: of our own GPTs.
-    ``blocks``: names of its blocks or their classes; empty where they are to be found.
+    ``blocks``: names of its blocks or their classes; empty where they are to be found. ``shallow``: what is outlined
+    in its place, None where it is itself.
     """
 
     name: str
@@ -44,6 +59,7 @@ class Subject:
     sequence: int | None
     config: GPTConfig | None = None
     blocks: tuple[str, ...] = ()
+    shallow: Shallow | None = None
 
     @property
     def unit(self) -> str:
@@ -77,7 +93,18 @@ def _gpt(target: str, wish: TargetOptions) -> Subject:
     published = GPT_SIZES.get(target.lower())
     longer = published is not None and sequence > published[-1]
     name = f"{target} with {sequence} positions" if longer else target
-    return Subject(name, lambda: GPT(config).train(), arguments, wish.batch or 1, sequence, config, wish.blocks)
+    shallow = None if wish.blocks else _shallow(config)
+    return Subject(
+        name, lambda: GPT(config).train(), arguments, wish.batch or 1, sequence, config, wish.blocks, shallow
+    )
+
+
+def _shallow(config: GPTConfig) -> Shallow | None:
+    blocks = 2 if config.halves else 1
+    if config.shared or config.layers <= _LAYERS:
+        return None
+    few = replace(config, layers=_LAYERS)
+    return Shallow(lambda: GPT(few).train(), range(blocks, 2 * blocks), config.layers - _LAYERS)
 
 
 def _hugging_face(

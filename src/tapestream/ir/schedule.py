@@ -99,12 +99,18 @@ class Schedule:
         return hash((self.stages, self.resident, self.planner, self.size))
 
 
+_TREES = frozenset((Series, Repeat, Shift))
+
+
 def iterate(root: Node) -> Iterator[Action]:
     """The actions below ``root`` in order, lazily, with a stack as deep as the tree."""
     stack: list[tuple[Iterator[Node], int]] = [(iter((root,)), 0)]
     while stack:
         nodes, offset = stack[-1]
         for node in nodes:
+            if type(node) not in _TREES:  # nearly all are
+                yield shifted(node, offset) if offset else node  # type: ignore[arg-type,misc]
+                continue
             at = offset
             while isinstance(node, Shift):
                 at, node = at + node.by, node.body

@@ -40,18 +40,24 @@ def block_costs(
     """Bytes and seconds of groups of parameters that move together, as `tapestream.stream` lays them out; ``moves``:
     whether they leave the device. ``budget_nbytes``, ``passed_nbytes``: see `part_limits`. ``shards``: ranks among
     which they are divided, each with the state of its part. ``host_updates_per_second``: see `Rates`."""
-    members = [[_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad] for group in groups]
-    largest = max((sum(member.nbytes for member in group) for group in members), default=0)
+    different = {id(group): group for group in groups}  # equal blocks of one outline are one
+    members = {
+        key: [_member(i, p, optimizer) for i, p in enumerate(group) if p.requires_grad]
+        for key, group in different.items()
+    }
+    largest = max((sum(member.nbytes for member in group) for group in members.values()), default=0)
     limits = part_limits(budget_nbytes, -(-largest // shards), passed_nbytes)
     limit = shards * limits[-1 if finer else 0] if limits else None
-    found = []
-    for group, known in zip(groups, members, strict=True):
-        cost = _block_cost(group, state_parts(known, limit), update_bytes_per_second, unit_nbytes(moves=moves), shards)
-        if host_updates_per_second is not None and cost.gradient_nbytes:
-            trained = sum(p.numel() for p in group if p.requires_grad) / shards
-            cost = replace(cost, host_update_seconds=trained / host_updates_per_second)
-        found.append(cost)
-    return found
+    unit = unit_nbytes(moves=moves)
+    costs = {
+        key: _block_cost(different[key], state_parts(known, limit), update_bytes_per_second, unit, shards)
+        for key, known in members.items()
+    }
+    if host_updates_per_second is not None:
+        for key, cost in costs.items():
+            trained = sum(p.numel() for p in different[key] if p.requires_grad) / shards
+            costs[key] = replace(cost, host_update_seconds=trained / host_updates_per_second) if trained else cost
+    return [costs[id(group)] for group in groups]
 
 
 def _block_cost(

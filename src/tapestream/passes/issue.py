@@ -316,7 +316,7 @@ class _Walk:
         room -= self.gathers.before_nbytes(stay)
         if int(self.occupied[position]) + self.leaving > room or int(self.occupied[stay.start - 1]) > room:
             return False
-        return int(self.occupied[position : stay.start].max()) <= room
+        return int(np.maximum.reduce(self.occupied[position : stay.start])) <= room
 
     def _stages(self, stay: Stay, position: int) -> bool:
         """Whether the host has room to pass a stay through, with a value on its way out beside it."""

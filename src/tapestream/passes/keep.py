@@ -139,7 +139,7 @@ def _take(choice: _Choice, gaps: Sequence[_Gap], held: Nbytes, taken: set[int], 
         if held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed:
             return
     for start, stop, nbytes in spans:
-        if held[start:stop].max() + nbytes > allowed:
+        if np.maximum.reduce(held[start:stop]) + nbytes > allowed:
             return
     taken.update(left)
     for start, stop, nbytes in spans:

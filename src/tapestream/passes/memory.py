@@ -36,6 +36,9 @@ from tapestream.ir import (
 Nbytes = NDArray[np.int64]
 
 
+_TURN = Phase(PhaseKind.BACKWARD)
+
+
 class _Hold:
     """Bits (an IntFlag's operators are Python code, and these are used for every action)."""
 
@@ -67,19 +70,18 @@ def footprint(actions: Sequence[Action], profile: Profile) -> Footprint:
 
 def compute_seconds(action: Action, profile: Profile) -> float:
     """Seconds that ``action`` takes on the compute lane."""
-    match action:
-        case Forward(start, stop):
-            return sum(profile.stages[k].forward_seconds for k in range(start, stop))
-        case Record(stage):
-            return profile.stages[stage].recorded_seconds
-        case Backward(stage):
-            return profile.stages[stage].backward_seconds
-        case Update(block, part, Tier.DEVICE):
-            return profile.blocks[block].part_seconds(part)
-        case Phase(PhaseKind.BACKWARD):
-            return profile.turn_seconds
-        case _:
-            return 0.0
+    stages = profile.stages
+    if isinstance(action, Forward):  # every action of every schedule that is tried is asked about
+        if action.stop == action.start + 1:
+            return stages[action.start].forward_seconds
+        return sum(stages[k].forward_seconds for k in range(action.start, action.stop))
+    if isinstance(action, Record):
+        return stages[action.stage].recorded_seconds
+    if isinstance(action, Backward):
+        return stages[action.stage].backward_seconds
+    if isinstance(action, Update) and action.tier is Tier.DEVICE:
+        return profile.blocks[action.block].part_seconds(action.part)
+    return profile.turn_seconds if isinstance(action, Phase) and action == _TURN else 0.0
 
 
 def stage_nbytes(value: Value, profile: Profile) -> int:

@@ -6,6 +6,7 @@ from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 
 _ON_DEVICE = (Tier.DEVICE, Tier.SHARD)
+_STEP = Phase(PhaseKind.STEP)
 
 
 def resident_of(schedule: Schedule, profile: Profile, update: UpdateMode, found: frozenset[Value]) -> frozenset[Value]:
@@ -43,15 +44,13 @@ def at_step_of(schedule: Schedule) -> frozenset[Value]:
     """Block values that are on the device when the step phase begins; without one, when the schedule ends."""
     there = {pair for pair in schedule.resident if pair[1] in _ON_DEVICE}
     for action in schedule:
-        match action:
-            case Prefetch(value, _, tier) if tier in _ON_DEVICE and not value.kind.by_stage:  # saved go with backwards
-                there.add((value, tier))
-            case Free(value, tier):
-                there.discard((value, tier))
-            case Phase(PhaseKind.STEP):
-                break
-            case _:
-                pass
+        if isinstance(action, Prefetch):
+            if action.target in _ON_DEVICE and not action.value.kind.by_stage:  # saved go with backwards
+                there.add((action.value, action.target))
+        elif isinstance(action, Free):
+            there.discard((action.value, action.tier))
+        elif isinstance(action, Phase) and action == _STEP:
+            break
     return frozenset(value for value, _ in there)
 
 

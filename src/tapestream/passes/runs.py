@@ -10,6 +10,9 @@ from tapestream.passes.memory import updates_of
 from tapestream.passes.residency import UpdateMode
 from tapestream.passes.stays import blocks_of, needed_in, needs
 
+_USING = (Forward, Record, Backward, Update)
+_STEP = Phase(PhaseKind.STEP)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -24,12 +27,11 @@ class Run:
 
 def runs_of(computation: Sequence[Action], profile: Profile) -> dict[Value, list[Run]]:
     """The runs of neighbouring computations that use each value, in order."""
-    runs: dict[Value, list[Run]] = {}
+    drafts: dict[Value, list[_Draft]] = {}
     number = 0
-    last: dict[Value, int] = {}
     known: dict[Action, tuple[Value, ...]] = {}
     for position, action in enumerate(computation):
-        if not isinstance(action, Forward | Record | Backward | Update) and action != Phase(PhaseKind.STEP):
+        if not isinstance(action, _USING) and not (isinstance(action, Phase) and action == _STEP):
             continue
         if is_on_host(action):  # nothing of it is on the device
             continue
@@ -39,13 +41,26 @@ def runs_of(computation: Sequence[Action], profile: Profile) -> dict[Value, list
             wanted = known[action] = tuple(needs(action, profile))
         updates, tier = isinstance(action, Update), needed_in(action, profile)
         for value in wanted:
-            found = runs.setdefault(value, [])
-            if found and last[value] == number - 1 and found[-1].tier is tier:
-                found[-1] = Run(found[-1].start, position, updates or found[-1].updates, tier)
+            found = drafts.setdefault(value, [])
+            last = found[-1] if found else None
+            if last is not None and last.number == number - 1 and last.tier is tier:
+                last.stop, last.updates, last.number = position, updates or last.updates, number
             else:
-                found.append(Run(position, position, updates, tier))
-            last[value] = number
-    return runs
+                found.append(_Draft(position, position, updates, tier, number))
+    return {
+        value: [Run(one.start, one.stop, one.updates, one.tier) for one in found] for value, found in drafts.items()
+    }
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A `Run` that may go on; ``number``: of its last computation."""
+
+    start: int
+    stop: int
+    updates: bool
+    tier: Tier
+    number: int
 
 
 def with_updates(

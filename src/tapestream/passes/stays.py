@@ -64,14 +64,21 @@ class Stay(NamedTuple):
 
     def moved_nbytes(self, source: Tier, target: Tier) -> int:
         """What a copy between two of those moves: between a shard and the whole, the parts of other ranks."""
-        if self.divided and source.memory is target.memory:
-            return self.nbytes - self.shard
-        return self.nbytes_in(max(source, target))
+        if not self.divided:
+            return self.nbytes
+        return self.nbytes - self.shard if source.memory is target.memory else self.nbytes_in(max(source, target))
 
     def copies(self) -> Iterator[tuple[tuple[Tier, Tier], int]]:
         """The ends of each copy that it takes, in and out, and the bytes that it moves."""
         for lane in (*pairwise(self.arrive), *pairwise(self.leave)):
             yield lane, self.moved_nbytes(*lane)
+
+    @property
+    def moving_nbytes(self) -> int:
+        """Bytes that all of those move."""
+        if self.divided:
+            return sum(nbytes for _, nbytes in self.copies())
+        return self.nbytes * (max(len(self.arrive) - 1, 0) + max(len(self.leave) - 1, 0))
 
     @property
     def before_nbytes(self) -> int:
@@ -107,7 +114,7 @@ class Occupancy:
         """Count some stays more (``sign`` -1: fewer)."""
         stays = tuple(stays)
         for stay in stays:
-            if stay.divided:
+            if stay.shard and stay.divided:
                 self.before[stay.start] += sign * stay.before_nbytes
                 self.during[stay.stop] += sign * stay.after_nbytes
         rows = [(stay.start, stay.stop + 1, stay.made, sign * stay.nbytes) for stay in stays]
@@ -116,7 +123,7 @@ class Occupancy:
                 self.before[start + made : end] += nbytes
                 self.during[start:end] += nbytes
             return
-        starts, ends, made_there, sizes = np.array(rows, dtype=np.int64).T
+        starts, ends, made_there, sizes = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
         for held, first in ((self.before, starts + made_there), (self.during, starts)):
             changes = np.zeros(len(held) + 1, dtype=np.int64)
             np.add.at(changes, first, sizes)

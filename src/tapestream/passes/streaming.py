@@ -72,7 +72,8 @@ class Streaming:
         update = None if accumulate else update
         hosted = frozenset() if update is None else hosted
         stages = profile.stages
-        cut = cut_forwards(schedule, lambda k: stages[k].block != stages[k - 1].block)
+        blocks = [stage.block for stage in stages]
+        cut = cut_forwards(schedule, lambda k: blocks[k] != blocks[k - 1])
         computation = with_updates([*cut], profile, update, hosted)
         base, runs = footprint(computation, profile), runs_of(computation, profile)
         sizes = dict(block_values(profile))

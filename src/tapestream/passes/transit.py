@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tapestream.ir import Tier, Value
 from tapestream.passes.stays import Stay
@@ -22,10 +22,10 @@ class Transit:
     ended: bool = False
     leaving: int = 0
     staged: int = 0
+    outward: bool = field(init=False)
 
-    @property
-    def outward(self) -> bool:
-        return self.path[0] < self.path[-1]
+    def __post_init__(self) -> None:
+        self.outward = self.path[0] < self.path[-1]
 
     @property
     def last(self) -> bool:

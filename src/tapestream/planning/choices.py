@@ -90,7 +90,7 @@ class Candidate:
     @property
     def moved_nbytes(self) -> int:
         """Bytes that cross links in a step."""
-        return self.streaming.passing_nbytes + sum(nbytes for stay in self.moving for _, nbytes in stay.copies())
+        return self.streaming.passing_nbytes + sum(stay.moving_nbytes for stay in self.moving)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,11 @@ def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) ->
     streamings: dict[tuple[int, int, float], Streaming] = {}
     leanest: Streaming | None = None
     before: Schedule | None = None
+    slower = False
     for schedule in _schedules(tapes, terms):
-        if schedule != before:
+        if _takes(schedule, terms, slowest):  # the leanest may run each stage a hundred times
+            slower = True
+        elif schedule != before:
             before, leanest = schedule, _streaming(schedule, terms)
             looks = len(leanest.computation), int(leanest.base.during.max()), float(leanest.seconds[-1])
             leanest = streamings.setdefault(looks, leanest)
@@ -85,7 +88,7 @@ def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) ->
     first = next(((bound, candidate) for bound, candidate in ordered if candidate is not None), None)
     if first is not None:
         return best_candidate(chain([first], ordered), terms, faster_than)
-    if leanest is not None and len(worth_it) == len(streamings):
+    if leanest is not None and not slower and len(worth_it) == len(streamings):
         raise _too_small(leanest, terms)
     return None
 
@@ -96,9 +99,19 @@ def _surely_slower(tapes: Tapes, terms: Terms, seconds: float) -> bool:
     if limit is None or seconds == float("inf"):
         return False
     try:
-        return sum(compute_seconds(action, terms.profile) for action in tapes.within(Budget(limit))) >= seconds
+        return _takes(tapes.within(Budget(limit)), terms, seconds)
     except BudgetError:
         return False
+
+
+def _takes(schedule: Schedule, terms: Terms, seconds: float) -> bool:
+    """Whether the computation of ``schedule`` takes ``seconds``. It is not walked further than that."""
+    total = 0.0
+    for action in schedule if seconds < float("inf") else ():
+        total += compute_seconds(action, terms.profile)
+        if total >= seconds:
+            return True
+    return False
 
 
 def best_resident(tapes: Tapes, terms: Terms) -> Found:

@@ -125,7 +125,10 @@ class LanePair:
 
 def lane_of(source: Tier, target: Tier) -> tuple[Tier, Tier]:
     """The lane of a copy: shards go to other memories as all bytes of the device do."""
-    return (source, target) if source.memory is target.memory else (source.memory, target.memory)
+    return _LANES[source][target]
+
+
+_LANES = [[(s, t) if s.memory is t.memory else (s.memory, t.memory) for t in Tier] for s in Tier]
 
 
 class Clock:
