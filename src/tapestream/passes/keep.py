@@ -133,17 +133,21 @@ class _Room:
 
 def _take(choice: _Choice, gaps: Sequence[_Gap], held: Nbytes, taken: set[int], allowed: int) -> None:
     """Keep what is left of a choice if there is room."""
-    left = [gap for gap in choice.gaps if gap not in taken]
-    spans = [(start, stop, gaps[gap].nbytes) for gap in left for start, stop in gaps[gap].spans if start < stop]
-    for start, stop, nbytes in spans:  # the ends first: where all is full, they say so at once
-        if held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed:
-            return
-    for start, stop, nbytes in spans:
-        if np.maximum.reduce(held[start:stop]) + nbytes > allowed:
+    left = choice.gaps if taken.isdisjoint(choice.gaps) else [gap for gap in choice.gaps if gap not in taken]
+    spans = []
+    for gap in left:  # the ends first: where all is full, they say so at once
+        nbytes = gaps[gap].nbytes
+        for start, stop in gaps[gap].spans:
+            if start < stop:
+                if held[start] + nbytes > allowed or held[stop - 1] + nbytes > allowed:
+                    return
+                spans.append((held[start:stop], nbytes))
+    for part, nbytes in spans:
+        if np.maximum.reduce(part) + nbytes > allowed:
             return
     taken.update(left)
-    for start, stop, nbytes in spans:
-        held[start:stop] += nbytes
+    for part, nbytes in spans:
+        part += nbytes
 
 
 def _spared(choices: Sequence[_Choice], gaps: Sequence[_Gap], taken: set[int]) -> int:

@@ -60,11 +60,13 @@ class Stay(NamedTuple):
 
     def nbytes_in(self, tier: Tier) -> int:
         """Bytes of its copy in a tier that it passes."""
+        if not self.shard:  # as nearly all
+            return self.nbytes
         return self.shard if self.divided and tier is not Tier.DEVICE else self.nbytes
 
     def moved_nbytes(self, source: Tier, target: Tier) -> int:
         """What a copy between two of those moves: between a shard and the whole, the parts of other ranks."""
-        if not self.divided:
+        if not self.shard or not self.divided:
             return self.nbytes
         return self.nbytes - self.shard if source.memory is target.memory else self.nbytes_in(max(source, target))
 

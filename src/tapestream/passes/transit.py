@@ -23,13 +23,14 @@ class Transit:
     leaving: int = 0
     staged: int = 0
     outward: bool = field(init=False)
+    end: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outward = self.path[0] < self.path[-1]
+        self.outward, self.end = self.path[0] < self.path[-1], len(self.path) - 1
 
     @property
     def last(self) -> bool:
-        return self.hop == len(self.path) - 1
+        return self.hop == self.end
 
 
 class Gathers:

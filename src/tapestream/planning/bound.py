@@ -91,13 +91,18 @@ def _in_turn(machine: Machine, lane: tuple[Tier, Tier], apart: NDArray[np.float6
     """Copies of one lane, each with so many seconds before it, or after it, in which it cannot be made: those with the
     most of them, and the least of their seconds."""
     order = np.argsort(-apart, kind="stable")
-    nbytes = np.array([stay.moved_nbytes(*lane) for stay in stays], dtype=np.float64)[order]
+    nbytes = np.array(_moved(lane, stays), dtype=np.float64)[order]
     return float((apart[order] + np.cumsum(nbytes) / machine.link(*lane).bytes_per_second).max())
+
+
+def _moved(lane: tuple[Tier, Tier], stays: Sequence[Stay]) -> list[int]:
+    """Bytes of each of their copies."""
+    return [stay.moved_nbytes(*lane) if stay.shard else stay.nbytes for stay in stays]
 
 
 def _pair_seconds(machine: Machine, lane: tuple[Tier, Tier], there: Sequence[Stay], again: Sequence[Stay]) -> float:
     """Both directions between two tiers, one after the other or, as far as that is faster, together."""
-    copies, back = [stay.moved_nbytes(*lane) for stay in there], [stay.moved_nbytes(*lane) for stay in again]
+    copies, back = _moved(lane, there), _moved(lane, again)
     ahead, behind = machine.link(*lane), machine.link(*lane[::-1])
     if Tier.DEVICE in lane and Tier.SHARD in lane:  # one lane for both directions
         return sum(map(ahead.seconds, (*copies, *back)))

@@ -134,7 +134,7 @@ _LANES = [[(s, t) if s.memory is t.memory else (s.memory, t.memory) for t in Tie
 class Clock:
     """Seconds since the step began. ``machine`` None means that copies take no time."""
 
-    __slots__ = ("compute_seconds", "copies", "host_free", "machine", "now", "pairs", "spans", "stall_seconds")
+    __slots__ = ("compute_seconds", "copies", "host_free", "machine", "now", "pairs", "spans", "stall_seconds", "ways")
 
     def __init__(self, machine: Machine | None, tracing: bool) -> None:
         self.machine = machine
@@ -142,6 +142,7 @@ class Clock:
         self.compute_seconds = 0.0
         self.stall_seconds = 0.0
         self.pairs: dict[tuple[Tier, Tier], LanePair] = {}
+        self.ways: dict[tuple[Tier, Tier], tuple[Link, LanePair, bool]] = {}  # those that were asked for
         self.spans: list[tuple[str, str, float, float]] | None = [] if tracing else None
         self.copies: list[tuple[str, str, Job]] = []
         self.host_free = 0.0  # when the host has ended the updates that were begun
@@ -158,19 +159,18 @@ class Clock:
         no such link."""
         if self.machine is None:
             return None
-        link = self.machine.link(source, target)
+        link, pair, back = self._way(source, target)
         busy = copies * link.busy_seconds
         if busy:
             if self.spans is not None:
                 self.spans.append(("start", f"start {name}", self.now, busy))
             self.now += busy
             self.compute_seconds += busy
-        source, target = lane_of(source, target)
-        pair = self.pairs.setdefault((min(source, target), max(source, target)), LanePair())
         pair.advance(self.now)
         job = Job(link, link.latency_seconds, float(nbytes))
-        pair.add(job, back=source > target and source is not Tier.SHARD)  # other ranks have one lane for both
+        pair.add(job, back=back)
         if self.spans is not None:
+            source, target = lane_of(source, target)
             self.copies.append((f"{source.name} to {target.name}", name, job))
         return job
 
@@ -183,13 +183,23 @@ class Clock:
             self.copies.append((HOST_LANE, f"Update {name}", job))
         return job
 
+    def _way(self, source: Tier, target: Tier) -> tuple[Link, LanePair, bool]:
+        """The link of a copy, the lanes that it takes one of, and whether it is that back."""
+        found = self.ways.get((source, target))
+        if found is None:
+            assert self.machine is not None
+            one, other = lane_of(source, target)
+            pair = self.pairs.setdefault((min(one, other), max(one, other)), LanePair())
+            back = one > other and one is not Tier.SHARD  # other ranks have one lane for both
+            found = self.ways[source, target] = self.machine.link(source, target), pair, back
+        return found
+
     def wait(self, name: str, source: Tier, target: Tier, job: Job | None) -> None:
         """Compute stands still until ``job`` has ended."""
         if job is None:
             return
         if source is not target:  # else an update, whose end is known
-            source, target = lane_of(source, target)
-            self.pairs[min(source, target), max(source, target)].advance(math.inf, job)
+            self._way(source, target)[1].advance(math.inf, job)
         stall = job.end - self.now
         if stall > 0:
             if self.spans is not None:
