@@ -16,8 +16,10 @@ from tapestream.planning.allowances import allowances
 from tapestream.planning.choices import Terms
 from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
 from tapestream.planning.plan import Alternative, Plan
+from tapestream.planning.shortened import shortened
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
 from tapestream.planning.where import Where, hosted_blocks
+from tapestream.simulate import simulate
 from tapestream.system.collector import collector_off
 from tapestream.units import format_nbytes
 
@@ -32,6 +34,8 @@ _MOVING = ("superneurons", "offload")
 _MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
 _MIXED = 256  # stages; a table of n^2 numbers for each number of slots
+_DEEP = 4000  # stages with blocks; of longer chains every plan would take minutes
+_WIDTH = 500  # stages, of a chain that stands for a longer one
 _LONGEST = 300_000  # stages that `joint` is for
 
 
@@ -128,7 +132,22 @@ def make_plan(
 
 
 def _search(terms: Terms, planners_tried: Mapping[str, dict[str, object]], planner: str) -> Plan:
-    """The best that these planners, with their knobs, find for whoever asked for ``planner``."""
+    """The best that these planners, with their knobs, find for whoever asked for ``planner``: where very many blocks
+    move, for a chain of fewer, each of which stands for some of them."""
+    free = terms.profile.blocks and terms.resident is None and terms.on_disk is None
+    short = shortened(terms.profile, _WIDTH) if free and len(terms.profile) > _DEEP else None
+    if short is None:
+        return _search_all(terms, planners_tried, planner)
+    hosted = frozenset(n for n, run in enumerate(short.blocks) if not terms.hosted.isdisjoint(run))
+    found = _search_all(
+        replace(terms, profile=short.profile, keeps_inside=False, hosted=hosted), planners_tried, planner
+    )
+    schedule = short.lengthened(found.schedule, len(terms.profile))
+    simulation = simulate(schedule, terms.profile, terms.machine, terms.budget)
+    return replace(found, schedule=schedule, profile=terms.profile, simulation=simulation)
+
+
+def _search_all(terms: Terms, planners_tried: Mapping[str, dict[str, object]], planner: str) -> Plan:
     search, profile, knobs_of = _Search(terms, planners_tried), terms.profile, planners_tried
     plain = profile.without_blocks() if profile.blocks else profile
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
