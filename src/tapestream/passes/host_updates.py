@@ -1,11 +1,31 @@
 """Updates on the host, as a schedule is issued: begun when the gradient is there, ended when somebody needs the
 weights, or has to wait for nothing."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from tapestream.costs import Profile
 from tapestream.ir import Action, Free, Kind, Tier, Update, Value, Wait
 from tapestream.simulate.clock import Clock, Job
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """``blocks``: updated in HOST; ``late``: those of them whose updates go on under the next step's forward."""
+
+    blocks: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+
+    def standing_for(self, runs: Sequence[Sequence[int]]) -> "Hosted":
+        """The same of blocks that each stand for several."""
+        blocks, late = (
+            frozenset(n for n, run in enumerate(runs) if not some.isdisjoint(run)) for some in (self.blocks, self.late)
+        )
+        return Hosted(blocks, late)
+
+
+NONE_HOSTED = Hosted()
 
 
 class HostUpdates:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tapestream.costs import Profile
 from tapestream.ir import Action, Backward, Forward, Phase, PhaseKind, Record, Tier, Update, Value
-from tapestream.passes.host_updates import is_on_host
+from tapestream.passes.host_updates import NONE_HOSTED, Hosted, is_on_host
 from tapestream.passes.memory import updates_of
 from tapestream.passes.residency import UpdateMode
 from tapestream.passes.stays import blocks_of, needed_in, needs
@@ -64,11 +64,11 @@ class _Draft:
 
 
 def with_updates(
-    computation: list[Action], profile: Profile, update: UpdateMode, hosted: frozenset[int] = frozenset()
+    computation: list[Action], profile: Profile, update: UpdateMode, hosted: Hosted = NONE_HOSTED
 ) -> list[Action]:
     """The computation and the updates of every block with gradients that it runs backward through, of those ``hosted``
-    in HOST. Where ranks sum gradients, one backward later, under which the sum goes on. With ``update="step"`` updates
-    in HOST are late: of the gradients of the step before, in order of need."""
+    in HOST: late ones, of the gradients of the step before, first and in order of need. Where ranks sum gradients, one
+    backward later, under which the sum goes on."""
     last = {
         block: position
         for position, action in enumerate(computation)
@@ -78,15 +78,13 @@ def with_updates(
     }
     if update is None or not last:
         return computation
+    late = _in_order(computation, profile, last.keys() & hosted.late)
+    first = [action for block in late for action in updates_of(block, profile, Tier.HOST)]
+    computation = [computation[0], *first, *computation[1:]]
     if update == "step":
-        steps = (action for block in sorted(last.keys() - hosted) for action in updates_of(block, profile))
-        late = (
-            action
-            for block in _in_order(computation, profile, last.keys() & hosted)
-            for action in updates_of(block, profile, Tier.HOST)
-        )
-        return [computation[0], *late, *computation[1:], Phase(PhaseKind.STEP), *steps]
-    due = {position: block for block, position in last.items()}
+        steps = (action for block in sorted(last.keys() - hosted.late) for action in updates_of(block, profile))
+        return [*computation, Phase(PhaseKind.STEP), *steps]
+    due = {position + len(first): block for block, position in last.items() if block not in hosted.late}
     found: list[Action] = []
     summed: list[Action] = []
     for position, action in enumerate(computation):
@@ -96,7 +94,7 @@ def with_updates(
             summed = []
         if position in due:
             block = due[position]
-            tier = Tier.HOST if block in hosted else Tier.DEVICE
+            tier = Tier.HOST if block in hosted.blocks else Tier.DEVICE
             (found if profile.shards == 1 else summed).extend(updates_of(block, profile, tier))
     return found + summed
 

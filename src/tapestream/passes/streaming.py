@@ -22,6 +22,7 @@ from tapestream.ir import (
 )
 from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
 from tapestream.passes.divided import Divided
+from tapestream.passes.host_updates import NONE_HOSTED, Hosted
 from tapestream.passes.issue import issue
 from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, stage_nbytes
 from tapestream.passes.residency import UpdateMode
@@ -36,7 +37,7 @@ class Streaming:
     ``routes``: of the values of each kind from their home to the device (of blocks that are divided among ranks, to
     SHARD there); ``from_disk``: of those that overflow. ``sizes``: between uses. ``seconds``: of all
     computation before each action, and at the end. ``forwards``: runs of stages, recorded ones included;
-    ``passing_nbytes``: of states and saved tensors that cross links. ``hosted``: blocks that are updated in HOST.
+    ``passing_nbytes``: of states and saved tensors that cross links. ``hosted``: what is updated in HOST.
     """
 
     schedule: Schedule
@@ -53,7 +54,7 @@ class Streaming:
     seconds: NDArray[np.float64]
     forwards: int
     passing_nbytes: int
-    hosted: frozenset[int]
+    hosted: Hosted
     moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict, compare=False)  # as asked for so far
 
     @classmethod
@@ -66,11 +67,11 @@ class Streaming:
         home: HomeLike,
         update: UpdateMode,
         accumulate: bool = False,
-        hosted: frozenset[int] = frozenset(),
+        hosted: Hosted = NONE_HOSTED,
     ) -> "Streaming":
         """Terms as in `stream_parameters`."""
         update = None if accumulate else update
-        hosted = frozenset() if update is None else hosted
+        hosted = NONE_HOSTED if update is None else hosted
         stages = profile.stages
         blocks = [stage.block for stage in stages]
         cut = cut_forwards(schedule, lambda k: blocks[k] != blocks[k - 1])
@@ -132,8 +133,7 @@ class Streaming:
     def _lying(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> tuple[tuple[Value, Tier], ...]:
         there = frozenset(stay.value for stay in stays if stay.start == 0 and not stay.arrive)
         homes = {kind: route[0] for kind, route in self.routes.items()}
-        late = self.hosted if self.update == "step" else frozenset[int]()
-        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near, late))
+        return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near, self.hosted.late))
 
     @property
     def near(self) -> Tier:
@@ -189,7 +189,7 @@ class Streaming:
             yield Stay(value, nbytes, first, end)
         elif self.update is None:
             yield Stay(value, nbytes, first, last, route if self.accumulate else (), leave=route[::-1])
-        elif value.index in self.hosted:
+        elif value.index in self.hosted.blocks:
             yield Stay(value, nbytes, first, last, leave=route[::-1])
         elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))

@@ -8,6 +8,7 @@ from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import KINDS, HomeLike, home_tiers
+from tapestream.passes.host_updates import NONE_HOSTED, Hosted
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
@@ -34,7 +35,7 @@ _MOVING = ("superneurons", "offload")
 _MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
 _MIXED = 256  # stages; a table of n^2 numbers for each number of slots
-_DEEP = 4000  # stages with blocks; of longer chains every plan would take minutes
+_DEEP = 800  # stages with blocks; of longer chains every plan would take long
 _WIDTH = 500  # stages, of a chain that stands for a longer one
 _LONGEST = 300_000  # stages that `joint` is for
 
@@ -118,9 +119,12 @@ def make_plan(
     homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
     if homes[Kind.PARAMETERS] is Tier.DEVICE and profile.shards > 1:
         resident = frozenset(value for value, _ in block_values(profile))  # shards, all the time
-    hosted = hosted_blocks(profile, homes) if where == "host" and update is not None and not accumulate else frozenset()
+    hosted = NONE_HOSTED
+    if where == "host" and update is not None and not accumulate:
+        blocks = hosted_blocks(profile, homes)
+        hosted = Hosted(blocks, blocks if update == "step" else frozenset())
     if resident is not None:
-        resident = frozenset(v for v in resident if v.index not in hosted or v.kind is Kind.BUFFERS)
+        resident = frozenset(v for v in resident if v.index not in hosted.blocks or v.kind is Kind.BUFFERS)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(
         profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping, hosted
@@ -138,7 +142,7 @@ def _search(terms: Terms, planners_tried: Mapping[str, dict[str, object]], plann
     short = shortened(terms.profile, _WIDTH) if free and len(terms.profile) > _DEEP else None
     if short is None:
         return _search_all(terms, planners_tried, planner)
-    hosted = frozenset(n for n, run in enumerate(short.blocks) if not terms.hosted.isdisjoint(run))
+    hosted = terms.hosted.standing_for(short.blocks)
     found = _search_all(
         replace(terms, profile=short.profile, keeps_inside=False, hosted=hosted), planners_tried, planner
     )

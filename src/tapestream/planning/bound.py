@@ -41,30 +41,34 @@ def bound_seconds(streaming: Streaming, stays: Sequence[Stay]) -> float:
 
 
 def _host_seconds(streaming: Streaming) -> float:
-    """Of updates in HOST: each is begun when backward has made its gradient, or, where that is the step's before, ended
-    before the block runs."""
-    seconds, blocks = streaming.seconds, streaming.profile.blocks
-    updates = [(p, a) for p, a in enumerate(streaming.computation) if isinstance(a, Update) and a.tier is Tier.HOST]
-    if not updates:
-        return 0.0
-    took = np.array([blocks[action.block].part_seconds(action.part, Tier.HOST) for _, action in updates])
-    if streaming.update == "backward":
-        return float((seconds[[p for p, _ in updates]] + took[::-1].cumsum()[::-1]).max())
+    """Of updates in HOST, one after the other: each is begun when backward has made its gradient, or, where that is the
+    step's before, ended before its block runs."""
+    seconds, blocks, late = streaming.seconds, streaming.profile.blocks, streaming.hosted.late
     first = {value.index: runs[0].start for value, runs in streaming.runs.items() if value.kind is Kind.PARAMETERS}
-    return float((seconds[-1] - seconds[[first[action.block] for _, action in updates]] + took.cumsum()).max())
+    free = least = 0.0
+    for position, action in enumerate(streaming.computation if streaming.hosted.blocks else ()):
+        if not isinstance(action, Update) or action.tier is not Tier.HOST:
+            continue
+        took = blocks[action.block].part_seconds(action.part, Tier.HOST)
+        if action.block in late:
+            free += took
+            least = max(least, free + float(seconds[-1] - seconds[first[action.block]]))
+        else:
+            free = max(free, float(seconds[position])) + took
+    return max(least, free)
 
 
 def updates_on_host(schedule: Schedule, profile: Profile) -> float:
-    """Seconds of the updates in HOST; where these go on under the next forward, and of all that comes after that. 0
-    where there are none."""
-    took, after, turned, late = 0.0, 0.0, False, False
+    """Seconds of the updates in HOST; or of those that go on under the next forward, and of all that comes after that.
+    0 where there are none."""
+    took, late, after, turned = 0.0, 0.0, 0.0, False
     for action in schedule:
         turned = turned or action == Phase(PhaseKind.BACKWARD)
         if isinstance(action, Update) and action.tier is Tier.HOST:
-            took += profile.blocks[action.block].part_seconds(action.part, Tier.HOST)
-            late = late or not turned
+            seconds = profile.blocks[action.block].part_seconds(action.part, Tier.HOST)
+            took, late = took + seconds, late + (0.0 if turned else seconds)
         after += compute_seconds(action, profile) if turned else 0.0
-    return took + after if late else took
+    return max(took, late + after) if late else took
 
 
 def before_updates(schedule: Schedule, profile: Profile) -> float:

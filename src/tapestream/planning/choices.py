@@ -9,6 +9,7 @@ from itertools import accumulate
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import HomeTiers
+from tapestream.passes.host_updates import NONE_HOSTED, Hosted
 from tapestream.passes.keep import kept_between
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode, splits_a_pair, with_gradients, worthiest_first
@@ -22,8 +23,8 @@ from tapestream.planning.overflow import Overflow
 class Terms:
     """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
     not run, None for no limit. ``on_disk``: values that live there because the host has no room, None where plans
-    decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time. ``hosted``: blocks
-    that are updated in HOST, where their state and weights live; only their buffers stay on the device."""
+    decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time. ``hosted``: what is
+    updated in HOST, where its state and weights live; only buffers of it stay on the device."""
 
     profile: Profile
     budget: Budget
@@ -35,7 +36,7 @@ class Terms:
     idle_nbytes: int | None = None
     on_disk: frozenset[Value] | None = None
     keeps_inside: bool = False
-    hosted: frozenset[int] = frozenset()
+    hosted: Hosted = NONE_HOSTED
 
     @property
     def apart(self) -> bool:
@@ -102,6 +103,14 @@ class _Room:
     across: bool = False
 
 
+def streaming_of(schedule: Schedule, terms: Terms) -> Streaming:
+    """A tape with blocks that come and go on these terms."""
+    return Streaming.of(
+        schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate,
+        hosted=terms.hosted,
+    )  # fmt: skip
+
+
 def choices(streaming: Streaming, terms: Terms) -> Iterator[Candidate]:
     """The tape with several choices of what stays on the device, none when it does not fit at all."""
     limit, computation, base = terms.budget.device_nbytes, streaming.computation, streaming.base
@@ -133,7 +142,7 @@ def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
     if terms.resident is not None:
         return [_Room(terms.resident, limit)]
     order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
-    order = [value for value in order if value.index not in terms.hosted or value.kind is Kind.BUFFERS]
+    order = [value for value in order if value.index not in terms.hosted.blocks or value.kind is Kind.BUFFERS]
     if terms.apart:
         order = with_gradients(order)
     if limit is None:

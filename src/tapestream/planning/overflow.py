@@ -33,7 +33,8 @@ class Overflow:
             return frozenset()
         chosen, gone, largest = set[Value](), 0, 0
         through = len(streaming.from_disk) > 2
-        free = [v for v in lives if v.kind in kinds and (v.index not in streaming.hosted or v.kind is Kind.BUFFERS)]
+        used = streaming.hosted.blocks  # by updates there
+        free = [v for v in lives if v.kind in kinds and (v.kind is Kind.BUFFERS or v.index not in used)]
         for value in self._order(free, streaming.profile, update):
             if gone >= excess + through * self.corridor * largest:
                 break

@@ -13,7 +13,7 @@ from tapestream.passes.memory import block_values, compute_seconds
 from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.stays import Occupancy
 from tapestream.passes.streaming import Streaming
-from tapestream.planning.choices import Terms, in_order, largest_block
+from tapestream.planning.choices import Terms, in_order, largest_block, streaming_of
 from tapestream.planning.fastest import AS_FAST, SHORT, Found, best_candidate, judged_as, spared
 
 _LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
@@ -55,7 +55,7 @@ class Tapes:
 def gradients_may_stay(terms: Terms) -> bool:
     """Whether gradients of blocks may gather on the device in a backward."""
     profile, limited = terms.profile, terms.budget.device_nbytes is not None
-    gathering = limited and not terms.accumulate and terms.update != "backward" and not terms.hosted
+    gathering = limited and not terms.accumulate and terms.update != "backward" and not terms.hosted.blocks
     return gathering and len(profile) <= _GATHERING and any(block.gradient_nbytes for block in profile.blocks)
 
 
@@ -80,7 +80,7 @@ def best_split(tapes: Tapes, terms: Terms, faster_than: float = float("inf")) ->
         if _takes(schedule, terms, slowest):  # the leanest may run each stage a hundred times
             slower = True
         elif schedule != before:
-            before, leanest = schedule, _streaming(schedule, terms)
+            before, leanest = schedule, streaming_of(schedule, terms)
             looks = len(leanest.computation), int(leanest.base.during.max()), float(leanest.seconds[-1])
             leanest = streamings.setdefault(looks, leanest)
     worth_it = [(looks[2], streaming) for looks, streaming in streamings.items() if looks[2] < slowest]
@@ -202,13 +202,6 @@ def _sums(profile: Profile) -> tuple[int, int]:
     """Bytes of all gradients, and of all other block values."""
     gradients = sum(nbytes for value, nbytes in block_values(profile) if value.kind is Kind.GRADIENT)
     return gradients, sum(nbytes for _, nbytes in block_values(profile)) - gradients
-
-
-def _streaming(schedule: Schedule, terms: Terms) -> Streaming:
-    return Streaming.of(
-        schedule, terms.profile, terms.machine, home=terms.home, update=terms.update, accumulate=terms.accumulate,
-        hosted=terms.hosted,
-    )  # fmt: skip
 
 
 def _too_small(leanest: Streaming, terms: Terms) -> BudgetError:
