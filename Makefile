@@ -68,7 +68,7 @@ test: style
 
 # In a run of their own: in these processes PyTorch has a GPU. Then tests of what has to be exact anywhere.
 FAMILIES := tests/frontends/test_chain_hazards.py tests/frontends/test_join_exact.py tests/frontends/loop/test_loop_exact.py \
-  tests/frontends/test_living.py tests/frontends/test_overflow.py tests/frontends/saving/test_save_exact.py \
+  tests/frontends/test_living.py tests/frontends/test_overflow.py tests/frontends/test_update_on_host.py tests/frontends/saving/test_save_exact.py \
   tests/optim/test_streamed_optimizer.py tests/transformers/test_trials.py
 ON_SIMULATED_GPU := PYTHONPATH=tests $(PYTEST) -p simulated_gpu.plugin -o addopts="-q --strict-markers" \
   tests/gpu tests/simulated_gpu $(FAMILIES)

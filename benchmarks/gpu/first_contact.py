@@ -47,12 +47,13 @@ TABLE = (
     ("f", "everything_fits and kept_attention", 60, "speed:rows", 20),
     ("g", "8B, full fine-tuning within 12 GB", 200, "large:eight_billion", 60),
     ("h", "175B with one stored layer", 80, "large:gpt_175b", 40),
+    ("updates", "updates in RAM", 60, "updates:in_ram", 25),
     ("13b", "13B in bfloat16 with SGD", 90, "large:gpt_13b", 45),
     ("fsdp2", "beside FSDP2 with CPU offload", 150, "peers:fsdp2", 60),
     ("deepspeed", "beside DeepSpeed's ZeRO-3 with CPU offload", 150, "peers:deepspeed", 60),
 )
 """Name, title, seconds on an H100, function in `benchmarks.gpu.contact`, seconds without which it is not begun."""
-EXTRAS = ("13b", "fsdp2", "deepspeed")
+EXTRAS = ("updates", "13b", "fsdp2", "deepspeed")
 """These run with time left only: where there is none, nothing is missing."""
 
 
