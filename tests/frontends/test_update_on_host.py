@@ -4,7 +4,10 @@ import contextlib
 import copy
 import io
 import itertools
+import multiprocessing
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -513,6 +516,45 @@ def test_only_weights_and_gradients_pass_the_link() -> None:
     assert found["host"][D, H] == gradients
     assert found["host"][H, D] <= 2 * gradients
     assert found["device"][D, H] > 3 * gradients
+
+
+@pytest.mark.on_cpu("a simulated GPU is not for forked processes")
+@pytest.mark.filterwarnings("ignore:This process")  # newer Pythons warn of forks beside threads
+@pytest.mark.usefixtures("slowly")
+def test_a_forked_child_is_told(pair: tuple[Pair, Pair]) -> None:
+    """It has no thread that would end the update."""
+    _, (model, optimizer) = pair
+    steps((model, optimizer), 2)
+    ours, theirs = multiprocessing.Pipe()
+
+    def child() -> None:
+        try:
+            theirs.send(model.layers[5].linear.weight.sum().item())  # type: ignore[index, union-attr]
+        except ts.InputError as error:
+            theirs.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    assert ours.poll(20)
+    assert "that its parent was updating when it was forked" in ours.recv()
+    process.join()
+
+
+@pytest.mark.on_cpu("the program is one of its own")
+def test_a_program_that_ends_at_once_ends_well(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+from test_update_on_host import *
+from torch import nn
+model = ts.stream(nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(6))), budget="24 MiB", **OPTIONS)
+optimizer = ts.optimizer(model, torch.optim.RMSprop, where="host")
+model(torch.ones(2, 1000)).sum().backward()
+optimizer.step()
+print(under_way(model))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "6", "")
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -1,12 +1,14 @@
 """`UpdatesOnHost`: updates of blocks in RAM, one after the other, while the device goes on."""
 
+import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
-from tapestream.errors import GradientError, TapestreamError
+from tapestream.errors import GradientError, InputError, TapestreamError
 from tapestream.executor import updating
 from tapestream.executor.engines.threads import Worker
 
@@ -16,6 +18,7 @@ class UpdatesOnHost:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
+        self._process = os.getpid()
         self.under_way: dict[int, list[Future[None]]] = {}
         self._shown: dict[int, list[torch.Tensor]] = {}  # tensors of users that wait for it
 
@@ -26,7 +29,8 @@ class UpdatesOnHost:
     def begin(self, block: int, update: Callable[[], None]) -> None:
         """Let the thread call ``update`` after those that were begun before."""
         if self._worker is None:
-            self._worker = Worker("tapestream updates")
+            self._worker, self._process = Worker("tapestream updates"), os.getpid()
+            weakref.finalize(self, self._worker.close)  # at the program's end, too: not in the middle of an update
         self.under_way.setdefault(block, []).append(self._worker.submit(update))
 
     def show(self, block: int, tensors: list[torch.Tensor]) -> None:
@@ -39,6 +43,11 @@ class UpdatesOnHost:
         futures = self.under_way.get(block)
         if futures is None:
             return
+        if os.getpid() != self._process:
+            raise InputError(
+                "a forked child process asked for weights, gradients or state that its parent was updating when it was "
+                "forked; in the parent, read them (or call optimizer.state_dict()) before the child starts"
+            )
         errors = [error for error in map(Future.exception, futures) if error is not None]
         del self.under_way[block]  # not before: interrupted, it is still under way
         updating.end(self._shown.pop(block, ()))

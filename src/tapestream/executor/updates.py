@@ -11,6 +11,7 @@ from tapestream.executor import updating
 from tapestream.executor.block_regions import users_of
 from tapestream.executor.copies import BlockCopies
 from tapestream.executor.gradients import Found, GradientBook
+from tapestream.executor.interruptions import interruptions_after
 from tapestream.executor.loans import Loans
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.storage.blocks import ParameterBlock, Piece, StatePart
@@ -164,13 +165,14 @@ class Updates:
             given = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
             alone = self.updater.late and self._is_alone(block, list(given.values()))
             found = {i: gradient.detach().to("cpu") for i, gradient in given.items()}
-            for part in range(this.updates):
-                self._begin_on_host(block, part, found)
-            self.done.add(block)
-            if alone:
-                self.on_host.show(block, [*this.parameters, *given.values()])
-            else:
-                self.on_host.end(block)
+            with interruptions_after():  # else it might go on where it can be seen
+                for part in range(this.updates):
+                    self._begin_on_host(block, part, found)
+                self.done.add(block)
+                if alone:
+                    self.on_host.show(block, [*this.parameters, *given.values()])
+                else:
+                    self.on_host.end(block)
 
     def _begin_on_host(self, block: int, part: int, found: Found) -> None:
         this, run = self._copies.blocks[block], self.updater

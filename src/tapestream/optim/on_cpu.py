@@ -27,7 +27,9 @@ class GroupsOnCpu:
 
     def hold(self) -> None:
         """A step begins."""
-        self._held = [{key: _copied(value) for key, value in group.items()} for group in self._now()]
+        self._held = [
+            {key: _copied(value) for key, value in group.items()} for group in self._now()
+        ]  # rates may be tensors
 
     def let_go(self) -> None:
         """It has ended."""
@@ -59,5 +61,5 @@ def takes_fused(cls: OptimizerClass, options: Mapping[str, Any], group: Mapping[
     return True
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+def _copied(value: Any) -> Any:  # a rate may be a tensor
+    return value.clone() if isinstance(value, torch.Tensor) else value
