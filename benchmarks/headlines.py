@@ -139,6 +139,10 @@ HEADLINES = {
         "Step times as RAM and the card grow", "nothing: simulated", "what finds no room in RAM costs time, no more",
         {"": "s per step"}, ("model", "card GiB", "RAM GiB"),
     ),
+    "streaming_on_paper": Headline(
+        "Streamed steps with updates in RAM", "what binds them, simulated", "1.05 to 1.20 times, by tokens and RAM's speed",
+        {"": "over bound"}, ("model", "card GiB", "tokens", "update", "parameters/s in RAM"),
+    ),
     "ranks_scaling": Headline(
         "One model on many GPUs", "nothing: simulated", "", {}, ("model", "GPUs", "between machines", "divided among"),
     ),

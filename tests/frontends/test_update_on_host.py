@@ -396,6 +396,16 @@ def test_a_state_dict_goes_on_where_it_was(pair: tuple[Pair, Pair]) -> None:
     assert_same(everything(plain[0]), everything(model))
 
 
+def test_state_that_goes_on_elsewhere_is_said(pair: tuple[Pair, Pair]) -> None:
+    _, (model, optimizer) = pair
+    steps((model, optimizer), 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    other = ts.optimizer(model, torch.optim.AdamW, **ADAMW)
+    with pytest.warns(UserWarning, match="made with where='host' and goes on with where='device'"):
+        other.load_state_dict(saved)
+
+
 @pytest.mark.usefixtures("slowly")
 def test_a_save_is_of_whole_steps(pair: tuple[Pair, Pair], tmp_path: Path) -> None:
     plain, (model, optimizer) = pair

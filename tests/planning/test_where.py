@@ -77,6 +77,16 @@ def test_a_saved_plan_is_the_same(tmp_path: Path) -> None:
     assert again.seconds == plan.seconds
 
 
+def test_it_is_told_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = planned(1, "step", "host")
+    count = len(plan.profile.blocks)
+    assert f"updates      of {count} blocks in HOST" in str(plan)
+    plan.plot(tmp_path / "plan.svg")
+    assert "updates on HOST" in (tmp_path / "plan.svg").read_text() or (tmp_path / "plan.svg").stat().st_size > 10_000
+    assert "updates" not in str(planned(1, "step", "device"))
+
+
 def test_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     question = questions.drawn(3)
     question = replace(question, blocks=96, card=question.card * 6, ram=1e13, update="step")

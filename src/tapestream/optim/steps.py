@@ -1,5 +1,6 @@
 """`Steps`: the torch optimizer that is shown blocks, and the one that is shown the rest; the same but in RAM."""
 
+import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -70,10 +71,28 @@ class Steps:
             self._drop_blocks()
             self.rule.updated = False  # not by a backward
 
+    def saved(self) -> dict[str, Any]:
+        """What a state dict is to have beside state and groups."""
+        return self.common.saved() | ({_WHERE: "host"} if self._hosted else {})
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Take that over. Warns where blocks were updated elsewhere: their updates go on with other bits."""
+        was, now = state_dict.get(_WHERE, "device"), "host" if self._hosted else "device"
+        if was != now:
+            warnings.warn(
+                f"this optimizer's state was made with where={was!r} and goes on with where={now!r}: updates of blocks "
+                f"may have other bits from here on; for the same run, make the optimizer with where={was!r}",
+                stacklevel=4,
+            )
+        self.common.load(state_dict)
+
     def _drop_blocks(self) -> None:
         self._blocks_common.drop()
         if self._on_cpu is not None:
             self._on_cpu.let_go()
+
+
+_WHERE = "where"
 
 
 def _keeps_nothing_common(way: Way) -> bool:

@@ -215,7 +215,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         self.state.clear()
         self._showing.forget()
         self._rule.forget()
-        self._common.load(state_dict)
+        self._steps.load(state_dict)
         for parameter, found in list(loaded.items()):
             pieces = self._showing.pieces_of(parameter)
             if pieces:
@@ -244,7 +244,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             key: {name: shown(value) for name, value in entries.items()} if isinstance(key, int) else entries
             for key, entries in found["state"].items()
         }
-        return found | self._common.saved()
+        return found | self._steps.saved()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. What was thawed since the optimizer was made, and not updated since, may be given a group.

@@ -11,6 +11,7 @@ from tapestream.errors import InputError
 from tapestream.ir import MEMORIES, Action, Tier
 from tapestream.ir.timeline import Span, Timeline
 from tapestream.planning.steps import draw_stages
+from tapestream.simulate.clock import HOST_LANE
 
 _SORTS = {
     "Forward": ("forward", "#4c78a8"), "Record": ("forward, recorded", "#1b9e9e"), "Backward": ("backward", "#f58518"),
@@ -177,5 +178,7 @@ def _sort(span: Span) -> str:
         return "starting"
     if span.lane == "compute":
         return span.name.split()[0]
+    if span.lane == HOST_LANE:
+        return "Update"
     source, target = (Tier[word] for word in span.lane.split(" to "))
     return "copy in" if target < source else "copy out"

@@ -117,6 +117,7 @@ class Plan:
                 if tier is Tier.DEVICE or self._matters(tier)
             ),
             ("moved", self._moved()),
+            *self._updates(),
             *self._kept(),
             *(("would help", str(remedy)) for remedy in self.remedies),
             ("chosen", self._why()),
@@ -157,6 +158,15 @@ class Plan:
             if nbytes
         )
         return ", ".join(lanes) or "nothing"
+
+    def _updates(self) -> Iterator[tuple[str, str]]:
+        """Those in HOST, where there are any, and whose bits they have."""
+        nodes = distinct_nodes(self.schedule.root)
+        there = [one for one in nodes if isinstance(one, Update) and one.tier is Tier.HOST]
+        if there:
+            took = sum(self.profile.blocks[one.block].part_seconds(one.part, Tier.HOST) for one in there)
+            blocks = len({one.block for one in there})
+            yield "updates", f"of {blocks} blocks in HOST, {format_seconds(took)}: the bits of the optimizer on the CPU"
 
     def _kept(self) -> Iterator[tuple[str, str]]:
         """What recomputes are spared, where they are."""

@@ -87,7 +87,7 @@ def _computations(action: Action) -> int:
     match action:
         case Forward(start, stop):
             return stop - start
-        case Record() | Backward() | Update() | Phase(PhaseKind.BACKWARD):
+        case Record() | Backward() | Update(_, _, Tier.DEVICE) | Phase(PhaseKind.BACKWARD):
             return 1
         case _:
             return 0
