@@ -140,7 +140,8 @@ HEADLINES = {
         {"": "s per step"}, ("model", "card GiB", "RAM GiB"),
     ),
     "streaming_on_paper": Headline(
-        "Streamed steps with updates in RAM", "what binds them, simulated", "1.05 to 1.20 times, by tokens and RAM's speed",
+        "Streamed steps with updates in RAM", "what binds them, simulated",
+        "1.05 to 1.20 times, by tokens and RAM's speed",
         {"": "over bound"}, ("model", "card GiB", "tokens", "update", "parameters/s in RAM"),
     ),
     "ranks_scaling": Headline(

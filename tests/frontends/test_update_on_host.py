@@ -312,6 +312,91 @@ def test_who_writes_comes_after_the_step(name: str, pair: tuple[Pair, Pair]) -> 
     assert_same(everything(pair[0][0]), everything(pair[1][0]))
 
 
+class Several(list[torch.Tensor]):
+    """A list of somebody's own."""
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_list_of_another_class_is_looked_into(pair: tuple[Pair, Pair]) -> None:
+    seen = []
+    for model, optimizer in pair:
+        steps((model, optimizer), 1)
+        model(batch(5)).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.stack(Several(layer.linear.weight for layer in model.layers)).detach().cpu())  # type: ignore[union-attr]
+    assert torch.equal(*seen)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_autograd_waits_before_it_adds_to_a_gradient_that_an_update_reads(pair: tuple[Pair, Pair]) -> None:
+    for model, optimizer in pair:
+        steps((model, optimizer), 2)
+        penalty = sum((p * 2).sum() for p in model.parameters())
+        model(batch(5)).square().mean().backward()
+        optimizer.step()
+        penalty.backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(everything(pair[0][0]), everything(pair[1][0]))
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_gradient_that_is_shared_is_added_to_or_refused(pair: tuple[Pair, Pair]) -> None:
+    _, (model, optimizer) = pair
+    steps((model, optimizer), 2)
+    other = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model(batch(5)).square().mean().backward()
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    other.grad = model.layers[3].linear.weight.grad.to(other.device)  # type: ignore[index, union-attr]
+    with contextlib.suppress(RuntimeError):
+        (other * 3).sum().backward()
+    assert not any(torch.isnan(p).any() for p in model.parameters())
+    assert not all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+@pytest.mark.usefixtures("slowly")
+def test_what_looks_past_pythons_functions_finds_no_plausible_number(pair: tuple[Pair, Pair]) -> None:
+    _, (model, optimizer) = pair
+    steps((model, optimizer), 2)
+    weight = model.layers[3].linear.weight  # type: ignore[index, union-attr]
+    model(batch(5)).square().mean().backward()
+    optimizer.step()
+    assert under_way(model) == 6
+    assert torch.func.grad(lambda w: w.square().sum())(weight).isnan().all()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.sum().isnan()
+    optimizer.settle()
+    assert not weight.isnan().any()
+    assert not torch.func.grad(lambda w: w.square().sum())(weight).isnan().any()
+
+
+@pytest.mark.usefixtures("slowly")
+def test_several_threads_look_at_once(pair: tuple[Pair, Pair]) -> None:
+    (plain, reference), (model, optimizer) = pair
+    seen: list[list[torch.Tensor]] = []
+    for number in range(3):
+        steps((plain, reference), 1, number)
+        steps((model, optimizer), 1, number)
+        look = lambda: seen.append([p.detach().cpu().clone() for p in model.parameters()])  # noqa: E731
+        readers = [threading.Thread(target=look) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        expected = [p.detach().cpu() for p in plain.parameters()]
+        assert len(seen) == 3 * (number + 1)
+        for found in seen[-3:]:
+            assert_equal(expected, found)
+
+
+def data_of_gradients(model: nn.Module, optimizer: Any) -> None:
+    KEPT[:] = [torch.ones_like(p) for p in model.parameters()]
+    for p, gradient in zip(model.parameters(), KEPT, strict=True):
+        assert p.grad is not None
+        p.grad.data = gradient
+
+
 def own_gradients(model: nn.Module, optimizer: Any) -> None:
     for p in model.parameters():
         assert p.grad is not None
@@ -332,7 +417,12 @@ def scheduled(model: nn.Module, optimizer: Any) -> None:
         group["lr"] *= 0.5
 
 
-BEFORE = {"own gradients": own_gradients, "clipped": clip, "scheduled": scheduled}
+BEFORE = {
+    "own gradients": own_gradients,
+    "data of gradients": data_of_gradients,
+    "clipped": clip,
+    "scheduled": scheduled,
+}
 
 
 @pytest.mark.usefixtures("slowly")
@@ -343,6 +433,9 @@ def test_what_is_done_between_backward_and_step(name: str, pair: tuple[Pair, Pai
             model(batch(number)).square().mean().backward()
             BEFORE[name](model, optimizer)
             optimizer.step()
+            for held in KEPT:
+                held.fill_(9.0)
+            KEPT.clear()
             scheduled(model, optimizer)
             optimizer.zero_grad()
     assert_same(everything(pair[0][0]), everything(pair[1][0]))
@@ -373,12 +466,13 @@ def test_state_that_somebody_holds_is_complete_when_the_step_returns(pair: tuple
     _, (model, optimizer) = pair
     steps((model, optimizer), 2)
     weight = model.layers[3].linear.weight  # type: ignore[index, union-attr]
-    held = optimizer.state[weight]["exp_avg"]
+    held, count = optimizer.state[weight]["exp_avg"], optimizer.state[weight]["step"]
     before = held.clone()
     model(batch(5)).square().mean().backward()
     gradient = weight.grad.cpu().clone()
     optimizer.step()
     assert torch.equal(held, before.lerp(gradient, 0.1)) or torch.allclose(held, before.lerp(gradient, 0.1), rtol=1e-6)
+    assert count.item() == 3
     assert under_way(model) == 5
 
 

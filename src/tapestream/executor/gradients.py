@@ -92,6 +92,11 @@ class GradientBook:
         """Whether gradients of this backward were sent home."""
         return block in self._arrived
 
+    def lie_at_home(self, block: int, gradients: Iterable[torch.Tensor]) -> bool:
+        """Whether these lie there, not somewhere that a user has chosen."""
+        own = self._own(block)
+        return all(gradient.data_ptr() in own or not gradient.numel() for gradient in gradients)
+
     def at_home(self, block: int) -> Found:
         """Those, taken over for an update there."""
         value = Value(Kind.GRADIENT, block)

@@ -5,12 +5,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from threading import RLock
 
 import torch
 
 from tapestream.errors import GradientError, InputError, TapestreamError
-from tapestream.executor import updating
 from tapestream.executor.engines.threads import Worker
+from tapestream.executor.updating import Hidden
 
 
 class UpdatesOnHost:
@@ -20,7 +21,8 @@ class UpdatesOnHost:
         self._worker: Worker | None = None
         self._process = os.getpid()
         self.under_way: dict[int, list[Future[None]]] = {}
-        self._shown: dict[int, list[torch.Tensor]] = {}  # tensors of users that wait for it
+        self._hidden: dict[int, Hidden] = {}  # tensors of users
+        self._lock = RLock()  # users may look from several threads
 
     def uses(self, block: int) -> bool:
         """Whether an update of the block is under way."""
@@ -33,10 +35,10 @@ class UpdatesOnHost:
             weakref.finalize(self, self._worker.close)  # at the program's end, too: not in the middle of an update
         self.under_way.setdefault(block, []).append(self._worker.submit(update))
 
-    def show(self, block: int, tensors: list[torch.Tensor]) -> None:
+    def hide(self, block: int, tensors: list[torch.Tensor]) -> None:
         """Whoever looks at these waits for the updates of the block."""
-        self._shown[block] = tensors
-        updating.begin(tensors, partial(self.end, block))
+        self._hidden[block] = hidden = Hidden(tensors, partial(self.end, block))
+        hidden.hide()
 
     def end(self, block: int) -> None:
         """Wait for the updates of a block. Raises GradientError where one has failed, once."""
@@ -49,8 +51,12 @@ class UpdatesOnHost:
                 "forked; in the parent, read them (or call optimizer.state_dict()) before the child starts"
             )
         errors = [error for error in map(Future.exception, futures) if error is not None]
-        del self.under_way[block]  # not before: interrupted, it is still under way
-        updating.end(self._shown.pop(block, ()))
+        with self._lock:
+            if self.under_way.pop(block, None) is None:  # another thread has waited, too
+                return
+            hidden = self._hidden.pop(block, None)  # not before: interrupted, it is still under way
+            if hidden is not None:
+                hidden.show()
         if errors:
             raise _named(block, errors[0])
 

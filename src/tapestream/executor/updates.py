@@ -55,13 +55,14 @@ class Updater:
     """How blocks are updated: ``run`` applies the optimizer's rule in place.
 
     ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept. ``hosted``: in RAM below
-    the device, those that are not plain tensors on it; ``late``: under what the user does after a step.
+    the device, those that are not plain tensors on it; ``late``: whether those of some parameters may go on under what
+    the user does after a step (None: of none).
     """
 
     run: Callable[[Sequence[PartUpdate]], None]
     eager: bool
     hosted: bool = False
-    late: bool = False
+    late: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
 
 class Updates:
@@ -163,14 +164,14 @@ class Updates:
             this, copies = self._copies.blocks[block], self._copies
             copies.adopt_replaced(Value(Kind.PARAMETERS, block))
             given = {i: p.grad for i, p in enumerate(this.parameters) if p.grad is not None}
-            alone = self.updater.late and self._is_alone(block, list(given.values()))
+            alone = self._is_alone(block, list(given.values()))
             found = {i: gradient.detach().to("cpu") for i, gradient in given.items()}
             with interruptions_after():  # else it might go on where it can be seen
                 for part in range(this.updates):
                     self._begin_on_host(block, part, found)
                 self.done.add(block)
                 if alone:
-                    self.on_host.show(block, [*this.parameters, *given.values()])
+                    self.on_host.hide(block, [*(this.parameters[i] for i in this.trained), *given.values()])
                 else:
                     self.on_host.end(block)
 
@@ -191,8 +192,11 @@ class Updates:
 
     def _is_alone(self, block: int, gradients: Sequence[torch.Tensor]) -> bool:
         """Whether nobody has tensors over what an update reads and writes but those that can be made to wait."""
-        copies, this = self._copies, self._copies.blocks[block]
-        if not updating.can_wait([*this.parameters, *gradients]):
+        copies, this, run = self._copies, self._copies.blocks[block], self.updater
+        trained = [this.parameters[i] for i in this.trained]
+        if run is None or run.late is None or not run.late(trained) or not updating.can_wait([*trained, *gradients]):
+            return False
+        if not self._gradients.lie_at_home(block, gradients):
             return False
         states = (Value(Kind.OPTIMIZER_STATE, block, part) for part in range(this.updates))
         bases = sum(gradient._base is not None for gradient in gradients)  # which go with them

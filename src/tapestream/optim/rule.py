@@ -1,8 +1,9 @@
 """`Rule`: applies a torch optimizer to blocks, their state in the bytes that the schedule has brought."""
 
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +16,14 @@ from tapestream.storage.blocks import Piece
 
 Groups: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]]
 MASTER = "master"
+
+
+def _references() -> int:
+    """What Python counts for a value of a dict that is looked at."""
+    return max(sys.getrefcount(value) for found in ({"": object()},) for value in found.values())
+
+
+_KEPT = _references()
 
 
 @dataclass(slots=True)
@@ -122,6 +131,12 @@ class Rule:
         self.updated = False
         self._created.clear()
         self.scalars.clear()
+
+    def are_alone(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether nobody else has the tensors that are kept of their state beside what is streamed (Adam's step)."""
+        kept = (self.scalars.get(id(parameter), {}) for parameter in parameters)
+        held = (sys.getrefcount(value) > _KEPT for found in kept for value in found.values() if torch.is_tensor(value))
+        return not any(held)
 
     def _tensor_by_tensor(self, work: Sequence[PartUpdate]) -> bool:
         """Whether the optimizer's temporaries are those of one tensor, be there many or few: not in its foreach form,

@@ -48,7 +48,7 @@ class Steps:
     @property
     def updater(self) -> Updater:
         """How blocks are updated."""
-        return Updater(self.rule.run, self._eager, self._hosted, self.late)
+        return Updater(self.rule.run, self._eager, self._hosted, self.rule.are_alone if self.late else None)
 
     def begin(self) -> None:
         """A step begins, when none is under way. Raises GradientError where a backward has taken part of it with other
