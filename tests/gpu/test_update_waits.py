@@ -32,15 +32,15 @@ def _slow_updates(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     run = Rule.run
 
     def slowly(self: Any, work: Any) -> None:
+        run(self, work)  # at once: it must not come before its gradient
         memories = [part.weights for part in work if part.weights is not None]
         if threading.current_thread().name == "tapestream updates":
-            before = [memory.clone() for memory in memories]
+            after = [memory.clone() for memory in memories]
             for memory in memories:
                 memory.fill_(255)
             time.sleep(0.01)
-            for memory, was in zip(memories, before, strict=True):
-                memory.copy_(was)
-        run(self, work)
+            for memory, made in zip(memories, after, strict=True):
+                memory.copy_(made)
 
     monkeypatch.setattr(Rule, "run", slowly)
 
