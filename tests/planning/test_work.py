@@ -16,7 +16,7 @@ def test_tapes_that_take_too_long_are_not_made_ready_for_blocks(monkeypatch: pyt
     computation, its blocks need no places. (Updates, which all tapes have, are not counted.)"""
     streamed: list[float] = []
     slower: list[float] = []
-    streaming, best = split._streaming, best_split
+    streaming, best = split.streaming_of, best_split
 
     def noted(schedule: Schedule, terms: Terms) -> object:
         found = streaming(schedule, terms)
@@ -29,7 +29,7 @@ def test_tapes_that_take_too_long_are_not_made_ready_for_blocks(monkeypatch: pyt
         slower.extend(seconds for seconds in streamed if seconds >= 2 * faster_than)
         return found
 
-    monkeypatch.setattr(split, "_streaming", noted)
+    monkeypatch.setattr(split, "streaming_of", noted)
     monkeypatch.setattr("tapestream.planning.auto.best_split", split_faster_than)
     question = replace(questions.drawn(300), blocks=64, flops=2e12)
     assert question.plan() is not None

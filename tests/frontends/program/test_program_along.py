@@ -39,7 +39,7 @@ Where = list[int | None]
 def turning(monkeypatch: pytest.MonkeyPatch) -> Where:
     """At which operation calls turn out otherwise, and the bytes that there are from there on; None: as they do."""
     at: Where = [None, None]
-    of, depart, after = Courses.of, Online.depart, programs.after_trials
+    of, depart, after = Courses.of, Online.depart, programs.after_sweep
 
     def changed(self: Courses, key: Any, room: Budget) -> Known | None:
         known = of(self, key, room)
@@ -51,12 +51,12 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> Where:
     def departing(self: Online, held_nbytes: int) -> None:
         depart(self, self.budget - at[1] if at[1] else held_nbytes)
 
-    def planned(found: Any, borders: Any, untried: Any, taped: Any, tape: Any, budget: int, planner: str) -> Any:
-        return after(found, borders, untried, taped, tape, at[1] or budget, "revolve" if at[1] else planner)
+    def planned(found: Any, borders: Any, taped: Any, tape: Any, budget: int, planner: str) -> Any:
+        return after(found, borders, taped, tape, at[1] or budget, "revolve" if at[1] else planner)
 
     monkeypatch.setattr(Courses, "of", changed)
     monkeypatch.setattr(Online, "depart", departing)
-    monkeypatch.setattr(programs, "after_trials", planned)
+    monkeypatch.setattr(programs, "after_sweep", planned)
     return at
 
 
@@ -148,7 +148,7 @@ def test_a_call_that_grows_stays_within_the_budget() -> None:
 
 
 def test_where_nothing_fits_beside_the_beginning_it_says_so_and_the_next_call_is_noted() -> None:
-    weight, wide, more = torch.randn(64, 64, requires_grad=True), torch.randn(64, 512, requires_grad=True), False
+    weight, wide, more = torch.randn(64, 64, requires_grad=True), torch.randn(64, 256, requires_grad=True), False
 
     def function(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):

@@ -1,7 +1,6 @@
 """`Program.explain`: what a program saves for backward, where its code does so, and what the plan does with it."""
 
 import contextlib
-import functools
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from tapestream.frontends.below import Below
 from tapestream.frontends.program.call import Sweep, sweep
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.explanation import Explanation, Fate, SavedTensor
-from tapestream.frontends.program.plans import Prepared, after_trials, prepare
+from tapestream.frontends.program.plans import Prepared, after_sweep, prepare
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Numbers, Sizes
 from tapestream.frontends.program.watch import Online
@@ -77,14 +76,14 @@ def explained(
             "explain: the function saves nothing for backward, since nothing that it computes with requires a "
             "gradient; give it a tensor or parameters with requires_grad"
         )
-    borders = functools.cache(functools.partial(Borders, record, found.numbers, gradients_within=gradients_within))
+    borders = Borders(record, found.numbers, gradients_within=gradients_within)
     shape = record.shape()
     prepared = known if known is not None and known.shape == shape and known.fits(room) else None
-    prepared = prepared or prepare(borders(), shape, room, planner, None, below)
+    prepared = prepared or prepare(borders, shape, room, planner, None, below)
     if prepared.reversal is None:
-        cuts, reversal, _ = after_trials(found, borders, recorder, online.taped, tape, budget, planner)
+        cuts, reversal, _ = after_sweep(found, borders, online.taped, tape, budget, planner)
         prepared = Prepared(shape, None, cuts, reversal)
-    return _Planned(record, notes, borders(), prepared, budget).explanation()
+    return _Planned(record, notes, borders, prepared, budget).explanation()
 
 
 class _Notes:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import Allowance, BudgetError
@@ -149,39 +149,6 @@ def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int
         keep = needed if stage in reversal.kept else None
         turns[cut] = Turn(keep, stage in reversal.recorded, stage, needed, moves.get(stage, ()))
     return turns, reads
-
-
-class Untried(Protocol):
-    """Of a first sweep that has ended, what was guessed."""
-
-    def may_try(self) -> bool: ...
-    def try_left(self) -> bool: ...
-
-
-class Measures(Protocol):
-    """Makes `Borders` of what is known of a record, and keeps them until ``cache_clear``."""
-
-    def __call__(self) -> Borders: ...
-    def cache_clear(self) -> None: ...
-
-
-def after_trials(
-    found: Sweep, borders: Measures, untried: Untried, taped: int | None, tape: Tape, budget: int, planner: str
-) -> tuple[list[int], Reversal, int]:
-    """`after_sweep`. Where that finds no room, guesses may be too high: what calls had no room to try is tried, when
-    the tape and restart checkpoints are gone, and all that backward needs is run again. Raises BudgetError."""
-    try:
-        return after_sweep(found, borders(), taped if tape.saved else None, tape, budget, planner)
-    except BudgetError:
-        if not untried.may_try():
-            raise
-        tape.saved.clear()
-        for operation in [k for k in found.keeper.kept if k]:
-            del found.keeper.kept[operation]
-        if not untried.try_left():
-            raise
-    borders.cache_clear()
-    return after_sweep(found, borders(), None, tape, budget, planner)
 
 
 def after_sweep(

@@ -37,7 +37,7 @@ from tapestream.frontends.program.kept import tell_kept, tell_strayed
 from tapestream.frontends.program.live import Live
 from tapestream.frontends.program.modules import Opaque, places_in, taking_whole
 from tapestream.frontends.program.orders import Reversal
-from tapestream.frontends.program.plans import LOOKS, Prepared, after_trials, again, prepare
+from tapestream.frontends.program.plans import LOOKS, Prepared, after_sweep, again, prepare
 from tapestream.frontends.program.report import Report
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.sizes import Sizes
@@ -266,7 +266,7 @@ class Program:
 
             def within(freed: int) -> tuple[list[int], Reversal, int]:
                 with beside_beginning(recorder.departed):
-                    return after_trials(found, borders, recorder, watch.taped, tape, budget + freed, self.planner)
+                    return after_sweep(found, borders(), watch.taped, tape, budget + freed, self.planner)
 
             held = self._live.nbytes[Tier.DEVICE]
             plan = functools.partial(self._live.planned, key, within)
@@ -276,21 +276,21 @@ class Program:
                 cuts, reversal, slots = plan()
             if self._live.nbytes[Tier.DEVICE] < held:  # others have given way
                 room = self._live.room(found.keeper.device, below.host_nbytes())
-            shape = record.shape()  # of which more may be known now
             if not whole:
                 pass  # the end of a program: all of it is noted the next time
             elif before is None or before.shape == shape or not before.fits(room):
                 self._remember(key, prepare(borders(), shape, room, self.planner, None, below, unreached))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
-        followed = recorder.followed() if planned else None
-        lessons = None if followed is None else followed.lessons
-        replays = Replays(found, cuts, reversal, functools.partial(again, slots), tape, moves, lessons)
         nbytes = waiting[Tier.DEVICE] = held_by(found.keeper.kept.values(), found.record, tape)
-        recorded, reruns = len(reversal.recorded), reversal.reruns
-        self.report = Report(len(record), len(cuts) - 1, recorded, len(kept), nbytes, planned, reruns)
+        self.report = Report(
+            len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
+        )
         held = before.plan.peak_nbytes if planned and before is not None and before.plan is not None else nbytes
         tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded, strict=self.verify)
+        followed = recorder.followed() if planned else None
+        lessons = None if followed is None else followed.lessons
+        replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
         replays.waiting = Waiting(self._live, waiting, tape, moves)
         tape.bring, tape.begins = replays.bring, replays.begins
         self._replays = weakref.ref(replays)

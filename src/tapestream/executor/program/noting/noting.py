@@ -225,14 +225,6 @@ class Noting:
         if self.following is not None:
             self.following.heed(tensors, made)
 
-    def may_try(self) -> bool:
-        """Whether calls had no room to try what their backward takes."""
-        return self._trials.any_left
-
-    def try_left(self) -> bool:
-        """See `Trials.try_left`."""
-        return self._trials.try_left(self.record)
-
     def _before(self, k: int, measured: Measured, tensors: list[torch.Tensor]) -> None:
         self.next_nbytes = expected(measured, tensors, self._largest_nbytes)
         self.between(k, self.packs.nbytes)

@@ -1,11 +1,9 @@
 """What the calls of a kind take while they run, and while backward reverses them, beside what they leave: measured."""
 
 import sys
-from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -16,7 +14,7 @@ from tapestream.executor.program.calls.users import by_user
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.noting.numbering import Numbering
 from tapestream.executor.program.record.record import Record
-from tapestream.runner.ambient import Autocast, TorchGenerators
+from tapestream.runner.ambient import TorchGenerators
 from tapestream.storage.meter import profiling, track_memory, watch_memory
 
 _AT_ONCE = frozenset(
@@ -33,8 +31,6 @@ _SIMPLE = frozenset(
 )  # fmt: skip
 """Functions whose backward takes no more beside its gradients than the call was given and gave. Of others nobody knows:
 that of a convolution takes three times as much, of ``matrix_exp`` four times."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_Form: TypeAlias = tuple[torch.Size, tuple[int, ...], dict[str, Any]]
 _ROOM, _ROOM_SIMPLE = 6, 2
 """Times what a call is given, makes and takes, that its trial may need: all gradients of it, and what is made on the
 way, which is less than four times as much for all of torch's functions that were looked at."""
@@ -53,31 +49,11 @@ class Spare(Protocol):
     def __call__(self, nbytes: int, *, anyway: bool) -> bool: ...
 
 
-@dataclass(slots=True)
-class _Left:
-    """The ``operations`` of one kind whose backward was guessed, and what it takes to try it when their tensors are
-    gone: ``forms`` by number of a value. ``wanted``, ``gradually``: see `reverse`."""
-
-    measured: Measured
-    pattern: Pattern
-    numbers: Sequence[int]
-    forms: dict[int, _Form]
-    wanted: Sequence[bool]
-    gradually: bool
-    operations: list[int] = field(default_factory=list)
-
-    def tensors(self, record: Record) -> list[torch.Tensor]:
-        """Others of the same forms: what backward takes does not depend on the numbers in them."""
-        made = {n: torch.empty_strided(*form[:2], **form[2]).zero_() for n, form in self.forms.items()}
-        return [made[n] if n >= 0 else record.externals[~n].held for n in self.numbers]
-
-
 class Trials:
     """Measures the first call of each kind, where nobody else measures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._left: dict[int, _Left] = {}  # by id of what is measured
 
     def run(self, measured: Measured, call: Callable[[], Any]) -> Any:
         """What ``call`` gives; what it takes while it runs is ``measured``, unless torch.compile was at work in it."""
@@ -111,7 +87,10 @@ class Trials:
             reverse = self._tried(record, measured, tensors, wanted, into, numbers.made_nbytes, room)
             if measured.reverse_nbytes is None and room is not None:
                 record.untried.append(len(record) - 1)
-        _heed_behind(record, len(record) - 1, measured)
+        for place, nbytes in measured.behind_nbytes.items():
+            number = record.arguments_of(len(record) - 1)[place]
+            if number >= 0:
+                record.cotangent_nbytes[number] = max(nbytes, record.cotangent_nbytes[number])
         if measured.transient_nbytes is None:
             record.untried.append(len(record) - 1)
         transient = measured.transient_nbytes or 0
@@ -137,8 +116,7 @@ class Trials:
 
         Where ``spare`` finds no room, only what is `_SIMPLE` is left untried: of the rest a guess may be too low, and
         budgets that the plan exceeds would seem to do. A backward that does not fit here does not fit later either,
-        so what is exceeded for a moment now is hardly ever a budget that works. What is left is tried when the program
-        has ended, if its guess would have the call refused (see `try_left`). What users have written may have
+        so what is exceeded for a moment now is hardly ever a budget that works. What users have written may have
         effects, and is not run for that.
         """
         pattern = record.patterns.all[record.calls[-1]]
@@ -153,57 +131,11 @@ class Trials:
             return guess
         simple, whole = name in _SIMPLE, made + transient + sum(map(nbytes_of, tensors))
         if not spare((_ROOM_SIMPLE if simple else _ROOM) * whole, anyway=not simple) and simple:
-            self._leave(record, measured, tensors, wanted, into)
             return guess
         self.reverse(measured, pattern, tensors, wanted, into, gradually=record.inner_nbytes[-1] > 0)
         if measured.reverse_nbytes is None:
             measured.reverse_nbytes = guess
         return measured.reverse_nbytes
-
-    def _leave(
-        self,
-        record: Record,
-        measured: Measured,
-        tensors: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        into: set[int],
-    ) -> None:
-        """Take note of the last call, for `try_left`."""
-        k, plain = len(record) - 1, all(type(t) in _PLAIN and t.layout is torch.strided for t in tensors)
-        if into or not plain or Autocast.capture(self.device).enabled:
-            return
-        numbers = record.arguments_of(k)
-        forms: dict[int, _Form] = {
-            n: (t.shape, t.stride(), {"dtype": t.dtype, "device": t.device})
-            for n, t in zip(numbers, tensors, strict=True)
-            if n >= 0
-        }
-        pattern, gradually = record.patterns.all[record.calls[k]], record.inner_nbytes[k] > 0
-        left = self._left.setdefault(id(measured), _Left(measured, pattern, numbers, forms, wanted, gradually))
-        left.operations.append(k)
-
-    def try_left(self, record: Record) -> bool:
-        """Try what calls of the program, which has ended, had no room to: nothing that it held is there any more.
-        Returns whether anything is known now that was guessed."""
-        left, self._left = list(self._left.values()), {}
-        if profiling():
-            return False
-        known = set[int]()
-        for one in left:
-            self.reverse(one.measured, one.pattern, one.tensors(record), one.wanted, set(), gradually=one.gradually)
-            if one.measured.reverse_nbytes is None:
-                continue
-            for k in one.operations:
-                record.reverse_nbytes[k] = one.measured.reverse_nbytes
-                _heed_behind(record, k, one.measured)
-                known.update(() if one.measured.transient_nbytes is None else (k,))
-        record.untried = array("I", [k for k in record.untried if k not in known])
-        return any(one.measured.reverse_nbytes is not None for one in left)
-
-    @property
-    def any_left(self) -> bool:
-        """Whether there is anything for `try_left`."""
-        return bool(self._left)
 
     def reverse(
         self,
@@ -261,14 +193,6 @@ class Trials:
         finally:
             torch.set_autocast_cache_enabled(cache)
             generators.restore()
-
-
-def _heed_behind(record: Record, k: int, measured: Measured) -> None:
-    """Operation ``k`` gives gradients that hold on to more memory than they show."""
-    for place, nbytes in measured.behind_nbytes.items():
-        number = record.arguments_of(k)[place]
-        if number >= 0:
-            record.cotangent_nbytes[number] = max(nbytes, record.cotangent_nbytes[number])
 
 
 def _graphs() -> int:
