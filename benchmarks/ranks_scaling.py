@@ -7,15 +7,13 @@ so more GPUs take larger steps. ``alone``: one GPU with as much RAM as the model
 result that is there.
 """
 
-import argparse
-import json
 import shlex
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, Row, Settings, write
+from benchmarks.common import Row
+from benchmarks.simulated import asked_and_drawn
 from benchmarks.three_tiers import mark
 from benchmarks.what_to_expect import said_to
 
@@ -35,19 +33,7 @@ NETWORKS = {"100 Gb/s": "12.5GB/s", "400 Gb/s": "50GB/s"}
 
 def main() -> None:
     """Ask, write and draw."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="two rows, nothing is written")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the result that is there")
-    given = parser.parse_args()
-    if not given.draw:
-        rows = []
-        for row in asked(given.quick):
-            rows.append(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items() if key != "command"), flush=True)
-        if given.quick:
-            return
-        write("ranks_scaling", TITLE, Settings("cpu", given.quick, 1, 1, True, tempfile.gettempdir()), rows)
-    draw(json.loads((RESULTS / "ranks_scaling.json").read_text(encoding="utf-8")), PICTURE)
+    asked_and_drawn("ranks_scaling", TITLE, asked, draw, PICTURE)
 
 
 def asked(quick: bool) -> Iterator[Row]:

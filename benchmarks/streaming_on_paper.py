@@ -9,15 +9,13 @@ with the recomputes that the budget forces, bytes up and down by the link, and u
 draws it from the result that is there.
 """
 
-import argparse
-import json
 import shlex
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, Row, Settings, write, yes
+from benchmarks.common import Row, yes
+from benchmarks.simulated import asked_and_drawn
 from benchmarks.three_tiers import mark
 from benchmarks.what_to_expect import said_to
 
@@ -43,20 +41,7 @@ RATES = (8e9, 2.5e9)
 
 def main() -> None:
     """Ask, write and draw."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="two rows, nothing is written")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the result that is there")
-    given = parser.parse_args()
-    if not given.draw:
-        rows = []
-        for row in asked(given.quick):
-            rows.append(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items() if key != "command"), flush=True)
-        if given.quick:
-            return
-        chosen = Settings("cpu", given.quick, 1, 1, not given.quick, tempfile.gettempdir())
-        write("streaming_on_paper", TITLE, chosen, rows)
-    draw(json.loads((RESULTS / "streaming_on_paper.json").read_text(encoding="utf-8")), PICTURE)
+    asked_and_drawn("streaming_on_paper", TITLE, asked, draw, PICTURE)
 
 
 def asked(quick: bool) -> Iterator[Row]:
