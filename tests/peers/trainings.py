@@ -123,7 +123,8 @@ def one_process(
 def streamed(rank: int, budget: int | str, home: str, dtype: torch.dtype = torch.float32, **more: Any) -> Iterator[Any]:
     model = made(1 + rank, dtype=dtype)  # the first rank's weights are all ranks'
     more.pop("frozen", lambda one: None)(model)
-    with tempfile.TemporaryDirectory() as folder:
+    # After an error the model is still streamed, and may be writing.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         where = {"folder": folder} if home == "disk" else {}
         peers = more.pop("peers", ts.Peers())
         model = ts.stream(model, budget=budget, device="cpu", home=home, peers=peers, **where, **more)
