@@ -26,12 +26,13 @@ class Leaf:
         kind = kind_of(value)
         return cls(name) if kind is None else cls(name, kind, value.shape, value.dtype)
 
-    def fits(self, value: Any) -> bool:
-        """Whether ``value`` may stand here: leaves that are no tensors may change as they like."""
-        kind = self.kind
+    def test(self) -> Callable[[Any], bool]:
+        """Whether a value may stand here: leaves that are no tensors may change as they like. It is asked after every
+        step, and looks nothing up."""
+        kind, shape, dtype = self.kind, self.shape, self.dtype
         if kind is None:
-            return _plain(value)
-        return isinstance(value, kind) and value.shape == self.shape and value.dtype == self.dtype
+            return _plain
+        return lambda value: isinstance(value, kind) and value.shape == shape and value.dtype == dtype
 
     def __str__(self) -> str:
         return "no tensor" if self.kind is None else f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -56,16 +57,18 @@ class Form:
         pairs, spec = pytree.tree_flatten_with_path(tree)
         parts = tuple(Leaf.of(what + pytree.keystr(path), value) for path, value in pairs)
         if spec.is_leaf():
-            return cls(spec, parts, _alone, _only, parts[0].fits)
+            return cls(spec, parts, _alone, _only, parts[0].test())
         flat = spec.num_nodes == len(parts) + 1 == spec.num_children + 1  # the children are leaves, and nothing else
         if flat and type(tree) in (tuple, list):
             return cls(spec, parts, _itself, type(tree), _row(type(tree), parts))
         if flat and type(tree) is dict:
             return _of_dict(spec, parts, tuple(tree))
 
+        tests = [part.test() for part in parts]
+
         def matches(other: Any) -> bool:
             leaves, found = pytree.tree_flatten(other)
-            return found == spec and all(part.fits(leaf) for part, leaf in zip(parts, leaves, strict=True))
+            return found == spec and all(test(leaf) for test, leaf in zip(tests, leaves, strict=True))
 
         nested = _nested(tree, iter(parts))
         leaves = pytree.tree_leaves if nested is None else spec.flatten_up_to
@@ -89,7 +92,7 @@ class Form:
         for part, leaf in zip(self.parts, leaves, strict=True):
             if not pytree.tree_is_leaf(leaf):
                 return structure
-            if not part.fits(leaf):
+            if not part.test()(leaf):
                 return f"{part.name} = {Leaf.of(part.name, leaf)} instead of {part}"
         return "the same structure"
 
@@ -135,7 +138,7 @@ def _itself(tree: Any) -> Any:
 
 
 def _row(kind: type[tuple[Any, ...]] | type[list[Any]], parts: tuple[Leaf, ...]) -> Callable[[Any], bool]:
-    # One test a leaf written out, as it runs after every step: `Leaf.fits` would double its price.
+    # One test a leaf written out, as it runs after every step: `Leaf.test` would double its price.
     tests: tuple[tuple[Any, Any, Any], ...] = tuple((part.kind, part.shape, part.dtype) for part in parts)
 
     def matches(tree: Any) -> bool:
@@ -159,7 +162,7 @@ def _nested(tree: Any, parts: Iterator[Leaf]) -> Callable[[Any], bool] | None:
     """
     kind = type(tree)
     if pytree.tree_is_leaf(tree):
-        return next(parts).fits
+        return next(parts).test()
     if kind not in (tuple, list, dict):
         return None
     keys, among = (tuple(tree), frozenset(tree)) if kind is dict else (None, frozenset())

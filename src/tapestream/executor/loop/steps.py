@@ -7,6 +7,7 @@ as from plain autograd: each recorded stage is seeded with the sum of all later 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tapestream.errors import GradientError, InputError
 from tapestream.executor.loop.keep import Keeper, Kept
 from tapestream.executor.loop.stand_ins import StandIns
 from tapestream.executor.loop.sweep import NAME, Sweeps, paired
-from tapestream.executor.loop.traits import Body
+from tapestream.executor.loop.traits import Body, Source
 from tapestream.runner.graph import next_sequence_number, numbered_here, reached_leaves
 from tapestream.runner.guards import drop_hooks, mark
 from tapestream.runner.state import replica
@@ -70,12 +71,14 @@ class TensorSteps(Sweeps):
             inside, inputs = self._guarded(state, self.traits.requires if first else self.traits.requires_first)
             tape = _Tape(inputs, [], [], [])
             after = inside
-            xs = iter(self._fresh_inputs(first, last, tape))
+            xs = repeat(()) if self.body.source is None else self._fresh_inputs(self.body.source, first, last, tape)
+            matches = self.form.matches
             roots: list[torch.Tensor] = []
             for step, (after, output) in enumerate(self._run(inside, xs, first, last), first):
                 if self.body.sink is not None:
                     self._note_output(step, last, output, tape, roots)
-                self.form.check(after, step)
+                if not matches(after):
+                    raise self.form.changed(after, step)
         live = self.stands.originals_out(self.form.leaves(after))
         tape.edges, state = self._closed(live, last)
         self._look(live, roots, inside, tape, since)
@@ -188,12 +191,7 @@ class TensorSteps(Sweeps):
             leaves[i] = fresh[id(leaf)]
         return self.form.build(leaves), places
 
-    def _fresh_inputs(self, first: int, last: int, tape: _Tape) -> Iterator[tuple[Any, ...]]:
-        source = self.body.source
-        if source is None:
-            for _ in range(first, last):
-                yield ()
-            return
+    def _fresh_inputs(self, source: Source, first: int, last: int, tape: _Tape) -> Iterator[tuple[Any, ...]]:
         for step, x in enumerate(source.read(first, last), first):
             if source.differentiable:
                 x, tensors = source.fresh(x)

@@ -28,7 +28,7 @@ _GENERATORS_NBYTES = 5_100
 _MOST_PLANS = 64
 _UNKNOWN_STEPS = 100
 """Of a run whose length is not known."""
-_SECONDS_OF_A_MEASUREMENT, _SECONDS_OF_A_NODE, _SHARE = 3e-4, 1e-5, 0.005
+_SECONDS_OF_A_MEASUREMENT, _SECONDS_OF_A_NODE, _SHARE = 4e-4, 1e-5, 0.002
 
 
 @dataclass(slots=True)
