@@ -21,6 +21,7 @@ from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
 from tapestream.optim.steps import Steps
 from tapestream.planning.where import check_where
+from tapestream.runner.stage import modules_below
 
 Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -297,14 +298,15 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             self._steps.let_go()
 
     def _late(self) -> dict[str, torch.Tensor]:
-        named = self._handle.model.named_parameters() if self._takes_all else ()
+        every = (p for m in modules_below(self._handle.model) for p in m._parameters.values() if p is not None)
+        late = self._takes_all and any(p.requires_grad and id(p) not in self._mine for p in every)  # a fast look first
+        named = self._handle.model.named_parameters() if late else ()
         return {name: p for name, p in named if p.requires_grad and id(p) not in self._mine}
 
     def _follow_gradients(self) -> bool:
         """Take over what has a gradient and no place for the state that a step would make: it was thawed between two
         forwards, or the gradient was made by hand. Returns whether there was any."""
-        late = any(p.grad is not None for p in self._late().values())
-        if not (late or self._arrangement.cannot_step()):
+        if not (any(p.grad is not None for p in self._late().values()) or self._arrangement.cannot_step()):
             return False
         self._handle.check_idle("step(), with gradients of parameters that were frozen when the last forward began,")
         return self.follow(live=False)

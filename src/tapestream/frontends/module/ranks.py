@@ -2,7 +2,7 @@
 elsewhere."""
 
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,12 +93,12 @@ class Ranks:
         agreement = self.exchange.agreement
         return buffers_nbytes(every, agreement.size) + agreement.told_nbytes
 
-    def followed(self, parameters: Sequence[nn.Parameter]) -> OutsideSums:
+    def followed(self, parameters: Iterable[nn.Parameter]) -> OutsideSums:
         """For a call that begins: who sums gradients of ``parameters``, which are in no block that moves."""
         self.outside.follow(parameters)
         return self.outside
 
-    def check_step(self, parameters: Sequence[nn.Parameter], optimizer: StreamedOptimizer | None) -> None:
+    def check_step(self, parameters: Iterable[nn.Parameter], optimizer: StreamedOptimizer | None) -> None:
         """Raise GradientError, on every rank, where gradients of ``parameters`` are not the same on all, InputError
         where options of the optimizers are not."""
         self.outside.fail()

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class Streamed:
         self.store.adopt_replaced()
         self.store.gradients.leave()
         self.store.copies.staying = prepared.at_step
-        outside = self.ranks.followed([*self.outside_parameters(), *self.pinned.parameters()])
+        outside = self.ranks.followed(chain(self.outside_parameters(), self.pinned.parameters()))
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states, outside)
         self.last = prepared
         try:
@@ -331,11 +332,11 @@ class Streamed:
         """See `run_step`."""
         run_step(self, anew=anew)
 
-    def outside_parameters(self) -> list[nn.Parameter]:
+    def outside_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that belong to no block and are no tables: they stay on the device."""
         inside = {id(p) for block in self.store.blocks for p in block.parameters}
         inside |= set(map(id, self.homes.tables.parameters))
-        return [p for p in self.model.parameters() if id(p) not in inside]
+        yield from (p for p in self.model.parameters() if id(p) not in inside)
 
     def home_nbytes(self) -> dict[Tier, int]:
         """Bytes held in each tier now."""

@@ -196,12 +196,11 @@ def held_by(kept: Iterable[Kept], record: Record, tape: Tape, live: Iterable[tor
     """Bytes that restart checkpoints, the tape and a ``live`` state hold beside what is the caller's, each storage
     once."""
     held = held_nbytes(kept, record)
-    others = {e.tensor.untyped_storage()._cdata for e in record.externals if e.tensor.layout is torch.strided}
     saved = (tensor for found in tape.saved.values() for tensor, _ in found)
-    for tensor in (*saved, *live):
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            held[storage._cdata] = 0 if storage._cdata in others else storage_nbytes(storage)
+    there = [tensor.untyped_storage() for tensor in (*saved, *live) if tensor.layout is torch.strided]
+    if there:
+        others = {e.tensor.untyped_storage()._cdata for e in record.externals if e.tensor.layout is torch.strided}
+        held |= {s._cdata: 0 if s._cdata in others else storage_nbytes(s) for s in there}
     return sum(held.values())
 
 

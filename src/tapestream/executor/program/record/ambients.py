@@ -14,6 +14,7 @@ from tapestream.runner.kernels import FOR_ATTENTION, FOR_PRODUCTS, GUARDED, KERN
 from tapestream.runner.modes import Dispatching, dispatching, exchange, modes_entered, others
 
 _C: Any = torch._C
+_functions, _dispatches = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
 
 
 _GUARD: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "GlobalStateGuard", None)
@@ -45,16 +46,16 @@ class Ambients:
 
     def now(self, epoch: int) -> int:
         """The number of what holds now; ``epoch``: see `Ambient`. Raises InputError in inference mode."""
-        modes = others() if _C._len_torch_function_stack() else ()
+        modes = others() if _functions() else ()
         answers = [*map(operator.call, self._questions)]
-        seen = answers, epoch, modes, dispatching() if _C._len_torch_dispatch_stack() else ()
+        seen = answers, epoch, modes, dispatching() if _dispatches() else ()
         if seen != self._last:  # comparing is cheaper than a hash
             self._last, self.number = seen, self._number_of(*seen)
         return self.number
 
     def guard(self, epoch: int) -> None:
         """From now on, `hold` tells whether what `now` was just asked for holds."""
-        if _GUARD is not None and not (_C._len_torch_function_stack() or _C._len_torch_dispatch_stack()):
+        if _GUARD is not None and not (_functions() or _dispatches()):
             answers = [*map(operator.call, self._always)], [*map(operator.call, self._products)]
             self._guard, self._guarded = _GUARD(), (epoch, *answers)
 
@@ -63,7 +64,7 @@ class Ambients:
         guard = self._guard
         if guard is None or not guard.check():
             return False
-        if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack():
+        if _functions() or _dispatches():
             return False
         at, always, precisions = self._guarded
         if epoch != at or [*map(operator.call, self._always)] != always:

@@ -44,17 +44,17 @@ class Tape:
         if isinstance(handle, tuple):
             return still(*handle)
         operation, place = divmod(handle, PLACES)
-        if self.running is not None and operation == self.running[0]:
-            return still(*self.running[1][place])
         asked = self._asked
-        if operation != asked.operation or asked.saved[place] is _DONE:
+        if operation != asked.operation or (saved := asked.saved[place]) is _DONE:
             del asked  # nothing holds what is done with while other stretches run again
             asked = self._ask(operation, place)
-        tensor = still(*asked.saved[place])
+            saved = asked.saved[place]
+        tensor = still(*saved)
         if asked.left:
-            asked.saved[place] = _DONE
             asked.left &= ~(1 << place)
-            if not asked.left:
+            if asked.left:
+                asked.saved[place] = _DONE
+            else:
                 self._asked = _NOBODY
                 self.saved.pop(operation, None)
         return tensor
@@ -72,20 +72,25 @@ class Tape:
     def _ask(self, operation: int, place: int) -> "_Asked":
         """Another operation than the last one asks, or one that was done with what it asks for."""
         with self._lock:
-            if (task := _current_task()) != self._task and task >= 0:
+            if self.begins is None:  # the program runs
+                if self.running is not None and operation == self.running[0]:
+                    return _Asked(operation, self.running[1], 0)
+            elif (task := _current_task()) != self._task and task >= 0:
                 self._task = task
-                if self.begins is not None:
-                    self.begins()
+                self.begins()
             while self.saved and next(reversed(self.saved)) > operation:
                 self.saved.popitem()  # some of it nobody has asked for, or ever will
-            if operation in self.saved and self.saved[operation][place] is _DONE:
+            saved = self.saved.get(operation)
+            if saved is not None and saved[place] is _DONE:
+                saved = None
                 del self.saved[operation]
-            if operation < self.heed or operation not in self.saved:
+            if saved is None or operation < self.heed:
                 if self.bring is None:
                     raise inside()
                 self._asked = _NOBODY
+                del saved
                 self.bring(operation)
-            saved = self.saved[operation]
+                saved = self.saved[operation]
             once = self.often is not None and operation not in self.often
             self._asked = asked = _Asked(operation, saved, (1 << len(saved)) - 1 if once else 0)
             return asked

@@ -147,14 +147,14 @@ class ProgramSteps:
         todo, self._most = None if go_on else self._todo(first, end, live), -1
 
         def pack(tensor: torch.Tensor) -> int:
-            saved = tensor.detach(), tensor._version
-            if self._running is not None:
-                self._running.append(saved)
             if into is not None:
-                into.append(saved)
+                into.append((tensor.detach(), tensor._version))
                 if len(into) == self._most:
                     raise _Enough
-            return 0 if self._running is None else len(self._running)
+            if self._running is None:
+                return 0
+            self._running.append((tensor.detach(), tensor._version))
+            return len(self._running)
 
         values, left = self._entered(live, first, end)
         own = {} if go_on else live.saves
@@ -213,7 +213,7 @@ class ProgramSteps:
         own: dict[int, Saved],
     ) -> None:
         record = self.program
-        last_use, externals, idle = record.last_use, record.externals, record.idle
+        last_use, externals, idle, digests = record.last_use, record.externals, record.idle, record.digests
         before = -1
         for k in range(first, end):
             what = (SKIP if k in idle else RUN) if todo is None else todo[k - first]
@@ -223,7 +223,7 @@ class ProgramSteps:
                     enter(record.ambients[record.ambient[k]])
                     before = record.ambient[k]
                 made = self._made(k, values, numbers, what, into)
-                if what == RUN and record.digests is not None:
+                if digests is not None and what == RUN:
                     as_before(record, k, made)
                 results = record.results_of(k) if what == RUN else ()
                 if len(made) != len(results):
@@ -248,7 +248,7 @@ class ProgramSteps:
     ) -> list[torch.Tensor]:
         """The results of operation ``k``; none where only what it saves is asked for."""
         record = self.program
-        pattern, hidden = record.pattern(k), record.hidden.get(k)
+        pattern = record.pattern(k)
         outside = {n: self._outside(n, k) for n in numbers if n not in values}  # one object, however often it is given
         tensors = [values[n] if n in values else outside[n] for n in numbers]
         if record.switched:  # a copy in a restart checkpoint has the need of when it was kept
@@ -257,19 +257,26 @@ class ProgramSteps:
                 t if n >= 0 else _needing(t, needs.get(n, record.externals[~n].requires))
                 for t, n in zip(tensors, numbers, strict=True)
             ]
-        if hidden is not None:
-            hidden.check(name_of(record, k), pattern.foreign)
+        if k in record.hidden:
+            return self._of_users(k, tensors, what, into)
+        if what == SAVE:
+            self._save(k, pattern, tensors, into)
+            return []
+        return _called(record, k, iter(tensors))
+
+    def _of_users(self, k: int, tensors: Sequence[torch.Tensor], what: int, into: Saved | None) -> list[torch.Tensor]:
+        """Of users' code, which may differentiate inside."""
+        pattern, hidden = self.program.pattern(k), self.program.hidden[k]
+        hidden.check(name_of(self.program, k), pattern.foreign)
+        self._running = []
         try:
-            self._running = None if hidden is None else []
             if what == SAVE:
-                assert into is not None
                 self._save(k, pattern, tensors, into)
                 return []
-            made = _called(record, k, iter(tensors))
+            made = _called(self.program, k, iter(tensors))
         finally:
             self._running = None
-        if hidden is not None:
-            hidden.check(name_of(record, k), pattern.foreign)
+        hidden.check(name_of(self.program, k), pattern.foreign)
         return made
 
     def _unpack(self, place: int) -> torch.Tensor:
@@ -277,8 +284,9 @@ class ProgramSteps:
             raise inside()
         return still(*self._running[place - 1])
 
-    def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved) -> None:
+    def _save(self, k: int, pattern: Pattern, tensors: Sequence[torch.Tensor], into: Saved | None) -> None:
         """Into ``into``, which is empty, what operation ``k`` saves of what it is given."""
+        assert into is not None
         known = None if self._lessons is None else self._lessons.saved(k, pattern, tensors)
         if known is not None:
             into += known
@@ -293,14 +301,14 @@ class ProgramSteps:
     def _outside(self, number: int, k: int) -> torch.Tensor:
         if number >= 0:
             raise ScheduleError(f"value {number} is not there")
-        one, settled = self.program.externals[~number], self.program.settled
-        if one.storage in self.program.unread.storages or k in settled.aside:
-            return one.held.clone()  # to be written into again, whatever it holds
-        # Never the tensor itself where a replay may write into it.
-        if one.storage in self.program.writes and one.storage not in settled.storages:
-            raise ScheduleError(
-                f"no restart checkpoint holds a tensor of shape {tuple(one.tensor.shape)} that the program writes into"
-            )
+        program, one = self.program, self.program.externals[~number]
+        if program.writes:
+            if one.storage in program.unread.storages or k in program.settled.aside:
+                return one.held.clone()  # to be written into again, whatever it holds
+            # Never the tensor itself where a replay may write into it.
+            if one.storage in program.writes and one.storage not in program.settled.storages:
+                shape = tuple(one.tensor.shape)
+                raise ScheduleError(f"no restart checkpoint holds a tensor of shape {shape} that is written into")
         tensor = one.again()
         if tensor.requires_grad and not one.leaf and tensor.is_leaf and self._tells_leaves:
             return Guard.apply(self._root, tensor.detach(), NAME)  # type: ignore[no-any-return, no-untyped-call]

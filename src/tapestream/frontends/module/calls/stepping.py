@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -35,7 +36,7 @@ def run_step(handle: "Streamed", *, anew: bool) -> None:
     with handle._live.working():
         handle._forward_only.end()
         handle.store.settle()
-        handle.ranks.check_step([*handle.outside_parameters(), *handle.pinned.parameters()], handle.optimizer)
+        handle.ranks.check_step(chain(handle.outside_parameters(), handle.pinned.parameters()), handle.optimizer)
         handle.store.updates.done.clear()
         handle._allocator.begins()
         prepared = handle.last
