@@ -1,5 +1,6 @@
 """Which device is it, and what can it do?"""
 
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,11 @@ def default_generators() -> tuple[torch.Generator, ...]:
 
 def seeding_functions() -> tuple[tuple[Any, str], ...]:
     """Modules, and names in them of functions that seed or set the default generators of accelerators."""
-    found = _present()
+    return _seeding_functions(_present())
+
+
+@functools.cache
+def _seeding_functions(found: torch.device | None) -> tuple[tuple[Any, str], ...]:
     module = module_of(torch.device("cuda") if found is None else found)
     places = (module, getattr(module, "random", module))
     names = ("manual_seed", "manual_seed_all", "set_rng_state")

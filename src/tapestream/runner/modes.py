@@ -8,7 +8,6 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack as _modes
-from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -32,12 +31,18 @@ def others() -> tuple[Any, ...]:
     return tuple(mode for mode in modes_entered() if not getattr(mode, "only_watches", False))
 
 
+take_off: Callable[[], Any] = _C._pop_torch_function_stack
+"""Leave the function mode that was entered last, and give it."""
+put_on: Callable[[Any], None] = _C._push_on_torch_function_stack
+"""Enter a function mode that was taken off."""
+
+
 def exchange(new: Sequence[Any]) -> None:
     """Have the function modes ``new`` in place of those that are entered."""
     for _ in range(_C._len_torch_function_stack()):
-        _pop_mode()  # type: ignore[no-untyped-call]
+        take_off()
     for one in new:
-        _push_mode(one)  # type: ignore[no-untyped-call]
+        put_on(one)
 
 
 def saving_entered() -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from tapestream.costs import Budget
 from tapestream.errors import BudgetError, GradientError
+from tapestream.executor.program.noting.along import Along
 from tapestream.frontends.program import program as programs
 from tapestream.frontends.program.courses import Courses, Known
 from tapestream.frontends.program.program import Program
@@ -45,8 +46,9 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> Where:
         known = of(self, key, room)
         if known is None or at[0] is None:
             return known
-        functions = [*known.course.functions[: at[0]], *[object()] * (len(known.course.functions) - 1 - at[0]), None]
-        return replace(known, course=replace(known.course, functions=functions))
+        calls = known.course.calls
+        others = [one._replace(function=object()) for one in calls[at[0] : -1]]
+        return replace(known, course=replace(known.course, calls=[*calls[: at[0]], *others, calls[-1]]))
 
     def departing(self: Online, held_nbytes: int) -> None:
         depart(self, self.budget - at[1] if at[1] else held_nbytes)
@@ -99,6 +101,42 @@ def test_from_the_second_call_on_nothing_is_noted(noted: list[Any]) -> None:
     assert program.report is not None
     assert program.report.planned
     assert program.plan is not None
+
+
+def test_calls_that_need_no_close_look_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, closely = Loop(), list[Any]()
+    call = Along.call
+
+    def counted(self: Along, function: Any, *given: Any) -> Any:
+        closely.append(function)
+        return call(self, function, *given)
+
+    monkeypatch.setattr(Along, "call", counted)
+    program = Program(loop, budget="16MiB")
+    assert all(loop.agrees(program) for _ in range(3))
+    closely.clear()
+    assert loop.agrees(program)
+    assert len(closely) <= 8
+
+
+def test_what_others_put_in_place_of_seeding_between_calls_is_called_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seeds = Loop(noise=0.1), list[int]()
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        torch.random.manual_seed(3)
+        return loop(h)
+
+    program, seed = Program(function, budget="16MiB"), torch.random.manual_seed
+    assert all(agree(function, program, [loop.weight], lambda: (loop.x,)) for _ in range(2))
+
+    def ours(number: int) -> torch.Generator:
+        seeds.append(number)
+        return seed(number)
+
+    monkeypatch.setattr(torch.random, "manual_seed", ours)
+    program(loop.x).backward()
+    assert seeds == [3]
+    assert torch.random.manual_seed is ours
 
 
 def test_where_there_is_less_room_all_is_noted(noted: list[Any]) -> None:
@@ -401,7 +439,7 @@ def test_random_programs_that_turn_out_otherwise_anywhere(seeds: range, turning:
         assert agree(function, program, leaves, make, seed)
         assert agree(function, program, leaves, make, seed)
         ((key, known),) = program._courses._known.items()
-        n = len(known.course.functions) - 1
+        n = len(known.course.calls) - 1
         for k in rng.sample(range(n + 1), 5):
             for nbytes in (None, 1):
                 program._courses._known[key] = known

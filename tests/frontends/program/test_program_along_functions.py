@@ -11,6 +11,7 @@ from side_by_side import hear_noted, outcome, same
 
 import tapestream as ts
 from tapestream.errors import BudgetError
+from tapestream.executor.program.noting.along import Along
 from tapestream.frontends.program.program import Program
 from tapestream.ir import Tier
 
@@ -300,3 +301,24 @@ def test_a_custom_operation_that_keeps_tensors_on_its_context_is_counted(
             assert net.agrees(program)
         assert noted
         program.exceeded._said.clear()  # it would be said once
+
+
+def test_what_functions_save_by_their_context_is_not_heard_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, heard = torch.randn(SIDE, SIDE, requires_grad=True), list[Any]()
+    hear = Along._heard
+
+    def counted(self: Along, function: Any, *given: Any) -> Any:
+        heard.append(function)
+        return hear(self, function, *given)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10 * STEPS):
+            x = Spike.apply(x @ weight, 2.0)
+        return x.sum()
+
+    program = Program(function, budget="16MiB")
+    for _ in range(3):
+        program(torch.ones(ROWS, SIDE)).backward()
+    heard.clear()
+    program(torch.ones(ROWS, SIDE)).backward()
+    assert len(heard) <= 8

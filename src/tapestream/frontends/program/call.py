@@ -62,8 +62,10 @@ def sweep(function: Callable[[], Any], record: Record, keeper: Keeper, recorder:
     """Run the program. Raises InputError and GradientError for what could not be differentiated by replays."""
     with algorithms_not_tried(keeper.device), recorder.listening():
         result = function()
-    recorder.flush()
     found = found_in(result)
+    if recorder.along is not None:
+        return Sweep(result, record, keeper, [], {})
+    recorder.flush()
     shown = [*found, *(t._base for t in found if t._base is not None)]
     numbered = {n: t for t in shown if (n := recorder.numbers.of(t)) is not None and n >= 0}
     results = {id(t) for t in found}

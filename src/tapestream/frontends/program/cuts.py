@@ -40,10 +40,14 @@ class Borders:
     `Program`.
     """
 
-    def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
+    def __init__(
+        self, record: Record, results: Iterable[int], *, gradients_within: bool = False, once: bool = True
+    ) -> None:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
+        self._lasting = self.sizes.lasting() if once else []
+        self._counted = self.sizes.without(self._lasting) if self._lasting else self.sizes
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -75,7 +79,7 @@ class Borders:
 
         ``timed`` False: the cost is bytes alone, without measured seconds, so that every call finds the same.
         """
-        n, sizes = len(self.record), self.sizes
+        n, sizes = len(self.record), self._counted
         found = {0, n, *(k for k in must if self.allowed[k])}
         if n <= most:
             return sorted({*found, *numpy.flatnonzero(self.allowed).tolist()})
@@ -96,7 +100,7 @@ class Borders:
         """Borders of stretches of which the last saves about ``last_nbytes`` bytes, and each one ``growth`` times as
         much as the next, where little is alive: what is kept for the later ones is gone when an earlier one is
         reversed, which may then need more."""
-        n, sizes = len(self.record), self.sizes
+        n, sizes = len(self.record), self._counted
         saved = numpy.concatenate(([0], numpy.cumsum(sizes.saved())))
         found, end, size = [n], float(saved[-1]), max(1.0, last_nbytes)
         while end > size:
@@ -118,7 +122,7 @@ class Borders:
         return min(tried, key=lambda cuts: (self._largest(cuts), len(cuts)))
 
     def _largest(self, cuts: Sequence[int]) -> int:
-        return max(one.saved for one in stages_of(self.sizes, list(cuts)))
+        return max(one.saved for one in stages_of(self._counted, list(cuts)))
 
     def needed_seconds(self, first: int, end: int, there: Container[int] = (), saves: Container[int] = ()) -> float:
         """Seconds of what has to run again of a stretch, of which the values ``there`` are kept, and what the
@@ -150,10 +154,10 @@ class Borders:
         """What operation ``k`` makes that takes memory and stays as it is: storages by value."""
         record = self.record
         new = {n: record.storage[n] for n in record.results_of(k) if n >= 0 and record.birth[n] == k}
-        return {n: one for n, one in new.items() if one not in record.writes and self.sizes.nbytes[one]}
+        return {n: one for n, one in new.items() if one not in record.writes and self._counted.nbytes[one]}
 
     def _nbytes(self, storages: Iterable[int]) -> dict[int, int]:
-        return {storage: int(self.sizes.nbytes[storage]) for storage in storages}
+        return {storage: int(self._counted.nbytes[storage]) for storage in storages}
 
     def alive_at(self, border: int) -> frozenset[int]:
         """Storages of values in the state there."""
@@ -162,12 +166,12 @@ class Borders:
 
     def tail_nbytes(self, start: int, end: int) -> int:
         """Bytes that keeping what a stretch saves takes, with the states that its backward reads."""
-        (one,), alive = stages_of(self.sizes, [start, end]), self.sizes.alive
+        (one,), alive = stages_of(self._counted, [start, end]), self._counted.alive
         return one.saved + int(one.reads_input and alive[start]) + int(one.reads_output and alive[end])
 
     def profile(self, cuts: Sequence[int]) -> Profile:
         """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""
-        sizes, draws = self.sizes, self.record.draws_nbytes
+        sizes, draws = self._counted, self.record.draws_nbytes
         both = (sizes.seconds(), sizes.reversing_seconds())
         seconds, reversing = (numpy.concatenate(([0.0], numpy.cumsum(one))) for one in both)
         stages = []
@@ -195,7 +199,8 @@ class Borders:
         # State 0 and the generators that backward is to leave as they were are there all the time; and copies of what
         # is never read until that is known for sure.
         initial, unread = int(sizes.alive[0]), sum(self.record.storage_nbytes[s] for s in self.record.unread.storages)
-        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread)
+        lasting = int(self.sizes.nbytes[self._lasting].sum())
+        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread + lasting)
 
 
 def binomial_slots(profile: Profile, budget: int) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,19 +12,29 @@ from torch.utils import _pytree as pytree
 from tapestream.errors import InputError
 
 _REMEMBERED = 16  # kinds of arguments
+_LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, str, type(None)))
+"""Classes of what surely holds nothing else: most calls that take little time are given these alone."""
 
 
 def kind_of(given: Any) -> tuple[Any, ...]:
     """Equal for arguments that plans may be shared by."""
     return tuple(
         (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x if type(x) is int else type(x)
-        for x in _leaves(given)
+        for x in _given(given)
     )
 
 
 def device_of(given: Any) -> torch.device:
     """That of the first tensor, the CPU where there is none."""
-    return next((x.device for x in _leaves(given) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    return next((x.device for x in _given(given) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+
+def _given(given: Any) -> Iterable[Any]:
+    if type(given) is tuple and len(given) == 2:
+        args, kwargs = given
+        if type(args) is tuple and kwargs == {} and _LEAVES.issuperset(map(type, args)):
+            return args
+    return _leaves(given)
 
 
 def _leaves(given: Any) -> Iterator[Any]:

@@ -152,10 +152,9 @@ class Program:
         along = None if known is None else Along(known.course, functools.partial(self._otherwise, key, online))
         if along is None and prepared is not None and prepared.fits(room):
             watch = self._following(prepared, online, device)
-        online.recorder = recorder = Recorder(record, keeper, tape, watch)
+        online.recorder = recorder = Recorder(record, keeper, tape, watch, along)
         recorder.contexts = Contexts(self._again, room.device_nbytes or float("inf"))
         recorder.spare = watch.spare
-        recorder.along = along
         if isinstance(watch, Planned) and prepared is not None:
             recorder.moves = watch.moves
             recorder.holding, recorder.packs.holding = prepared.holding

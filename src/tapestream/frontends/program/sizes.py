@@ -1,5 +1,6 @@
 """Bytes of a recorded program, operation by operation: what is alive, made, saved and given back as gradients."""
 
+import copy
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from tapestream.executor.travel.cargo import SMALL_NBYTES
 from tapestream.frontends.program.parts import parts
 
 Numbers = NDArray[Any]
+_LASTING = 0.75  # of the program
 _FAR_APART = 6364136223846793005  # of linear congruential generators: products that are equal by chance are rare
 
 
@@ -48,8 +50,6 @@ class Sizes:
         for number, last in self._written_outside:
             storage = record.externals[~number].storage
             self.start[storage], self.stop[storage] = 0, max(self.stop[storage], last)
-        self.alive = self.spans(self.start, self.stop, self.nbytes)
-        self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
         reached = numpy.ones(n, dtype=bool)
         reached[[*record.unreached]] = False
         self._reached, self.inner = reached, numpy.asarray(record.inner_nbytes, dtype=numpy.int64) * reached
@@ -58,17 +58,54 @@ class Sizes:
         )
         self._packed = numpy.maximum.accumulate(packs)  # by operation, the last one up to it that saves anything
         self._by_stop = numpy.argsort(self.stop).astype(numpy.int32)
+        held[self.storage[self.results]] = -1
+        self._held_until = numpy.maximum(held, self.stop)
+        self._count()
+        self._cotangents(gradients_within)
+
+    def _count(self) -> None:
+        """What depends on the bytes of storages."""
+        record, n = self.record, len(self.record)
+        self.alive = self.spans(self.start, self.stop, self.nbytes)
+        self._copied = self.spans(self.start, numpy.minimum(self.stop, self.written), self.nbytes)
         made = numpy.zeros(n + 1, dtype=numpy.int64)
         own = (self.start > 0) & (self.start <= n)
         numpy.add.at(made, self.start[own] - 1, self.nbytes[own])
         inner = self.inner + numpy.asarray(record.transient_nbytes)
         for k in record.settled.aside:  # into copies
             inner[k] += sum(nbytes_of(record.externals[~n].held) for n in record.arguments_of(k) if n < 0)
-        held[self.storage[self.results]] = -1
-        self.held = by_program = self.spans(self.start, numpy.maximum(held, self.stop), self.nbytes)
+        self.held = by_program = self.spans(self.start, self._held_until, self.nbytes)
         self.made = made[:n] + inner
         self.running = numpy.maximum(self.alive, by_program)[:n] + self.made
-        self._cotangents(gradients_within)
+
+    def lasting(self) -> list[int]:
+        """Storages that are alive nearly all the time: all restart checkpoints that hold one hold the same, since what
+        is made again later is asked for when nothing is left of them. None that is written into, which restart
+        checkpoints hold copies of; none where the program is given arrays, of which they do, too. And none that would
+        make the most that any operation needs by itself more, if it were there from the beginning to the end."""
+        n = len(self.record)
+        if self.record.arrays.met or not n:
+            return []
+        first, last = numpy.maximum(self.start, 1), numpy.minimum(self.stop, n)
+        long = (last - first >= _LASTING * n) & (self.written < 0) & (self.nbytes > 0) & (self.start > 0)
+        need, found = self.running + self.reversing, list[int]()
+        most = int(need.max())
+        for storage in sorted(numpy.flatnonzero(long).tolist(), key=lambda one: int(first[one] - last[one])):
+            a, b, nbytes = int(first[storage]), int(last[storage]), int(self.nbytes[storage])
+            more = need + nbytes
+            more[a - 1 : b + 1] = need[a - 1 : b + 1]
+            if int(more.max()) <= most:
+                need = more
+                found.append(storage)
+        return found
+
+    def without(self, storages: Sequence[int]) -> "Sizes":
+        """The same, where these count nothing."""
+        found = copy.copy(self)
+        found.nbytes = self.nbytes.copy()
+        found.nbytes[list(storages)] = 0
+        found._count()
+        return found
 
     def _counted(self) -> tuple[Numbers, Numbers]:
         record = self.record

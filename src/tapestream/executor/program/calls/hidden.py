@@ -19,7 +19,8 @@ _WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 class Hidden:
     """The tensors that torch calls inside one opaque operation were given and that outlive it, with their versions.
 
-    ``shown``: what the objects showed that it is given (see `foreign.shown`), before it ran.
+    ``shown``: what the objects showed that it is given (see `foreign.shown`), before it ran. ``saved``: how many
+    tensors its context has saved, -1 where it has none.
 
     Held weakly: what the operation makes for itself goes with it, what it keeps on its context never changes; what is
     left is held by somebody else, a buffer of a captured module for example.
@@ -29,7 +30,7 @@ class Hidden:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._statistics: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self.shown = shown
+        self.shown, self.saved = shown, -1
 
     def see(self, function: Any, args: Any, kwargs: Any) -> None:
         """A torch call inside is given these."""

@@ -67,7 +67,7 @@ class _Rerun(torch.autograd.Function):
         ctx.generators = () if same else (torchs, hosts)
         ctx.save_for_backward(*tensors)
         leaves = [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
-        object.__setattr__(function, "nbytes", kept_nbytes(leaves, ()))
+        object.__setattr__(function, "nbytes", kept_nbytes(context_of(leaves), leaves, ()))
         results = [t.detach() for t in leaves]
         ctx.mark_non_differentiable(*(b for a, b in zip(leaves, results, strict=True) if not a.requires_grad))
         return results[0] if isinstance(found, torch.Tensor) else tuple(results)
@@ -171,10 +171,17 @@ def _given(others: list[Any], places: list[bool], tensors: Sequence[torch.Tensor
     return [next(leaves) if tensor else other for other, tensor in zip(others, places, strict=True)]
 
 
-def kept_nbytes(results: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
+def context_of(results: Sequence[torch.Tensor]) -> Any:
+    """That of the Function which has given these, as far as that is the node of its results; None: it is not."""
+    for tensor in results:
+        if isinstance(tensor.grad_fn, BackwardCFunction):
+            return tensor.grad_fn
+    return None
+
+
+def kept_nbytes(context: Any, results: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     """Bytes of tensors that a Function has put on its context as attributes, beside its arguments and parameters."""
-    node: Any = next((t.grad_fn for t in results if isinstance(t.grad_fn, BackwardCFunction)), None)
-    attributes = [one for one in getattr(node, "__dict__", {}).values() if type(one) not in _NO_TENSORS]
+    attributes = [one for one in getattr(context, "__dict__", {}).values() if type(one) not in _NO_TENSORS]
     if not attributes:
         return 0
     known = {address_of(t) for t in (*args, *results) if isinstance(t, torch.Tensor)}

@@ -21,6 +21,7 @@ _DISABLED = torch._C._disabled_torch_function_impl
 FROM_DLPACK = torch.utils.dlpack.from_dlpack
 _FROM_BUFFER = torch.frombuffer
 _PARAMETER = torch.nn.Parameter.__new__
+_DYNAMO = "torch._dynamo.eval_frame"
 _CALLING_BACK = "_callback_from_stance"  # asked at every call of what torch.compile gave
 
 
@@ -106,7 +107,8 @@ class _Seams:
     def __init__(self) -> None:
         self.heard = _Heard()
         self._lock, self._users = threading.Lock(), 0
-        self._before: list[tuple[Any, str, Any]] = []
+        self._places: list[tuple[Any, str, Any, Any]] = []  # with what is there before and while a program runs
+        self._made_of: Any = None
 
     @contextlib.contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
@@ -132,6 +134,17 @@ class _Seams:
                     self._take_out()
 
     def _put_in(self) -> None:
+        known = sys.modules.get(_DYNAMO), len(REPLACED), seeding_functions()
+        as_before = [vars(place).get(name) is old for place, name, old, _ in self._places]
+        if known != self._made_of or not all(as_before):
+            self._made_of, self._places = None, []
+            self._make()
+            self._made_of = known
+        for place, name, _, new in self._places:
+            setattr(place, name, new)
+
+    def _make(self) -> None:
+        """What is to be put in, for as long as what it is made of lies there."""
         heard = self.heard
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +183,6 @@ class _Seams:
 
         cleared, seeded, restored = torch.clear_autocast_cache, torch.random.manual_seed, torch.random.set_rng_state
         overriding = torch.overrides.has_torch_function
-        self._before = []
         self._replace(torch.overrides, "has_torch_function", overridden)
         self._hear_compiled()
         self._hear_scripted()
@@ -188,7 +200,7 @@ class _Seams:
     def _hear_compiled(self) -> None:
         """What torch.compile gave; where nothing was compiled yet, torch.compile itself."""
         heard, compiled = self.heard, torch.compile
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        dynamo = sys.modules.get(_DYNAMO)
         called_back: Any = None if dynamo is None else vars(dynamo).get(_CALLING_BACK)
 
         def calling_back(callback: Any) -> Any:
@@ -246,16 +258,14 @@ class _Seams:
             self._replace(kind, "__call__", hearing(kind))
 
     def _replace(self, place: Any, name: str, new: Any) -> None:
-        self._before.append((place, name, vars(place).get(name)))
-        setattr(place, name, new)
+        self._places.append((place, name, vars(place).get(name), new))
 
     def _take_out(self) -> None:
-        for place, name, old in reversed(self._before):
-            if old is None:
-                delattr(place, name)
-            else:
+        for place, name, old, _ in reversed(self._places):
+            if old is not None:
                 setattr(place, name, old)
-        self._before = []
+            elif name in vars(place):
+                delattr(place, name)
 
 
 def _overrides(given: Any) -> bool:

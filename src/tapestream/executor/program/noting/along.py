@@ -5,21 +5,25 @@ Autograd's saved tensors stay where autograd put them. At the first call that di
 began there. The bytes of what came before are known from last time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from tapestream.executor.program.calls.patterns import tensors_of
-from tapestream.executor.program.calls.rerun import kept_nbytes
+from tapestream.executor.program.calls.rerun import context_of, kept_nbytes
+from tapestream.executor.program.calls.templates import ATOMS
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.calls.writes import QUESTIONS, gives_back
 from tapestream.executor.program.noting.following import UNKNOWN
-from tapestream.executor.program.record.course import Course, nbytes_within
+from tapestream.executor.program.record.course import Closely, Course, Expected, nbytes_within
 from tapestream.executor.program.record.tape import unchanged
 from tapestream.runner.modes import saving_entered
 from tapestream.runner.state import storages
+
+_NO_TENSORS = ATOMS | {float}
 
 
 class Mark:
@@ -29,61 +33,109 @@ class Mark:
 
 
 class Along:
-    """One call on the fast path, which has made so many ``operations``. At the first call that differs, ``otherwise``
-    is told the bytes held. ``strayed``: the last operation has made or saved something else than last time.
+    """One call on the fast path. At the first call that differs, ``otherwise`` is told the bytes held. ``strayed``: an
+    operation, the last one that is counted, has made or saved something else than last time.
     """
 
     def __init__(self, course: Course, otherwise: Callable[[int], None]) -> None:
         self.course, self.otherwise, self.mark = course, otherwise, Mark()
-        self.operations = self._strayed_nbytes = 0
-        self._next = 0  # among those of last time
-        self._functions, self._nbytes = course.functions, course.nbytes
-        self._grads, self._needs = course.grads, course.needs
-        self._closely, self._marked = course.closely, course.marked
-        self._saved, self._odd = list[torch.Tensor](), list[torch.Tensor]()  # now, and where that was odd
-        self.strayed = False
+        self._strayed_at: int | None = None
+        self._calls, self._next, self._strayed_nbytes = course.calls, 0, 0
+        self._saved = list[torch.Tensor]()  # by a call that is heard, for a moment
         self._hooks = saved_tensors_hooks(_marking(self.mark, self._saved), unchanged)
+
+    @property
+    def operations(self) -> int:
+        """How many it has made."""
+        return self._next if self._strayed_at is None else self._strayed_at
+
+    @property
+    def strayed(self) -> bool:
+        """See `Along`."""
+        return self._strayed_at is not None
 
     @property
     def held_nbytes(self) -> int:
         """Bytes that plain autograd holds of the program so far, at most."""
         return self.course.held_nbytes[self.operations] + self._strayed_nbytes
 
+    def hearing(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``__torch_function__`` of a mode. It makes a call that is the next one of last time and is not to be
+        looked at closely, and has ``otherwise`` hear of all others. All in one place, since a call of Python's takes as
+        long as what it asks for."""
+        calls, grad_enabled, kind, strided = self._calls, torch.is_grad_enabled, torch.Tensor, torch.strided
+
+        def hear(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            expected, grad, needs, nbytes, closely = calls[self._next]
+            if (
+                closely is not None
+                or (function is not expected and function != expected)
+                or grad_enabled() is not grad
+                or forward_ad._current_level >= 0
+            ):
+                return otherwise(function, types, args, kwargs)
+            if needs >= 0:
+                for one in args:
+                    if type(one) is kind:
+                        needs -= one.requires_grad
+                    elif type(one) not in _NO_TENSORS:
+                        needs -= _needing(one)
+                if needs != (sum(map(_needing, kwargs.values())) if kwargs else 0):
+                    return otherwise(function, types, args, kwargs)
+            result = function(*args, **kwargs) if kwargs else function(*args)
+            self._next += 1
+            if nbytes >= 0:
+                alike = type(result) is kind and result.is_cpu and result.layout is strided and result.nbytes == nbytes
+                if not alike and nbytes_within(result) != nbytes:
+                    self._strays(result, args)
+            return result
+
+        return hear
+
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call if it is the next one of last time, or makes nothing. `UNKNOWN` if it is neither."""
-        k = self._next
-        expected = self._functions[k]
-        if function is not expected and function != expected:
+        """Make a call that `hearing` has not made, if it is the next one of last time, or makes nothing. `UNKNOWN` if
+        it is neither."""
+        one = self._calls[self._next]
+        if function != one.function:
             return self._asked(function, args, kwargs)
-        if torch.is_grad_enabled() is not self._grads[k] or self._needs[k] not in (-1, _needing(args, kwargs)):
+        if one.closely is None or torch.is_grad_enabled() is not one.grad:
             return UNKNOWN
-        if k in self._closely and not self._closely[k].holds(args, kwargs):
+        if one.needs >= 0 and one.needs != _needing(args) + sum(map(_needing, (kwargs or {}).values())):
             return UNKNOWN
-        if k in self._marked and not saving_entered():
-            result = self._heard(k, function, args, kwargs)
+        return self._looked_at(one, one.closely, function, args, kwargs)
+
+    def _looked_at(self, expected: Expected, closely: Closely, function: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call if it is given the like of last time. Users' code is to save the like, with nothing kept beside
+        it."""
+        if not closely.holds(args, kwargs):
+            return UNKNOWN
+        saved: list[torch.Tensor] | None = None
+        if closely.marked and not saving_entered():
+            result, saved = self._heard(function, args, kwargs)
         else:
             result = function(*args, **kwargs) if kwargs else function(*args)
-        self.operations = self._next = k + 1
-        nbytes = self._nbytes[k]
-        if self._odd or (
-            nbytes >= 0 and nbytes != (nbytes_of(result) if type(result) is torch.Tensor else nbytes_within(result))
-        ):
-            self._strays((result, self._odd), args)
+        self._next += 1
+        results = [result] if type(result) is torch.Tensor else tensors_of(result, [])
+        odd: Sequence[torch.Tensor] = ()
+        if closely.saves is not None and not saving_entered():
+            context = context_of(results)
+            if saved is None:
+                saved = [] if context is None else [tensor for tensor in context.saved_tensors if tensor is not None]
+            kept = kept_nbytes(context, results, args)
+            if kept or not closely.is_like(saved):
+                odd, self._strayed_nbytes = saved, self._strayed_nbytes + kept
+                self._strays((result, odd), args)
+        if not self.strayed and 0 <= expected.nbytes != sum(map(nbytes_of, results)):
+            self._strays(result, args)
         return result
 
-    def _heard(self, k: int, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and hear what it saves: of users' code, by the kind of hooks that heard it last time, it is to
-        be the like, with nothing kept beside it."""
-        saved, closely = self._saved, self._closely.get(k)
+    def _heard(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+        """What a call gives, and what it saves."""
+        saved = self._saved
         try:
             with self._hooks:
                 result = function(*args, **kwargs) if kwargs else function(*args)
-            if closely is not None and closely.saves is not None:
-                kept = kept_nbytes([result] if type(result) is torch.Tensor else tensors_of(result, []), args)
-                if kept or not closely.is_like(saved):
-                    self._strayed_nbytes += kept
-                    self._odd = list(saved)
-            return result
+            return result, saved[:]
         finally:
             saved.clear()
 
@@ -104,18 +156,14 @@ class Along:
         nbytes = sum(nbytes for address, nbytes in own.items() if address not in given)
         held, k = self.course.held_nbytes, self.operations
         self._strayed_nbytes += max(0, nbytes - max(0, held[k] - held[k - 1] if k else 0))
-        self._odd, self._next, self.strayed = [], len(self._functions) - 1, True
+        self._next, self._strayed_at = len(self._calls) - 1, k
 
 
-def _needing(args: Any, kwargs: Any) -> int:
-    """How many of the tensors that a call is given need a gradient."""
-    found = 0
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, torch.Tensor):
-            found += one.requires_grad
-        elif type(one) is list or type(one) is tuple:
-            found += _needing(one, None)
-    return found
+def _needing(given: Any) -> int:
+    """How many tensors among what a call is given need a gradient."""
+    if isinstance(given, torch.Tensor):
+        return int(given.requires_grad)
+    return sum(map(_needing, given)) if type(given) is list or type(given) is tuple else 0
 
 
 def _marking(mark: Mark, saved: list[torch.Tensor]) -> Callable[[torch.Tensor], Any]:

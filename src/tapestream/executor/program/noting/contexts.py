@@ -10,7 +10,7 @@ import torch
 from tapestream.accelerator.memory import storage_nbytes
 from tapestream.executor.program.calls.hidden import Hidden
 from tapestream.executor.program.calls.patterns import tensors_of
-from tapestream.executor.program.calls.rerun import Rerun, can_rerun, kept_nbytes
+from tapestream.executor.program.calls.rerun import Rerun, can_rerun, context_of, kept_nbytes
 from tapestream.executor.program.calls.seams import Apply
 from tapestream.executor.program.calls.users import is_custom
 
@@ -45,12 +45,16 @@ class Contexts:
             self._storages.add(memory._cdata)
             self.unnoted_nbytes += storage_nbytes(memory)
 
-    def look(self, function: Any, args: Sequence[Any], versions: Sequence[int], result: Any) -> int:
-        """The bytes that a call has kept; its class runs again from now on, if it may and that is much."""
+    def look(self, function: Any, args: Sequence[Any], versions: Sequence[int], result: Any, hidden: Hidden) -> int:
+        """The bytes that a call has kept; its class runs again from now on, if it may and that is much. ``hidden``
+        hears how much it has saved by its context."""
         own = type(function) is Apply
         if not (own or is_custom(function)):
             return 0
-        nbytes = kept_nbytes(tensors_of(result, []), args)
+        results = tensors_of(result, [])
+        context = context_of(results)
+        hidden.saved = -1 if context is None else len(context._raw_saved_tensors)
+        nbytes = kept_nbytes(context, results, args)
         if nbytes:
             self.nbytes += nbytes
             self.names.add(function.__name__)

@@ -65,26 +65,30 @@ class Noting:
 
     spare: Spare = staticmethod(_always)
 
-    def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
+    def __init__(
+        self, record: Record, keeper: Keeper, tape: Tape, between: Operation, along: Along | None = None
+    ) -> None:
         super().__init__()
-        self.record, self.keeper, self.tape, self.between = record, keeper, tape, between
-        self.along: Along | None = None
+        self.record, self.keeper, self.tape, self.between, self.along = record, keeper, tape, between, along
         self.departed: Along | None = None
-        self._begin()
+        self.following: Following | None = None
+        self.epoch = 0
+        self._hidden: Hidden | None = None
+        if along is None:
+            self._begin()
 
     def _begin(self) -> None:
-        """The first operation is to come."""
+        """The first operation that is noted is to come."""
         record, keeper, tape = self.record, self.keeper, self.tape
+        keeper.begin()
         self.holding: Mapping[int, int] = {}
         self.moves: Moves | None = None
         self.quiet = self.next_nbytes = self._largest_nbytes = 0
         self.numbers = Numbering(record, keeper, departed=self.departed is not None)
         self.packs = Packs(record, self.numbers, tape, keeper.hold)
-        self.following: Following | None = None
+        self.following = None
         self._bypassed = dict[int, list[torch.Tensor]]()  # by storage that .data shows, what requires a gradient there
         self._exposed = Exposed(self.numbers.storage_of)
-        self.epoch = 0
-        self._hidden: Hidden | None = None
         self._trials = Trials(keeper.device)
         kinds = {"cpu": 0, keeper.device.type: 0, **({} if (started := in_use()) is None else {started.type: 0})}
         self.ambients, self._draws = Ambients(record.ambients, tuple(kinds)), Draws(record)
@@ -104,7 +108,8 @@ class Noting:
 
     def stop_following(self) -> None:
         """Look at all operations from here on."""
-        self.following = self.numbers.following = None
+        if self.following is not None:
+            self.following = self.numbers.following = None
 
     def flush(self) -> None:
         """Have all in the record that has been done so far."""

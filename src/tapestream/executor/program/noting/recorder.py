@@ -6,6 +6,7 @@ own, and errors are PyTorch's. Tensors live as long as the program itself, the t
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from tapestream.executor.program.calls.seams import Apply, heard_by
 from tapestream.executor.program.calls.users import is_custom, kernel_of
 from tapestream.executor.program.calls.values import address_of, shows
 from tapestream.executor.program.calls.writes import QUESTIONS, SETS_DATA, SWITCHES, gives_back
+from tapestream.executor.program.noting.along import Along
 from tapestream.executor.program.noting.contexts import Contexts, versions_of
 from tapestream.executor.program.noting.following import UNKNOWN
 from tapestream.executor.program.noting.inner import GRAD, inner_of
@@ -32,8 +34,10 @@ from tapestream.executor.program.noting.noting import Noting, Operation
 from tapestream.executor.program.record.keeper import Keeper
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Handle, Tape
-from tapestream.runner.modes import exchange, modes_entered, save_below
+from tapestream.runner.modes import exchange, modes_entered, put_on, save_below, take_off
 from tapestream.runner.passable import taking_over
+
+_HEARS = "__torch_function__"
 
 
 class Recorder(Noting, TorchFunctionMode):
@@ -41,8 +45,10 @@ class Recorder(Noting, TorchFunctionMode):
 
     only_watches = True
 
-    def __init__(self, record: Record, keeper: Keeper, tape: Tape, between: Operation) -> None:
-        super().__init__(record, keeper, tape, between)
+    def __init__(
+        self, record: Record, keeper: Keeper, tape: Tape, between: Operation, along: Along | None = None
+    ) -> None:
+        super().__init__(record, keeper, tape, between, along)
         self._inside = False
         self._entered: list[Any] = []
         self.contexts = Contexts(set())
@@ -64,9 +70,13 @@ class Recorder(Noting, TorchFunctionMode):
         try:
             if self.along is None:
                 self._save()
+            else:
+                hear = self.along.hearing(self.__torch_function__)
+                vars(self)[_HEARS] = types.MethodType(hear, self)
             with heard_by(self), self:
                 yield
         finally:
+            vars(self).pop(_HEARS, None)  # which holds this
             if self._saving:
                 self._hooks.__exit__()
             here.clear()
@@ -87,21 +97,16 @@ class Recorder(Noting, TorchFunctionMode):
         """Note all from here on."""
         along = self.along
         assert along is not None
+        vars(self).pop(_HEARS, None)
         self._save()  # which torch.func's transforms forbid
         self.departed, self.along, self.record.departed = along, None, True
         with self.unheard():
-            self.keeper.begin()
             self._begin()
         along.otherwise(along.held_nbytes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        along = self.along
-        if along is not None and not self._inside and forward_ad._current_level < 0:
-            self._inside = True
-            try:
-                result = along.call(func, args, kwargs)
-            finally:
-                self._inside = False
+        if self.along is not None and forward_ad._current_level < 0:
+            result = self.along.call(func, args, kwargs)
             if result is not UNKNOWN:
                 return result
             self.depart()
@@ -207,7 +212,7 @@ class Recorder(Noting, TorchFunctionMode):
     def opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """See `Listener`: a call of an autograd.Function, of a custom operation, or a transform of torch.func."""
         kwargs = kwargs or {}
-        if self._inside:
+        if self._is_inside():
             return function(*args, **kwargs)
         if forward_ad._current_level >= 0:
             return self._with_tangents(function, args, kwargs)
@@ -229,22 +234,29 @@ class Recorder(Noting, TorchFunctionMode):
                 if self._hidden.end(tensors_of((args, kwargs, out), [])):
                     self.record.spoilt = f"{function.__name__} wrote into running statistics"
                 self.record.hidden[k] = self._hidden
-                self.packs.nbytes += contexts.look(function, args, versions, out)
+                self.packs.nbytes += contexts.look(function, args, versions, out, self._hidden)
                 if isinstance(function, Rerun):
                     self.record.reverse_nbytes[k] += function.nbytes
             return out
         finally:
             self._hidden, self._inside, self.tape.running = None, False, None
 
+    def _is_inside(self) -> bool:
+        """Whether an operation runs. One that is not noted tells nobody, but the mode is left where it runs."""
+        return self._inside or (self.along is not None and self not in modes_entered())
+
     def _along(self, function: Apply, args: tuple[Any, ...]) -> Any:
         """See `Along.call`."""
         assert self.along is not None
-        self._inside = True
-        try:
-            with self.unheard():
+        mode = take_off()
+        if mode is self:
+            try:
                 return self.along.call(function, args, None)
-        finally:
-            self._inside = False
+            finally:
+                put_on(mode)
+        put_on(mode)  # the user's own
+        with self.unheard():
+            return self.along.call(function, args, None)
 
     def _gradient(self, args: Any, kwargs: Any) -> Any:
         """``torch.autograd.grad`` inside the program."""
@@ -255,7 +267,7 @@ class Recorder(Noting, TorchFunctionMode):
 
     def plain(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `Listener`."""
-        if self._inside:
+        if self._is_inside():
             return function(*args)
         if forward_ad._current_level >= 0:
             return self._with_tangents(function, args, {})
@@ -293,7 +305,7 @@ class Recorder(Noting, TorchFunctionMode):
 
     def compiled(self) -> None:
         """See `Listener`. Raises GradientError where this mode is entered: it would be compiled too."""
-        if not self._inside or self._hidden is not None:
+        if not self._is_inside() or self._hidden is not None:
             raise GradientError(
                 "Program: torch.compile, or a function or module compiled by it, is called inside, and its operations "
                 "cannot be traced; compile modules before the program runs (each is one operation then), name the "

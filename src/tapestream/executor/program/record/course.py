@@ -4,8 +4,8 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -26,17 +26,18 @@ _ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
 class Closely:
     """``nbytes`` of the tensors that an operation is given, -1 where these do not matter; of attention and of
     users' code the ``constants``, and what chooses between ``kernels`` of the one, how many tensors the other ``saves``
-    and how they look; else None."""
+    and how they look; else None. ``marked``: what it saves is heard by hooks."""
 
-    nbytes: int
+    nbytes: int = -1
     constants: Any = None
     kernels: tuple[Any, ...] | None = None
     saves: tuple[int, int] | None = None
+    marked: bool = False
 
     def holds(self, args: Any, kwargs: Any) -> bool:
         """Whether it is given the like."""
         if self.constants is None:
-            return self.nbytes == nbytes_within((args, kwargs))
+            return self.nbytes < 0 or self.nbytes == nbytes_within((args, kwargs))
         tensors: list[torch.Tensor] = []
         if constants_of(args, kwargs, tensors) != self.constants:
             return False
@@ -62,6 +63,19 @@ class ApplyAgain:
         return hash(self.cls)
 
 
+class Expected(NamedTuple):
+    """One call. ``function``: None after the last one. ``grad``: whether gradients are on; ``needs``: how many tensors
+    with the need of one it is given, ``nbytes`` of what it gives, -1 where these are not known. ``closely``: of one
+    that saves more than it gives, or by the kernel chosen, and of those that are marked: a few of the operations that
+    save, first and last ones among them, and what users have written that saves elsewhere than by a context."""
+
+    function: Any
+    grad: bool = False
+    needs: int = -1
+    nbytes: int = -1
+    closely: Closely | None = None
+
+
 def nbytes_within(values: Any) -> int:
     """Bytes of all tensors in what a call is given, or gives."""
     return sum(map(nbytes_of, tensors_of(values, [])))
@@ -69,21 +83,13 @@ def nbytes_within(values: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """``functions`` by operation, and at the end None; ``nbytes`` of what each gives, -1 where that is not known;
-    ``grads``: whether gradients are on; ``needs``: how many tensors with the need of one it is given, -1 where that is
-    not known. ``closely``: of those that save more than they give, or by the kernel chosen. ``asking``: functions of
-    calls that made nothing. ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the
-    program: what it has saved, and what is alive. ``marked``: all that users have written, and a few of the
-    operations that save, first and last ones among them."""
+    """The ``calls`` of a program, and `Expected` of nothing. ``asking``: functions of calls that made nothing.
+    ``held_nbytes``: before each operation, and at the end, what plain autograd holds of the program: what it has saved,
+    and what is alive."""
 
-    functions: list[Any]
-    nbytes: list[int]
-    grads: list[bool]
-    needs: list[int]
-    closely: dict[int, "Closely"]
+    calls: list[Expected]
     asking: frozenset[Any]
     held_nbytes: list[int]
-    marked: frozenset[int]
 
 
 def course_of(record: Record) -> Course | None:
@@ -113,14 +119,15 @@ def course_of(record: Record) -> Course | None:
             closely[k] = Closely(-1, one.key[1:], ambient.kernels)
         elif k in record.hidden:
             nbytes_given = _sum(record.arguments_of(k), known)
-            saves = record.packs[k], record.looks[k]
-            closely[k] = Closely(nbytes_given, one.key[1:], saves=saves)
+            closely[k] = Closely(nbytes_given, one.key[1:], saves=(record.packs[k], record.looks[k]))
     functions = [ApplyAgain(weakref.ref(f.cls)) if type(f) is Apply else f for f in functions]
     saving = numpy.flatnonzero(numpy.asarray(record.packs)).tolist()
-    some = {saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving}
-    marked = frozenset(some.union(record.hidden))
-    grads, needs, held = [ambient.grad for ambient in ambients], _needs(record), _held_nbytes(record)
-    return Course([*functions, None], nbytes, grads, needs, closely, frozenset(record.asking), held, marked)
+    marked = {saving[i * (len(saving) - 1) // (_MARKS - 1)] for i in range(_MARKS) if saving}
+    marked.update(k for k, hidden in record.hidden.items() if hidden.saved != record.packs[k])
+    closely |= {k: replace(closely.get(k, Closely()), marked=True) for k in marked}
+    grads, looked_at = [ambient.grad for ambient in ambients], [closely.get(k) for k in range(len(record))]
+    calls = [Expected(*one) for one in zip(functions, grads, _needs(record), nbytes, looked_at, strict=True)]
+    return Course([*calls, Expected(None)], frozenset(record.asking), _held_nbytes(record))
 
 
 def _known_nbytes(record: Record) -> dict[int, int]:

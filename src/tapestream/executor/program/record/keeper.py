@@ -64,8 +64,7 @@ class Keeper:
 
     def __init__(self, device: torch.device, capture: Callable[[], TorchGenerators]) -> None:
         """``capture`` takes the states of generators."""
-        self.device, self._capture = device, capture
-        self.begin()
+        self.device, self._capture, self.kept = device, capture, dict[int, Kept]()
         self.addresses: dict[int, int] = {}
         self.unread = frozenset[int]()
         # By storage, in which restart checkpoints, by operation and number, it may be without a copy of its own.
