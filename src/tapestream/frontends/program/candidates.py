@@ -57,8 +57,12 @@ class Found(NamedTuple):
         return again + waits
 
 
-def looked_for(borders: Borders, room: Budget, below: Below) -> list[Found]:
+def looked_for(ways: Sequence[Borders], room: Budget, below: Below) -> list[Found]:
     """Plans for as few stretches as do: by all planners, and where the fewest do not fit, by the best alone."""
+    return [found for borders in ways for found in _looked_for(borders, room, below)]
+
+
+def _looked_for(borders: Borders, room: Budget, below: Below) -> list[Found]:
     found, names = list[Found](), ("auto",)
     for cuts in (borders.cuts(most, timed=timed) for timed in (True, False) for most in FITTING):
         found += plans_by(borders, cuts, room, names, below)
@@ -73,16 +77,18 @@ def slow(found: Found, borders: Borders) -> bool:
     return found.plan.overhead > SLOW and found.again(borders) > _WORTH_SECONDS
 
 
-def refined(borders: Borders, before: Found, room: Budget, below: Below) -> list[Found]:
+def refined(ways: Sequence[Borders], before: Found, room: Budget, below: Below) -> list[Found]:
     """Plans by `rotor` for several numbers of stretches, and for those of ``before`` where these do not fit; then plans
     that run everything again once, for stretches of several lengths. Ends early where there is little to win, and
     leaves alone what takes more stretches than `MANY`."""
     if len(before.cuts) > MANY + 1:
         return []
-    until = time.perf_counter() + min(_MOST_SECONDS, _CALLS * before.again(borders))
+    until = time.perf_counter() + min(_MOST_SECONDS, _CALLS * before.again(ways[0]))
     found = list[Found]()
-    for one in _several(borders, before.cuts, room, below):
-        found.append(one)
+    several = (_several(borders, before.cuts, room, below) for borders in ways)
+    for one in itertools.chain.from_iterable(itertools.zip_longest(*several)):
+        if one is not None:
+            found.append(one)
         if time.perf_counter() > until:
             break
     return found

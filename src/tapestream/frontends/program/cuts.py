@@ -1,5 +1,7 @@
 """Where a recorded program is cut into stretches, and what these cost: the `Profile` that planners see."""
 
+import copy
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +17,8 @@ FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
 FEWER = (range(16, 21), range(21, 27), range(27, 33))
 """Other numbers that the quickest of those is tried with, one of each: that which suits blocks that come again."""
+_WORTH = 16
+"""Of the largest state, the part that lasts and is worth counting once."""
 _ABOUT = 0.4  # of its size, by which a stretch may be longer or shorter
 
 
@@ -40,14 +44,11 @@ class Borders:
     `Program`.
     """
 
-    def __init__(
-        self, record: Record, results: Iterable[int], *, gradients_within: bool = False, once: bool = True
-    ) -> None:
+    def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
-        self._lasting = self.sizes.lasting() if once else []
-        self._counted = self.sizes.without(self._lasting) if self._lasting else self.sizes
+        self._counted, self._lasting = self.sizes, list[int]()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -73,6 +74,27 @@ class Borders:
                 if count >= 2:
                     closed[at] += 1
                     closed[after] -= 1
+
+    @functools.cached_property
+    def ways(self) -> "tuple[Borders, ...]":
+        """These, which count each state by itself; and, if that may be less, the same with what lasts nearly all the
+        time counted once and all the time, whether any state is held or none.
+
+        Many states that hold one storage take it once: what is made again of it is made when nothing is left of what
+        was made before, since planners reverse what is later first. Not so where saved tensors stay of a part of a
+        stretch of which the rest runs again (see `tail_allowed`), or where copies move.
+        """
+        lasting = self.sizes.lasting()
+        if _WORTH * self.sizes.nbytes[lasting].sum() < self.sizes.alive.max(initial=1):
+            return (self,)
+        once = copy.copy(self)
+        once._lasting, once._counted = lasting, self.sizes.without(lasting)
+        return self, once
+
+    def tail_allowed(self, first: int, start: int) -> bool:
+        """Whether saved tensors from operation ``start`` on may stay of a stretch that runs again from ``first`` on."""
+        born = self.sizes.start[self._lasting]
+        return bool(self.allowed[start]) and not bool(((born > first) & (born <= start)).any())
 
     def cuts(self, most: int, must: Iterable[int] = (), *, timed: bool = True) -> list[int]:
         """Borders of at most ``most`` stretches of balanced cost, each where little is alive; and those in ``must``.

@@ -30,7 +30,8 @@ def leanest(borders: Borders, planner: str, budget: int) -> tuple[int, list[int]
     found, most = list[tuple[int, list[int], Reversal]](), FEW
     while True:
         cuts = borders.cuts(most, timed=False)
-        found += ((peak, cuts, reversal) for peak, reversal in _backwards(borders.profile(cuts), planner))
+        for way in borders.ways:
+            found += ((peak, cuts, reversal) for peak, reversal in _backwards(way.profile(cuts), planner))
         best = min(found, key=lambda one: one[0])
         if best[0] <= budget or most >= min(FINEST, len(borders.record)):
             return best

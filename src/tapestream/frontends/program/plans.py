@@ -95,13 +95,13 @@ def prepare(
 ) -> Prepared:
     """The plan for the next call that makes the same operations. ``before``: what "auto" has found so far; the more
     often a sequence comes, the longer it may look."""
-    looks, found = 0, list[Found]()
+    looks, found, ways = 0, list[Found](), _ways(borders, planner, below)
     if before is not None and before.plan is not None:
         looks, known = before.looks + 1, Found(before.plan, before.cuts, before.holding)
-        better = looked_for(borders, room, below) if looks == 1 else refined(borders, known, room, below)
+        better = looked_for(ways, room, below) if looks == 1 else refined(ways, known, room, below)
         found = [known, *better]
     else:
-        found = _at_once(borders, room, planner, below)
+        found = [one for way in ways for one in _at_once(way, room, planner, below)]
     if not found:
         return Prepared.unplanned(shape)
     plan, cuts, holding = best = min(found, key=lambda one: (one.again(borders), one.plan.peak_nbytes))
@@ -131,8 +131,13 @@ def _at_once(borders: Borders, room: Budget, planner: str, below: Below) -> list
             if more and not (planner == "auto" and all(slow(one, borders) for one in more)):
                 return found
         if found:
-            return found + looked_for(borders, room, below)
+            return found + looked_for((borders,), room, below)
     return []
+
+
+def _ways(borders: Borders, planner: str, below: Below) -> tuple[Borders, ...]:
+    """Those in which states are counted for plans by ``planner``."""
+    return borders.ways if not below.tiers and (planner == "auto" or planner in NEVER_MOVE) else (borders,)
 
 
 def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:

@@ -79,25 +79,11 @@ class Sizes:
         self.running = numpy.maximum(self.alive, by_program)[:n] + self.made
 
     def lasting(self) -> list[int]:
-        """Storages that are alive nearly all the time: all restart checkpoints that hold one hold the same, since what
-        is made again later is asked for when nothing is left of them. None that is written into, which restart
-        checkpoints hold copies of; none where the program is given arrays, of which they do, too. And none that would
-        make the most that any operation needs by itself more, if it were there from the beginning to the end."""
-        n = len(self.record)
-        if self.record.arrays.met or not n:
-            return []
-        first, last = numpy.maximum(self.start, 1), numpy.minimum(self.stop, n)
-        long = (last - first >= _LASTING * n) & (self.written < 0) & (self.nbytes > 0) & (self.start > 0)
-        need, found = self.running + self.reversing, list[int]()
-        most = int(need.max())
-        for storage in sorted(numpy.flatnonzero(long).tolist(), key=lambda one: int(first[one] - last[one])):
-            a, b, nbytes = int(first[storage]), int(last[storage]), int(self.nbytes[storage])
-            more = need + nbytes
-            more[a - 1 : b + 1] = need[a - 1 : b + 1]
-            if int(more.max()) <= most:
-                need = more
-                found.append(storage)
-        return found
+        """Storages that are there nearly all the time, so that many states hold the same. None that is written into:
+        restart checkpoints hold copies of those. None where arrays are given, of which they hold copies, too."""
+        there = numpy.minimum(self.stop, len(self.record)) - self.start
+        long = (there >= _LASTING * len(self.record)) & (self.start > 0) & (self.written < 0) & (self.nbytes > 0)
+        return [] if self.record.arrays.met else numpy.flatnonzero(long).tolist()
 
     def without(self, storages: Sequence[int]) -> "Sizes":
         """The same, where these count nothing."""

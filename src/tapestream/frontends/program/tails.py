@@ -56,7 +56,7 @@ class Tails:
             found, whole = [], borders.needed_seconds(a, b)
             for start in range(max(a + 1, b - _LONGEST), b):
                 seconds = whole - borders.needed_seconds(a, start)
-                if seconds > 0 and borders.allowed[start]:
+                if seconds > 0 and borders.tail_allowed(a, start):
                     found.append(_Tail(stage, start, borders.tail_nbytes(start, b), seconds))
             self._best[stage] = min(found, key=lambda tail: tail.nbytes / tail.seconds, default=None)
         return self._best[stage]
