@@ -20,7 +20,7 @@ from tapestream.executor.program.record.record import External, Record
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
 from tapestream.executor.program.replay.steps import ProgramSteps
-from tapestream.frontends.program.orders import with_following
+from tapestream.frontends.program.orders import Reversal, with_following
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.waiting import Waiting
 from tapestream.ir import (  # fmt: skip
@@ -111,7 +111,7 @@ class Replays:
         self,
         found: Sweep,
         cuts: Sequence[int],
-        actions: Sequence[Action],
+        reversal: Reversal,
         again: Again,
         tape: Tape,
         moves: Moves | None = None,
@@ -126,10 +126,13 @@ class Replays:
         self._first, self._moves, self._tape = kept[0], moves, weakref.ref(tape)
         if moves is not None:
             moves.kept, tape.heed = self._kept.get, len(found.record)
-        self._running = _obeyed(actions, self.steps, self._kept, moves)
+        self._running = _obeyed((*reversal.before, *reversal.backward), self.steps, self._kept, moves)
         self.waiting: Waiting | None = None
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
+        if reversal.before:
+            with self._again_as_before():
+                self._last = next(self._running)
 
     def begins(self) -> None:
         """A backward asks for something: when it has ended, see what is left."""
@@ -145,6 +148,20 @@ class Replays:
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
         stage = bisect_right(self.steps.cuts, operation) - 1
+        with self._again_as_before():
+            if not self._reached(stage, operation):
+                self._kept, self._last = {0: self._first}, None
+                if self._moves is not None:
+                    self._moves.abandon()
+                    self._moves = None
+                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept, None)
+                if not self._reached(stage, operation):
+                    raise ScheduleError(f"the schedule never records stage {stage}")
+            self._heed()
+
+    @contextlib.contextmanager
+    def _again_as_before(self) -> Iterator[None]:
+        """Inside, what is run again finds what the first sweep has found."""
         if self._last is None:
             self.record.spoilt = self.record.spoilt or self.record.arrays.why_spoilt()
         if self.record.spoilt is not None:
@@ -164,15 +181,7 @@ class Replays:
                 stack.enter_context(_nothing_drawn())
             if self._generators is not None:
                 self.record.restore(self._generators)
-            if not self._reached(stage, operation):
-                self._kept, self._last = {0: self._first}, None
-                if self._moves is not None:
-                    self._moves.abandon()
-                    self._moves = None
-                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept, None)
-                if not self._reached(stage, operation):
-                    raise ScheduleError(f"the schedule never records stage {stage}")
-            self._heed()
+            yield
             if self.record.draws_nbytes:
                 self._generators = self.record.generators()
 

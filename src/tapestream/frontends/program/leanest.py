@@ -1,4 +1,4 @@
-"""The minimum-memory fallback: backward runs the whole program again, in as little memory as any planner finds.
+"""The minimum-memory fallback: the whole program runs again, in backward or before it, in as little memory as is found.
 
 The fallback ignores the budget. If it fits one budget, it fits every larger one.
 """
@@ -10,7 +10,7 @@ from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.below import NEVER_MOVE
 from tapestream.frontends.program.cuts import FEW, MANY, Borders
-from tapestream.frontends.program.orders import Reversal, of_gaps
+from tapestream.frontends.program.orders import Reversal, all_at_once, of_gaps
 from tapestream.ir import Schedule, Tier
 from tapestream.planners import planners
 from tapestream.simulate import simulate
@@ -43,7 +43,14 @@ def _backwards(profile: Profile, planner: str) -> Iterator[tuple[int, Reversal]]
     for name in (planner,) if planner in NEVER_MOVE else names:
         plan = functools.partial(_leanest_of, name)
         found = of_gaps(profile, [0], len(profile), 0, plan, waiting=False)
-        yield simulate(found.schedule, profile, None, None).peak_nbytes[Tier.DEVICE], found
+        yield _peak(found, profile), found
+    if planner not in NEVER_MOVE:
+        found = all_at_once(profile)
+        yield _peak(found, profile), found
+
+
+def _peak(found: Reversal, profile: Profile) -> int:
+    return simulate(found.schedule, profile, None, None).peak_nbytes[Tier.DEVICE]
 
 
 def _leanest_of(name: str, profile: Profile, _: Budget) -> Schedule:

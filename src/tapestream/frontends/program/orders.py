@@ -38,7 +38,7 @@ Transfer: TypeAlias = Offload | Prefetch | Wait | Free
 @dataclass(frozen=True)
 class Reversal:
     """Stages before which the first sweep keeps a restart checkpoint, those that it records, and the whole schedule,
-    of which backward obeys the second half."""
+    of which backward obeys the second half, and what follows the sweep before (see `all_at_once`)."""
 
     kept: frozenset[int]
     recorded: frozenset[int]
@@ -50,9 +50,16 @@ class Reversal:
         actions = tuple(self.schedule)
         return actions[actions.index(Phase(PhaseKind.BACKWARD)) + 1 :]
 
+    @functools.cached_property
+    def before(self) -> tuple[Action, ...]:
+        """What runs again when the first sweep has ended, before the call returns."""
+        actions = tuple(self.schedule)[: -len(self.backward) - 1]
+        first = next((k for k, action in enumerate(actions) if isinstance(action, Restore)), len(actions))
+        return actions[first:]
+
     def again(self, whole: Sequence[float], saves: Sequence[float]) -> float:
         """Seconds of what backward runs again: ``whole`` by stage, ``saves`` where only what it saves is asked for."""
-        found, actions = 0.0, self.backward
+        found, actions = 0.0, (*self.before, *self.backward)
         for action, following in with_following(actions):
             if isinstance(action, Forward):
                 found += sum(whole[action.start : action.stop])
@@ -62,8 +69,9 @@ class Reversal:
 
     @functools.cached_property
     def reruns(self) -> int:
-        """Stages that backward runs again."""
-        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.backward)
+        """Stages that run again."""
+        actions = (*self.before, *self.backward)
+        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in actions)
 
 
 def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
@@ -153,6 +161,22 @@ def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, pl
         held += _gradients(profile, start, end) - (profile.state_nbytes(gaps[place - 1][0]) if place else 0)
     schedule = Schedule(Series((*sweep, *map(Record, range(taped, n)), *back)), n, planner="online")
     return Reversal(frozenset(start for start, _ in gaps), frozenset(range(taped, n)), schedule)
+
+
+def all_at_once(profile: Profile) -> Reversal:
+    """After a first sweep that has kept nothing but the state before it, all is run again and recorded before the call
+    returns. No cotangent waits beside that yet: where an operation takes most while it runs, backward has no room to
+    record it again."""
+    n = len(profile)
+    actions: list[Node] = [
+        Phase(PhaseKind.FORWARD),
+        Keep(0),
+        Forward(0, n),
+        Restore(0),
+        Free(Value(Kind.STATE, 0), Tier.DEVICE),
+    ]
+    actions += (*map(Record, range(n)), Phase(PhaseKind.BACKWARD), *map(Backward, reversed(range(n))))
+    return Reversal(frozenset((0,)), frozenset(), Schedule(Series(tuple(actions)), n, planner="online"))
 
 
 def _gradients(profile: Profile, start: int, end: int) -> int:

@@ -281,15 +281,14 @@ class Program:
                 self._remember(key, prepare(borders(), shape, room, self.planner, None, below, unreached))
             else:  # a sequence of its own every time, perhaps: a plan when it comes again
                 self._remember(key, Prepared.unplanned(shape))
-        nbytes = waiting[Tier.DEVICE] = held_by(found.keeper.kept.values(), found.record, tape)
-        self.report = Report(
-            len(record), len(cuts) - 1, len(reversal.recorded), len(kept), nbytes, planned, reversal.reruns
-        )
-        held = before.plan.peak_nbytes if planned and before is not None and before.plan is not None else nbytes
-        tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded, strict=self.verify)
         followed = recorder.followed() if planned else None
         lessons = None if followed is None else followed.lessons
-        replays = Replays(found, cuts, reversal.backward, functools.partial(again, slots), tape, moves, lessons)
+        replays = Replays(found, cuts, reversal, functools.partial(again, slots), tape, moves, lessons)
+        nbytes = waiting[Tier.DEVICE] = held_by(found.keeper.kept.values(), found.record, tape)
+        recorded, reruns = len(reversal.recorded), reversal.reruns
+        self.report = Report(len(record), len(cuts) - 1, recorded, len(kept), nbytes, planned, reruns)
+        held = before.plan.peak_nbytes if planned and before is not None and before.plan is not None else nbytes
+        tell_kept(recorder.contexts, held, room.device_nbytes, self.exceeded, strict=self.verify)
         replays.waiting = Waiting(self._live, waiting, tape, moves)
         tape.bring, tape.begins = replays.bring, replays.begins
         self._replays = weakref.ref(replays)

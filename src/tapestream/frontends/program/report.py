@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Report:
     """The last call of a program. ``operations``: how many it made. ``stages``: its segments; ``recorded``: those whose
     saved tensors the first run kept. ``kept``: restart checkpoints of the first run. ``held_nbytes``: bytes of both.
-    ``planned``: whether it followed a plan for this very sequence. ``reruns``: segments that backward runs again.
+    ``planned``: whether it followed a plan for this very sequence. ``reruns``: segments that run again.
     """
 
     operations: int
