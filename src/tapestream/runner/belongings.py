@@ -161,6 +161,9 @@ class Belongings:
         if not str(forward.__module__).startswith(_LIBRARIES):
             thing.inside["forward", ""] = self._look(forward, _DEEPEST)
             thing.inside |= self._classes(type(module))
+        for registry in (module._modules, module._parameters):  # which they are: what these hold is looked at elsewhere
+            held = {name: None if one is None else _Thing(one) for name, one in registry.items()}
+            thing.inside[None, id(registry)] = _Thing(registry, inside=held)
         names = self._buffers[id(module)] = frozenset(module._buffers)
         known = names if self._since is None else self._since._buffers.get(id(module), names)
         for name, buffer in module._buffers.items():
@@ -325,13 +328,13 @@ def _refill(holder: Any, before: _Thing) -> None:
 
 @contextlib.contextmanager
 def unchanged(modules: Sequence[nn.Module], function: Any = None) -> Iterator[None]:
-    """They hold afterwards what they held before; attributes that are new stay."""
+    """They hold afterwards what they held before. What is new goes, too: who makes or draws something at the first call
+    does it again in the one that counts."""
     before = Belongings(modules, function)
     try:
         yield
     finally:
-        changes = before.changes(Belongings(modules, function))
-        undo([change for change in changes if not change.makes_attribute])
+        undo(before.changes(Belongings(modules, function)))
 
 
 def undo(changes: Sequence[Change]) -> None:

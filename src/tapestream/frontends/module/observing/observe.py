@@ -98,7 +98,7 @@ class Observation:
         snapshot = BufferSnapshot.take(buffer_slots(outside))
         try:
             with (
-                unchanged(outside),
+                unchanged(list(self.model.modules())),
                 parameters_unwritten(self.model, outside),
                 unchanged_generators(self.device),
                 hooks_unchanged(list(self.model.modules())) as hooked,
