@@ -11,6 +11,8 @@ from test_stream_shared import at_the_least, streamed, trained
 from torch import nn
 from torch.nn import functional as F
 
+import tapestream as ts
+
 WIDTH, COUNT = 8, 12
 
 
@@ -62,3 +64,37 @@ def test_exact(kind: str, disk: bool, tmp_path: Path) -> None:
     folder = tmp_path if disk else None
     assert_same(expected, streamed(make, 2**30, folder))
     assert_same(expected, at_the_least(make, folder))
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.table, torch.tanh(self.inner(x)).T).T + x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "device"])
+def test_sparse_buffers(disk: bool, tmp_path: Path) -> None:
+    left = []
+    for streaming in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*[Held() for _ in range(4)]), torch.randn(4, WIDTH)
+        if streaming:
+            home: dict[str, Any] = {"home": "disk", "folder": tmp_path} if disk else {"home": "device"}
+            ts.stream(model, device="cpu", budget="1MiB", **home)
+        optimizer = (ts.optimizer if streaming else made)(model, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        left.append({name: value.to_dense().clone() for name, value in model.state_dict().items()})
+    assert left[0].keys() == left[1].keys()
+    assert all(torch.equal(value, left[1][name]) for name, value in left[0].items())
+
+
+def made(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    return kind(model.parameters(), **options)

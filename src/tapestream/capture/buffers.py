@@ -166,4 +166,6 @@ def _differs(now: Any, copy: Any) -> bool:
         return False
     if not isinstance(now, torch.Tensor) or now.shape != copy.shape or now.dtype != copy.dtype:
         return True
+    if now.layout is not torch.strided or copy.layout is not torch.strided:  # sparse ones cannot be compared as such
+        return now.layout is not copy.layout or _differs(now.to_dense(), copy.to_dense())
     return not (bool(torch.equal(now, copy)) or bool(((now == copy) | ((now != now) & (copy != copy))).all()))

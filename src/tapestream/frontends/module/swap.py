@@ -128,7 +128,8 @@ def _part(tensors: dict[str, Any], prefix: str) -> None:
     """
     parts: dict[tuple[int, int], torch.UntypedStorage] = {}
     for name, tensor in tensors.items():
-        if type(tensor) is not torch.Tensor or not name.startswith(prefix) or not tensor.numel():
+        own = type(tensor) is torch.Tensor and tensor.layout is torch.strided and name.startswith(prefix)
+        if not own or not tensor.numel():
             continue
         storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
         reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
