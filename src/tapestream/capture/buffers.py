@@ -105,6 +105,12 @@ class BufferSnapshot:
         unread = tuple(slot for slot in slots if not _may_read(slot[0]))
         return replace(cls.take([slot for slot in slots if slot not in unread]), unread=unread)
 
+    @staticmethod
+    def nbytes_for_recomputes(slots: Sequence[Slot]) -> int:
+        """What the copies for recomputes take."""
+        values = [held(slot) for slot in slots if _may_read(slot[0])]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
     def also(self, other: "BufferSnapshot") -> "BufferSnapshot":
         """This one and another, of other slots."""
         slots, copies = (*self.slots, *other.slots), (*self.copies, *other.copies)

@@ -19,7 +19,7 @@ from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning.observer import Observer
 from tapestream.planning.repeating import check_generators, check_repeats, check_runs_alike
-from tapestream.planning.stage_costs import SHORT_SECONDS, measure, measure_skewed, settled, with_inside
+from tapestream.planning.stage_costs import SHORT_SECONDS, graph_nbytes, measure, measure_skewed, settled, with_inside
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
@@ -137,6 +137,8 @@ def profile_stage(
         cost, again = measure(runner, state, out, watch, first=not alike and skew is None)
         check_repeats(stage.name, out, again)
         out = again
+        if escapes and traits.left:
+            runner.traits = [replace(traits, left_graph=graph_nbytes(runner, state, out, watch))]
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
         short = cost.forward_seconds < SHORT_SECONDS
         if short:
@@ -177,7 +179,9 @@ def _as_known(
         return None
     cost, model, _ = alike[kind]
     host = traits.draws_host or model.draws_host
-    return cost, replace(traits, plain_forward=model.plain_forward, draws_host=host, end=model.end)
+    return cost, replace(
+        traits, plain_forward=model.plain_forward, draws_host=host, end=model.end, left_graph=model.left_graph
+    )
 
 
 def _kind_of(state: State, out: State, traits: Traits) -> object:

@@ -57,6 +57,21 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
     ), out
 
 
+def graph_nbytes(runner: Runner, state: State, out: State, watch: MemoryWatch) -> int:
+    """Bytes that a stage which leaves a tensor with its graph leaves beyond that tensor: what operations saved that
+    nobody differentiates, and what functions keep on their contexts."""
+    traits = runner.traits[0]
+    runner.traits = [replace(traits, plain_forward=True)]
+    runner.forward(0, [state])  # it leaves the same tensor without a graph, which the next run replaces
+    runner.traits = [traits]
+    with watch.measured() as meter:
+        made, tape = runner.record(0, [state])
+        cotangents = _cotangents(tape, out)
+        gradients = runner.backward(0, tape, cotangents, {})
+        del made, tape, cotangents, gradients
+    return max(0, meter.end_nbytes)
+
+
 def with_inside(runner: Runner, state: State, out: State, cost: StageCost, device: torch.device) -> StageCost:
     """The cost, with what a run that keeps its attention spares the one that records, and how many bytes it keeps.
     ``out``: of a run that is given nothing; one that is must end in the same bits (writes that tell no version)."""

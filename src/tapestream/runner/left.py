@@ -16,14 +16,15 @@ from tapestream.runner.state import storages
 
 def left_by(changes: Sequence[Change]) -> tuple[tuple[tuple[int, str], int], ...]:
     """By where they are. Of one in another object that each run makes anew (a list), or in a variable of a function,
-    there are two: a `tapestream.runner.stills.Look` at the first run has the one that recomputes replace."""
+    there are three: a `tapestream.runner.stills.Look` at the first run has its own, and the look before the last
+    recompute has the one that this recompute replaces."""
     found = dict[tuple[int, str], int]()
     for change in changes:
         if change.key is not None or not isinstance(change.holder, (torch.Tensor, numpy.ndarray, *GENERATORS)):
             now = change.now()
             one = isinstance(now, torch.Tensor) and not isinstance(change.holder, (types.FunctionType, types.CellType))
             once = change.key is None or isinstance(change.holder, dict) or one
-            found[id(change.holder), str(change.key)] = _nbytes_of(change) * (1 if once else 2)
+            found[id(change.holder), str(change.key)] = _nbytes_of(change) * (1 if once else 3)
     return tuple((place, nbytes) for place, nbytes in found.items() if nbytes)
 
 

@@ -1,13 +1,13 @@
 """`Stage`: one callable of a chain, with the parameters, modules and buffers that it can reach."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tapestream.capture.buffers import Slot, buffer_slots
+from tapestream.capture.buffers import BufferSnapshot, Slot, buffer_slots
 from tapestream.capture.cells import Cell
 from tapestream.capture.python_state import modules_behind
 from tapestream.errors import InputError
@@ -32,7 +32,8 @@ class Traits:
     it does so; ``others``: those that belong to no block of
     a streamed model, whose gradients go straight to the user. ``reads``: it takes numbers out of tensors other than by
     an operation. ``rebinds``: it sets tensors to what they are. ``saves``: how many tensors it saves for its backward;
-    ``nodes``: of its graph. ``left``: bytes of tensors that it leaves in attributes, by where.
+    ``nodes``: of its graph. ``left``: bytes of tensors that it leaves in attributes, by where; ``left_graph``: bytes
+    that graphs of these hold after the backward.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -55,17 +56,24 @@ class Traits:
     saves: int = 0
     nodes: int = 0
     left: tuple[tuple[tuple[int, str], int], ...] = ()
+    left_graph: int = 0
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None
 
 
-def left_nbytes(traits: Iterable[Traits]) -> int:
-    """What runs of stages leave in attributes; of those that leave it in one place, the most."""
+def left_nbytes(traits: Sequence[Traits]) -> int:
+    """What runs of stages leave: in attributes (of those that leave it in one place, the most), and copies of buffers
+    that they write."""
     found: dict[tuple[int, str], int] = {}
-    for place, nbytes in (one for trait in traits for one in trait.left):
-        found[place] = max(nbytes, found.get(place, 0))
-    return sum(found.values())
+    graphs: dict[int, int] = {}
+    for trait in traits:
+        for place, nbytes in trait.left:
+            found[place] = max(nbytes, found.get(place, 0))
+        for (holder, _), _ in trait.left[:1]:
+            graphs[holder] = max(trait.left_graph, graphs.get(holder, 0))
+    copies = sum(BufferSnapshot.nbytes_for_recomputes(trait.buffers) for trait in traits)
+    return sum(found.values()) + sum(graphs.values()) + copies
 
 
 class Stage:

@@ -1,5 +1,6 @@
 """`Beginning`: a call whose plan is for other blocks begins again, where what has run of it left no trace."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,18 @@ class UnplannedBlock(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What there was when a call began. ``held``: buffers and parameters, each with its version."""
+    """What there was when a call began. ``held``: buffers and parameters, each with its version. They are not kept: a
+    buffer in whose place a block puts another is gone then."""
 
     model: nn.Module
     device: torch.device
     generators: tuple[TorchGenerators, HostGenerators]
-    held: tuple[tuple[torch.Tensor | None, int], ...]
+    held: tuple[tuple[weakref.ref[torch.Tensor] | None, int], ...]
 
     @classmethod
     def take(cls, model: nn.Module, device: torch.device) -> "Beginning":
         """As things are now."""
-        return cls(model, device, (TorchGenerators.capture(device), HostGenerators.capture()), _versions(model))
+        return cls(model, device, (TorchGenerators.capture(device), HostGenerators.capture()), _held(model))
 
     def restore(self, unplanned: UnplannedBlock, args: Any, kwargs: Any) -> None:
         """Generators are again as they were.
@@ -42,7 +44,8 @@ class Beginning:
         or, for kernels that do not tell them, as the profiled call did), or may have written into an object among the
         arguments.
         """
-        same = all(a is b and v == w for (a, v), (b, w) in zip(self.held, _versions(self.model), strict=True))
+        # Of a tensor that is still there PyTorch gives the same reference again; of one that is gone there is none.
+        same = all(a is b and v == w for (a, v), (b, w) in zip(self.held, _held(self.model), strict=True))
         if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             raise cannot_begin_again(unplanned) from None
         torch_generators, host = self.generators
@@ -58,7 +61,7 @@ def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
     )
 
 
-def _versions(model: nn.Module) -> tuple[tuple[torch.Tensor | None, int], ...]:
+def _held(model: nn.Module) -> tuple[tuple[weakref.ref[torch.Tensor] | None, int], ...]:
     modules = modules_below(model)
     held = [t for m in modules for t in (*m._buffers.values(), *m._parameters.values())]
-    return tuple([(t, 0 if t is None else t._version) for t in held])
+    return tuple([(None, 0) if t is None else (weakref.ref(t), t._version) for t in held])

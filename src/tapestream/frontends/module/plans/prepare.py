@@ -115,7 +115,7 @@ def prepare(handle: "Streamed", observed: Observed) -> Prepared:
     except BudgetError as error:
         if handle.cut_finer():
             return prepare(handle, observed)
-        left = left_nbytes(one for segment in segments for one in segment.traits)
+        left = left_nbytes([one for segment in segments for one in segment.traits])
         error = without_cache(error, observed.left_nbytes, left)
         error = without_tables(error, handle.model, handle.blocks[: handle.wide], handle.homes)
         after = after_nbytes(terms_of(handle), observed)
