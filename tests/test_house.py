@@ -17,6 +17,7 @@ TEST_FOLDERS_WITHOUT_A_PACKAGE = {
     "memory",
     "oracles",
     "golden",
+    "field",
     "gpu",
     "simulated_gpu",
     "transformers",

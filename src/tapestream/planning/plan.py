@@ -215,7 +215,7 @@ class Plan:
                 plan_file.profile_from_json(document["profile"]),
                 Budget(device, host=host, disk=disk),
                 plan_file.machine_from_json(document["machine"]),
-                tuple((str(name), seconds, str(reason)) for name, seconds, reason in document["alternatives"]),
+                plan_file.alternatives_from_json(document["alternatives"]),
             )
 
     def plot(self, path: str | os.PathLike[str]) -> None:

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tapestream.costs import BlockCost, Carried, Link, Machine, Profile, StageCost, UniformStages
+from tapestream.costs.checks import duration
 from tapestream.errors import InputError, StorageError, TapestreamError
 from tapestream.ir import Schedule, Tier
 from tapestream.ir.text import dumps, loads
+
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python raises where a document is not of the shape that it should be."""
 
 
 def write(path: str | os.PathLike[str], document: Mapping[str, object], what: str = "plan") -> None:
@@ -42,12 +46,24 @@ def reading(path: str | os.PathLike[str], what: str = "plan") -> Iterator[Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read a {what} from {path}: {error}") from error
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_int=_counted, parse_constant=_refused)
         if document.get("format") != _format(what):
             raise InputError(f"its format is {document.get('format')!r}, not {_format(what)!r}")
         yield document
-    except (TapestreamError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+    except (TapestreamError, *_MALFORMED) as error:
         raise InputError(f"{path} is damaged or no {what} of this version ({error}); make and save it again") from error
+
+
+def _counted(digits: str) -> int:
+    """A whole number that a count of bytes or stages may be: with more digits, no one could be told of it."""
+    number = int(digits)
+    if abs(number) >= 2**63:
+        raise InputError(f"a number of {len(digits)} digits is no count of anything")
+    return number
+
+
+def _refused(constant: str) -> float:
+    raise InputError(f"{constant} is no number")
 
 
 def _format(what: str) -> str:
@@ -92,6 +108,14 @@ def profile_from_json(found: Mapping[str, Any]) -> Profile:
         ends=found.get("ends", ()),
         **{name: found[name] for name in _PROFILE_NUMBERS if name in found},
     )
+
+
+def alternatives_from_json(found: Any) -> tuple[tuple[str, float | None, str], ...]:
+    """The planners that were tried: name, seconds of a step (None: it does not fit), and why."""
+    for _, seconds, _ in found:
+        if seconds is not None:
+            duration("Plan", "seconds of an alternative", seconds)
+    return tuple((str(name), seconds, str(reason)) for name, seconds, reason in found)
 
 
 def machine_to_json(machine: Machine | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from tapestream.optim.streamed import StreamedOptimizer
 
 _EXTRA_STATE = "_extra_state"  # how PyTorch names what a module's get_extra_state() returns
 _UNCHANGED = "nothing was changed"
+_NUMBERS = (torch.Tensor, int, float)
 
 
 def notes_of(part: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _check_module(name: str, part: nn.Module, tree: Mapping[str, Any], folder: P
         mine = part.state_dict()  # saved from one with a module per layer, perhaps
     here, there = _shapes(mine), _shapes(tree)
     names = here.keys() | there.keys()
-    wrong = sorted(key for key in names if not _same(key, here, there))
+    wrong = sorted((key for key in names if not _same(key, here, there)), key=str)
     if wrong:
         first = wrong[0]
         raise InputError(
@@ -163,6 +164,8 @@ def _check_optimizer(
         found = states.get(number)
         if not found:
             continue
+        if _class_of(part).__module__.startswith("torch.") and not isinstance(found.get("step", 0), _NUMBERS):
+            raise TypeError(f"step of parameter {number} is {found['step']!r}")  # which PyTorch would find half-way
         for key, shape, dtype in _expected(part, parameter, found):
             given = found.get(key)
             if given is None or tuple(given.shape) != shape or given.dtype != dtype:

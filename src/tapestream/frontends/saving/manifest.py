@@ -52,7 +52,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
         if manifest["format"] != _FORMAT or not 1 <= manifest["version"] <= _VERSION:
             raise ValueError(f"it says {manifest['format']!r}, version {manifest['version']}")
         parts = {name: _entry(name, entry) for name, entry in manifest["parts"].items()}
-        if GENERATORS not in parts:
+        if GENERATORS not in parts or parts[GENERATORS]["stateful"]:
             raise ValueError(f"it has no {GENERATORS}")
     except FileNotFoundError as error:
         raise StorageError(f"{path} is missing; take another save") from error
@@ -84,8 +84,10 @@ def _entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name!r} is no name of a part")
     if not isinstance(entry.get("class", ""), str):
         raise ValueError(f"the class of {name} is {entry['class']!r}")
+    if not isinstance(entry["stateful"], bool):
+        raise ValueError(f"stateful is {entry['stateful']!r} for {name}")
     tensors = {tensor: _place(*place) for tensor, place in entry["tensors"].items()}
-    return {**entry, "stateful": bool(entry["stateful"]), "tree": entry["tree"], "tensors": tensors}
+    return {**entry, "tree": entry["tree"], "tensors": tensors}
 
 
 def _place(file: str, crc32: int) -> Place:

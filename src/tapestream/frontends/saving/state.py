@@ -35,10 +35,10 @@ class AsKept(OrderedDict[str, Any]):
         self._metadata = OrderedDict[str, Any]()  # as PyTorch makes it, for the versions of modules
 
 
-def in_other_groups(model: nn.Module, names: Iterable[str]) -> str:
+def in_other_groups(model: nn.Module, names: Iterable[Any]) -> str:
     """Advice for an error, where the tensors ``names`` do not fit ``model`` and are of layers in groups, as its are."""
     own = {name for m in model.modules() if isinstance(m, Few) for name in (*m._parameters, *m._buffers)}
-    if not any(name.rpartition(".")[2] in own for name in names):
+    if not any(str(name).rpartition(".")[2] in own for name in names):
         return ""
     return (
         "; layers are in groups there and here, but not in the same ones: make the model with the depth and the "

@@ -140,7 +140,7 @@ def unpack(node: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         case "ordered":
             made = OrderedDict((unpack(k, tensor_of), unpack(v, tensor_of)) for k, v in value)
             if "metadata" in node:
-                made._metadata = unpack(node["metadata"], tensor_of)  # type: ignore[attr-defined]
+                made._metadata = _versions(unpack(node["metadata"], tensor_of))  # type: ignore[attr-defined]
             return made
         case "Size" | "tuple" | "set" | "frozenset":
             return _SEQUENCES[kind]([unpack(one, tensor_of) for one in value])
@@ -157,6 +157,13 @@ def unpack(node: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         case "device":
             return torch.device(value)
     raise ValueError(f"{kind!r} is not something that a save holds")
+
+
+def _versions(found: Any) -> Any:
+    """By module, as PyTorch reads them."""
+    if not all(isinstance(one, dict) for one in (found, *found.values())):
+        raise ValueError(f"{found!r} are no versions of modules")
+    return found
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
