@@ -66,9 +66,11 @@ def _numbers_of_parts(
     samples = samples_of(args, kwargs)
 
     def fits(number: int) -> bool | None:
-        """None: a part of this size cannot be run, be it that BatchNorm needs more than one sample."""
+        """None: a part of this size cannot be run, be it that BatchNorm needs more than one sample, or that a graph's
+        edges lead to rows that are not there: PyTorch writes past the end of a sparse tensor that nobody checks."""
         try:
-            return _fits(handle, prepare, *first_part(args, kwargs, number))
+            with torch.sparse.check_sparse_tensor_invariants():
+                return _fits(handle, prepare, *first_part(args, kwargs, number))
         except BudgetError:
             return False
         except Exception:
