@@ -69,7 +69,7 @@ def _numbers_of_parts(
         """None: a part of this size cannot be run, be it that BatchNorm needs more than one sample, or that a graph's
         edges lead to rows that are not there: PyTorch writes past the end of a sparse tensor that nobody checks."""
         try:
-            with torch.sparse.check_sparse_tensor_invariants():
+            with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
                 return _fits(handle, prepare, *first_part(args, kwargs, number))
         except BudgetError:
             return False
