@@ -90,11 +90,15 @@ def _step(
     return [loss.detach(), *(None if leaf.grad is None else leaf.grad.clone() for leaf in leaves)]
 
 
-def _least(front: str, around: Any, between: Any, back: Any) -> list[Tensor | None]:
+def _least(
+    front: str, around: Any, between: Any, back: Any, prepare: Callable[[list[nn.Module]], None] | None = None
+) -> list[Tensor | None]:
     """Within the least budget, where all that may be is recomputed."""
     budget = 1
 
     def make(front: str, blocks: list[nn.Module]) -> Run:
+        if prepare is not None:
+            prepare(blocks)
         return _ours(front, blocks, budget)
 
     while True:
@@ -115,7 +119,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "'p'": lambda block: setattr(block.drop, "p", 0.6),
     "'factor'": lambda block: setattr(block, "factor", 2.0),
     "a module or parameter": lambda block: setattr(block, "act", nn.Sigmoid()),
-    "a hook": lambda block: block.act.register_forward_hook(lambda module, given, out: out * 2),
     "buffer or frozen parameter": lambda block: block.shift.add_(1),
     "or frozen parameter": lambda block: block.frozen.mul_(2),
     "captured": lambda block: SCALE.update(by=3.0),
@@ -136,6 +139,34 @@ def test_what_is_changed_between_is_refused_by_name(front: str, what: str) -> No
     finally:
         SCALE["by"] = 1.5
     assert what in str(refused.value) or "the parameters of" in str(refused.value)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("when", ["added after the call", "there for the call"])
+def test_recomputes_have_the_hooks_that_the_call_had(front: str, when: str) -> None:
+    """Libraries register some for the time of a call, which take arguments by name."""
+    handles = list[Any]()
+
+    def prepare(blocks: list[nn.Module]) -> None:
+        if when == "there for the call":
+            double: Any = lambda module, given, named: ((given[0] * 2,), named)  # noqa: E731
+            acts: list[Any] = [block.act for block in blocks]
+            handles[:] = [act.register_forward_pre_hook(double, with_kwargs=True) for act in acts]
+
+    def between(blocks: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        if when == "added after the call":
+            for block in blocks:
+                block.act.register_forward_hook(lambda module, given, out: out * 2)
+
+    def plain(front: str, blocks: list[nn.Module]) -> Run:
+        prepare(blocks)
+        return _plain(front, blocks)
+
+    around = (contextlib.nullcontext, between, contextlib.nullcontext)
+    for wanted, found in zip(_step(front, plain, *around), _least(front, *around, prepare), strict=True):
+        assert wanted is None if found is None else wanted is not None and torch.equal(wanted, found)
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -275,7 +275,7 @@ class Runner:
         traits, seen = self.traits[k], self.seen.get(k)
         with contextlib.ExitStack() as stack:
             if seen is not None and k not in self._once:
-                self._check_unchanged(k, seen)
+                stack.enter_context(self._unchanged(k, seen))
                 stack.enter_context(as_recompute())
                 stack.enter_context(self._surrounded.again())
                 stack.enter_context(hooks_off(traits.leaves))
@@ -295,13 +295,14 @@ class Runner:
                 seen.restore(stack, self.device)
                 yield
 
-    def _check_unchanged(self, k: int, seen: Seen) -> None:
+    def _unchanged(self, k: int, seen: Seen) -> contextlib.AbstractContextManager[None]:
         """Raise GradientError where a recompute would find another parameter, or another object, than the first run."""
         if (now := self._versions(k)) != seen.versions:
             check_versions(self._user_of(k, seen.versions, now), seen.versions, now, "a parameter of")
-        if seen.look is not None:
-            stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
-            stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, self.traits[k]), *own))
+        if seen.look is None:
+            return contextlib.nullcontext()
+        stage, own = self.stages[k], () if seen.buffers is None else seen.buffers.slots
+        return stage.stills.check(stage.name, seen.look, self._look(k), (*written(stage, self.traits[k]), *own))
 
     def _versions(self, k: int) -> Versions:
         return tuple(mark(leaf) if self._resident else leaf._version for leaf in self.traits[k].leaves)

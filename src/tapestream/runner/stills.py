@@ -2,6 +2,7 @@
 would read the new state.
 """
 
+import contextlib
 import functools
 import types
 from collections.abc import Container, Iterator, Sequence
@@ -19,6 +20,7 @@ from tapestream.capture.buffers import ABSENT, NUMBERS, BufferSnapshot, Slot
 from tapestream.capture.cells import Cell
 from tapestream.capture.python_state import attributes_of
 from tapestream.errors import GradientError
+from tapestream.runner.hooks import flags_of, holding, hooks_of
 from tapestream.runner.reads import Reads, containers_read, marks_in, reads_of, version_of
 
 _EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
@@ -28,6 +30,7 @@ _EVERY_HOOKS: tuple[dict[Any, Any], ...] = (
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _ATTRIBUTES, _MODULES, _PARAMETERS, _BUFFERS = range(4)
 _PLACES = 8  # dictionaries of a module that are looked at: these, and four of hooks
+_HOOK = "a hook"
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class Look:
     """What a stage reads, at one moment. ``held``: what the dictionaries of modules hold, with its ``keys``, dictionary
     by dictionary (``ends``). ``still``: buffers and frozen parameters, with their ``versions``. ``captured``: what
     functions have captured; ``marks``: the content of what may be written into among that. ``numbers``: what
-    ``attributes`` of other objects hold.
+    ``attributes`` of other objects hold; ``flags``: of hooks, module by module.
     """
 
     held: list[Any]
@@ -47,6 +50,7 @@ class Look:
     marks: list[Any]
     attributes: tuple[Attribute, ...]
     numbers: list[Any]
+    flags: list[dict[Any, Any]]
 
     def same(self, now: "Look") -> bool:
         """Whether all that is held is the very same. If not, it may still be equal."""
@@ -71,6 +75,7 @@ class Stills:
         "_containers",
         "_dicts",
         "_ends",
+        "_flags",
         "_functions",
         "_held",
         "_keys",
@@ -95,7 +100,7 @@ class Stills:
         self._held: list[Any] | None = None
         self._keys, self._ends = list[Any](), list[int]()
         self._made = list[int]()  # where among ``_held`` attributes are tensors
-        self._dicts = list[dict[Any, Any]]()
+        self._dicts, self._flags = list[dict[Any, Any]](), list[dict[Any, Any]]()
         self._functions = list[Reads]()
         self._plain = list[nn.Parameter]()
         self._containers = list[Any]()
@@ -121,8 +126,9 @@ class Stills:
         assert self._held is not None
         versions, numbers = [version_of(t) for t in still], [one.now() for one in self._attributes.numbers]
         return Look(
-            self._held, self._keys, self._ends, still, versions, captured, marks, self._attributes.numbers, numbers
-        )
+            self._held, self._keys, self._ends, still, versions, captured, marks, self._attributes.numbers, numbers,
+            self._flags,
+        )  # fmt: skip
 
     def _holding(self) -> list[Any]:
         """What the dictionaries hold now. Tensors that are attributes (what hooks make from parameters, the last
@@ -137,9 +143,9 @@ class Stills:
         self._dicts = [
             place
             for m in self.modules
-            for place in (attributes_of(m), m._modules, m._parameters, m._buffers, m._forward_hooks,
-                          m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        ]  # fmt: skip
+            for place in (attributes_of(m), m._modules, m._parameters, m._buffers, *hooks_of(m))
+        ]
+        self._flags = [dict(flags) for m in self.modules for flags in flags_of(m)]
         self._dicts += _EVERY_HOOKS
         sizes, own, self._made = [*map(len, self._dicts)], self._dicts[: _PLACES * len(self.modules) : _PLACES], []
         for start, attributes in zip([0, *accumulate(sizes)][::_PLACES], own, strict=False):
@@ -159,16 +165,22 @@ class Stills:
         if not _identical(objects, self._objects):  # a walk takes long, and modules count
             self._objects, self._named, self._attributes = objects, functions, None
 
-    def check(self, name: str, then: Look, now: Look, written: Sequence[Slot]) -> None:
-        """Raise GradientError with the name of what a recompute would see other than it was."""
+    def check(
+        self, name: str, then: Look, now: Look, written: Sequence[Slot]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Raise GradientError with the name of what a recompute would see other than it was. Within what is returned,
+        it sees the hooks that its modules had (a library may register some for the time of a call)."""
         if then.same(now):
-            return
+            return contextlib.nullcontext()
         found = [*self._differing(then, now, (*written, *self.threaded)), *_of_objects(then, now)]
-        if found:
+        hooked = [one.module for one in found if one.what is _HOOK]
+        if len(hooked) < len(found):
+            changed = next(one for one in found if one.what is not _HOOK)
             raise GradientError(
-                f"{name}: {self._what(found[0])} was changed between the call and its backward, so recomputing would "
+                f"{name}: {self._what(changed)} was changed between the call and its backward, so recomputing would "
                 "give other values; run backward first, or undo the change"
             )
+        return holding([pair for k, m in enumerate(self.modules) if m in hooked for pair in _hooks_then(k, m, then)])
 
     def changed_by_itself(self, name: str, before: Look, after: Look, written: Sequence[Slot]) -> BufferSnapshot | None:
         """What the stage's own run has changed, unlike the profiled one, as it was before: numbers, and buffers in
@@ -220,7 +232,7 @@ class Stills:
             if any([*map(id, a.values())] != [*map(id, b.values())] for a, b in places[_MODULES : _PARAMETERS + 1]):
                 found.append(_Difference("a module or parameter", module))
             if any([*a] != [*b] for a, b in places[_BUFFERS + 1 :]):
-                found.append(_Difference("a hook", module))
+                found.append(_Difference(_HOOK, module))
             found += _of_buffers(module, *places[_BUFFERS], own, changed)
             parameters = [p for p in places[_PARAMETERS][0].values() if p is not None]
             if any(id(p) in changed or (id(p) in frozen) != (id(p) in frozen_now) for p in parameters):
@@ -246,6 +258,14 @@ class _Difference(NamedTuple):
     module: nn.Module | None
     slot: Slot | None = None
     before: Any = None
+
+
+def _hooks_then(k: int, module: nn.Module, then: Look) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """What the dictionaries of module ``k``'s hooks, and of what is said of them, were."""
+    for place, hooks in enumerate(hooks_of(module), _PLACES * k + _BUFFERS + 1):
+        yield hooks, then.of(place)
+    now = flags_of(module)
+    yield from zip(now, then.flags[len(now) * k : len(now) * (k + 1)], strict=True)
 
 
 def _before(found: Sequence[_Difference]) -> BufferSnapshot | None:

@@ -139,10 +139,11 @@ class TensorCall:
             task.sink.arrived(cotangents[len(self._places) :])
         if not (self._surrounded.hold() and Autocast.capture(task.body.device) == self.autocast):
             runner.reversing = self._as_now()
+        hooks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._seen is not None:
             written = task.body.traits.buffers
-            self._stage.stills.check("a step of the loop", self._seen, self._look(), written)
-        with self._recomputing():
+            hooks = self._stage.stills.check("a step of the loop", self._seen, self._look(), written)
+        with hooks, self._recomputing():
             runner.begin_backward()
             self._go_on(runner)
             initial = driver.backward(arrived)
