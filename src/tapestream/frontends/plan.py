@@ -59,9 +59,11 @@ def plan(
 
     A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
     generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
-    repeated blocks. Raises BudgetError if nothing fits, or not for the longest batch.
+    repeated blocks. Raises BudgetError if nothing fits, or not for the longest batch, and InputError for a batch
+    without numbers (on the meta device), with which nothing can run.
     """
     args, kwargs = arguments_of(batch)
+    _check_has_numbers(args, kwargs)
     planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
     given = {"budget": budget, "device": device, "machine": machine, **arguments}
     if is_streamed(model):
@@ -82,6 +84,17 @@ def plan(
     assert found.plan is not None
     assert found.prepared is not None
     return replace(found.plan, remedies=remedies_for(found.remedies, seconds_of(found.prepared)))
+
+
+def _check_has_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InputError for tensors on the meta device."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            raise InputError(
+                f"plan: a tensor of shape {tuple(leaf.shape)} of the batch is on the meta device, and the model runs "
+                "once to be profiled; give one with numbers, as torch.zeros makes it. To plan without a run and "
+                "without weights: `tapestream plan module:factory`"
+            )
 
 
 @contextlib.contextmanager
