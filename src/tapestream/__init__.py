@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tapestream.frontends.lightning import LightningStrategy
     from tapestream.frontends.loop.loop import Loop
     from tapestream.frontends.loss import linear_cross_entropy
+    from tapestream.frontends.module.accumulating.accumulate import accumulate
     from tapestream.frontends.module.homes.home import Home
     from tapestream.frontends.module.optimizer import optimizer
     from tapestream.frontends.module.stream import stream, unstream
@@ -60,6 +61,7 @@ _HOMES = {
     "LightningStrategy": "tapestream.frontends.lightning",
     "Loop": "tapestream.frontends.loop.loop",
     "linear_cross_entropy": "tapestream.frontends.loss",
+    "accumulate": "tapestream.frontends.module.accumulating.accumulate",
     "Home": "tapestream.frontends.module.homes.home",
     "optimizer": "tapestream.frontends.module.optimizer",
     "stream": "tapestream.frontends.module.stream",
@@ -113,6 +115,7 @@ __all__ = [
     "StorageError",
     "TapestreamError",
     "Tier",
+    "accumulate",
     "from_dcp",
     "linear_cross_entropy",
     "load",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 import torch
 
 from tapestream.errors import GradientError, ScheduleError
-from tapestream.executor.moves import Blocks
+from tapestream.executor.moves import Blocks, Runs
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.travel import Travel
 from tapestream.ir.actions import (
@@ -31,7 +31,7 @@ from tapestream.ir.actions import (
     Wait,
 )
 from tapestream.ir.schedule import Schedule
-from tapestream.runner.runner import Gradients, Runner
+from tapestream.runner.runner import Gradients
 from tapestream.runner.state import State
 
 
@@ -46,7 +46,7 @@ class Interpreter:
     def __init__(
         self,
         schedule: Schedule,
-        runner: Runner,
+        runner: Runs,
         *,
         blocks: Blocks | None = None,
         parcels: Parcels | None = None,

@@ -30,6 +30,7 @@ class Call:
     def __init__(self, chain: "Chain", prepared: Prepared, initial: State, device: torch.device) -> None:
         run = prepared.run
         runner = Runner(run.stages, run.traits, device, once=prepared.once)
+        self._seen = runner.seen  # until the forward has run
         self.below, parcels = chain._below_on(device), None
         if prepared.plan.simulation.bytes_moved:
             parcels = self.below.parcels((*initial.tensors, *prepared.leaves))
@@ -65,7 +66,8 @@ class Call:
         assert interpreter is not None
         try:
             run = partial(self._run_forward, interpreter)
-            out = run() if first is None else first.forward(run, interpreter.runner.seen)
+            seen, self._seen = self._seen, {}
+            out = run() if first is None else first.forward(run, seen)
         except BaseException:
             self.release()
             raise

@@ -163,7 +163,8 @@ class Report:
     tensors in RAM among them (None where the library does not say). ``resident_nbytes``: RAM that the process takes
     now, with Python, PyTorch's code, and what that heap keeps of freed memory. ``cudnn_benchmark``: True if the setting
     is on; it was off inside of blocks. ``exceeded``: what `BudgetExceeded` last said of a call that holds more than its
-    budget, None where none does.
+    budget, None where none does. ``accumulation``: how many micro-batches the last call of `accumulate` was given, in
+    which order they went and why, None where there was none.
     """
 
     plan: Plan
@@ -176,6 +177,7 @@ class Report:
     exceeded: str | None = None
     live_nbytes: int | None = field(default_factory=live_nbytes)
     resident_nbytes: int = field(default_factory=resident_nbytes)
+    accumulation: str | None = None
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -195,6 +197,7 @@ class Report:
                 *self._of_the_device(),
                 f"  memory       {format_nbytes(self.resident_nbytes)} of RAM for the whole process, now{self._live()}",
                 *([] if self.exceeded is None else [f"  exceeded     {self.exceeded}"]),
+                *([] if self.accumulation is None else [f"  accumulated  {self.accumulation}"]),
             )
         )
 
@@ -228,6 +231,7 @@ def report(model: nn.Module | Program) -> Report:
         found, tuple(plans), held, moved, waited,
         reserved_nbytes(handle.device) if on_accelerator else None,
         on_accelerator and torch.backends.cudnn.benchmark, handle.exceeded.last,
+        accumulation=handle.accumulation.said,
     )  # fmt: skip
 
 

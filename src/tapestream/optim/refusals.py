@@ -8,7 +8,8 @@ def not_stepped(what: str) -> GradientError:
     return GradientError(
         f"{what} came after a backward without its optimizer.step(): with update='backward' that backward has "
         "updated the blocks already, so gradients cannot be accumulated over several backwards, and no step "
-        "can be left out; call optimizer.step() after each backward, or use update='step'"
+        "can be left out; call optimizer.step() after each backward, give all micro-batches to "
+        "ts.accumulate(model, micro_batches, loss), or use update='step'"
     )
 
 

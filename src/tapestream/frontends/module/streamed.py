@@ -17,6 +17,8 @@ from tapestream.errors import InputError, StorageError
 from tapestream.executor.blocks import Updater
 from tapestream.executor.stepped import SteppedGradient
 from tapestream.frontends.around import check_around, check_uncovered
+from tapestream.frontends.module.accumulating.accumulation import Accumulation
+from tapestream.frontends.module.accumulating.joint_call import JointCall
 from tapestream.frontends.module.allocator import AllocatorWatch
 from tapestream.frontends.module.blocks import parts_around
 from tapestream.frontends.module.calls.again import Beginning, UnplannedBlock, cannot_begin_again
@@ -26,6 +28,7 @@ from tapestream.frontends.module.calls.live import Live
 from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.calls.node import apply_block
 from tapestream.frontends.module.calls.profiling import observe_call
+from tapestream.frontends.module.calls.ready import make_ready
 from tapestream.frontends.module.calls.refused import plan_call
 from tapestream.frontends.module.calls.stepping import entering, run_step
 from tapestream.frontends.module.homes.homes import Homes
@@ -110,6 +113,8 @@ class Streamed:
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self.observation: Observation | None = None
         self.call: StreamCall | None = None  # the one whose forward is under way
+        self.joint: JointCall | None = None  # of all micro-batches, while its forwards are under way
+        self.accumulation = Accumulation()
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self.passed: set[int] = set()  # positions of blocks that pass tensors with gradients on in objects
@@ -168,17 +173,9 @@ class Streamed:
         if planned is None:
             return original(*args, **kwargs)
         found, prepared = planned
-        self.ranks.begin(prepared)
-        self.store.settle()
-        if prepared is not self.last:
-            self.homes.reserve(prepared.on_disk)
-        self.store.place(prepared.resident, prepared.below_host(self.store.copies.on_disk))
-        self.store.adopt_replaced()
-        self.store.gradients.leave()
-        self.store.copies.staying = prepared.at_step
+        make_ready(self, prepared)
         outside = self.ranks.followed(chain(self.outside_parameters(), self.pinned.parameters()))
         self.call = call = StreamCall(self.store, found, prepared, self.device, self._live, self.homes.states, outside)
-        self.last = prepared
         try:
             if not call.plain:
                 self.ranks.check_seen(prepared.resident, alone=len(self._live.calls) == 1)
@@ -201,6 +198,8 @@ class Streamed:
             return original(*args, **kwargs)
         if self.observation is not None:
             return self.observation.observe(position, original, args, kwargs)
+        if self.joint is not None:
+            return self.joint.wait_at_block(position, original, args, kwargs)
         if not torch.is_grad_enabled():
             if block is None:
                 return original(*args, **kwargs)
@@ -231,6 +230,7 @@ class Streamed:
         """Forget all plans: the optimizer, or what is trainable, has changed."""
         self._prepared.clear()
         self._beside.clear()
+        self.accumulation.clear()
         self._live.refused.clear()
         self._forward_only.forget()
 

@@ -117,6 +117,11 @@ class BlockRun:
         return {entry: [t for e, t, version in named if e == entry and t._version == version] for entry in mine}
 
     @property
+    def entries(self) -> frozenset[int]:
+        """Entries of the state that the block is given, or hands on."""
+        return frozenset((*self._picks.values(), *self._inside, *self._sides))
+
+    @property
     def flat(self) -> tuple[torch.Tensor, ...]:
         """The state as the block before returned it, or its tensors where this is the first: what a call takes."""
         return tuple(self.tensors[entry] for entry in self._slots)
