@@ -18,7 +18,7 @@ from accumulating import (
 from exact import assert_same, seed
 from place import DEVICE
 from streamable import MODELS, WIDTH, Chained, Dense, Model, dense, numbers
-from streaming import options_of
+from streaming import gradients_of, options_of
 from torch import nn
 
 import tapestream as ts
@@ -67,6 +67,7 @@ def test_together_in_the_least_budget(number: int, name: str, tmp_path: Path) ->
     assert order.startswith("3 micro-batches together, block by block")
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("name", ["gpt", "gpt_autocast", "adapters"])
@@ -187,7 +188,7 @@ def test_gradients_that_are_there_already_are_added_to(tmp_path: Path) -> None:
         for _ in range(2):
             with always_faster():
                 accumulate(one, [tuple(t.to(DEVICE) for t in case.batch()) for _ in range(2)], mean_loss)
-        found[name] = {n: None if p.grad is None else p.grad.clone() for n, p in one.named_parameters()}
+        found[name] = gradients_of(one)
     assert "gradients of an earlier backward are there" in said(model)
     ts.unstream(model)
     assert_same(found["plain"], found["streamed"])
@@ -204,9 +205,7 @@ def test_parts_of_blocks_may_be_frozen_from_one_step_to_the_next(tmp_path: Path)
             one.zero_grad()
             with always_faster():
                 accumulate(one, [tuple(t.to(DEVICE) for t in case.batch()) for _ in range(3)], mean_loss)
-            found[name] = found.get(name, {}) | {
-                f"{step} {n}": None if p.grad is None else p.grad.clone() for n, p in one.named_parameters()
-            }
+            found[name] = found.get(name, {}) | {f"{step} {n}": g for n, g in gradients_of(one).items()}
     assert "together" in said(model)
     ts.unstream(model)
     assert_same(found["plain"], found["streamed"])

@@ -15,7 +15,7 @@ from accumulating import always_faster, least_for_accumulating, mean_loss, one_b
 from exact import assert_same, seed
 from place import DEVICE
 from streamable import WIDTH, Chained, Dense, Model, dense, numbers
-from streaming import DIRECT, D, K, gradients_of, options_of
+from streaming import DIRECT, D, H, K, gradients_of, options_of
 from torch import nn
 
 import tapestream as ts
@@ -25,7 +25,8 @@ from tapestream.storage.meter import track_memory
 
 CASE = Model(lambda: Chained(dense()), numbers(3, WIDTH))
 SMALL = 8 * 1024  # counters, scalars and the like
-SLOW = ts.Machine(links={(D, K): ts.Link(1e5), (K, D): ts.Link(1e5)})
+LANES = ((D, K), (K, D)) if DEVICE == "cpu" else ((D, H), (H, K), (K, H), (H, D))
+SLOW = ts.Machine(links={lane: ts.Link(1e5) for lane in LANES})
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def no_gradients(model: nn.Module) -> bool:
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(model: nn.Module, micro_batches: Any, loss: Any, message: str) -> None:
+    micro_batches = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), micro_batches)
     for faster in (False, True):
         with always_faster() if faster else torch.enable_grad(), pytest.raises(ts.InputError, match=re.escape(message)):
             ts.accumulate(model, micro_batches, loss)
@@ -112,7 +114,7 @@ def test_they_go_together_where_weights_take_longer_to_come_than_blocks_to_run_a
     report = ts.report(model)
     ts.unstream(model)
     assert "  accumulated  3 micro-batches together, block by block (planned: " in str(report)
-    moved = report.bytes_moved[K, D]
+    moved = report.bytes_moved[LANES[-1]]
     parameters = sum(block.parameters_nbytes for block in report.plan.profile.blocks)
     assert moved <= 3 * parameters  # twice, and what profiling has read; one by one it would be six times
 

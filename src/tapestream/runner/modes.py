@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -35,6 +36,13 @@ take_off: Callable[[], Any] = _C._pop_torch_function_stack
 """Leave the function mode that was entered last, and give it."""
 put_on: Callable[[Any], None] = _C._push_on_torch_function_stack
 """Enter a function mode that was taken off."""
+
+
+def only_places_tensors() -> bool:
+    """Whether no mode and no hooks on saved tensors are entered here but the mode that says where new tensors lie
+    (`torch.set_default_device`), which another thread may enter, too."""
+    others = any(type(mode) is not DeviceContext for mode in modes_entered()) or _C._len_torch_dispatch_stack()
+    return not (others or torch.is_inference_mode_enabled() or saving_entered() or _why_none() is not None)
 
 
 def exchange(new: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from tapestream.frontends.module.calls.anchor import hooked
 from tapestream.frontends.module.observing.observed import Segment
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.passes.residency import uses_of_blocks
-from tapestream.runner.modes import Surroundings
+from tapestream.runner.modes import only_places_tensors
 from tapestream.runner.private import tensors_in
 from tapestream.runner.stage import Traits, is_compiled
 
@@ -49,7 +49,7 @@ def _of_model(handle: "Streamed", micro_batches: Sequence[Any]) -> Iterator[str]
         yield "a module has hooks, which see one micro-batch after the other"
     if any(map(is_compiled, model.modules())):
         yield "it has compiled modules, which belong to one thread"
-    if not Surroundings(on_cpu=handle.device.type == "cpu").hold():
+    if not only_places_tensors():
         yield "modes of PyTorch are entered around the call, which belong to one thread"
     if any(t.requires_grad for t in tensors_in([micro_batches])):
         yield "a micro-batch asks for a gradient itself"

@@ -17,6 +17,7 @@ from tapestream.accelerator.device import is_accelerator
 from tapestream.accelerator.streams import current_stream, on_stream
 from tapestream.runner.ambient import Autocast
 from tapestream.runner.checkpointing import checkpointing_off
+from tapestream.runner.modes import exchange, modes_entered
 
 T = TypeVar("T")
 
@@ -129,11 +130,12 @@ class ForwardThread:
 def _like_here(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What another thread is to enter so that PyTorch is there as it is in this one."""
     autocast, cache = Autocast.capture(device), torch.is_autocast_cache_enabled()
-    stream = current_stream(device) if is_accelerator(device) else None
+    stream, modes = current_stream(device) if is_accelerator(device) else None, modes_entered()
 
     @contextlib.contextmanager
     def entered() -> Any:
         torch.get_num_threads()  # the thread's first question has it compute with as many as the others
+        exchange(modes)
         with contextlib.ExitStack() as stack:
             stack.enter_context(checkpointing_off())
             if stream is not None:
