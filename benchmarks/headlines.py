@@ -57,6 +57,10 @@ HEADLINES = {
         "at most 1.25 times", {"": "ratio", "moved ": "moved over least"}, ("network", "budget", "update"),
         {"moved ": "moves at most 1.05 times the least bytes"},
     ),
+    "accumulate": Headline(
+        "Step time of eight micro-batches, parameters on disk", "one call and one backward after the other",
+        "at most 0.5 times", RATIO, ("network", "budget"),
+    ),
     "forward_only": Headline(
         "Evaluation, parameters on disk", "the slower of plain PyTorch and the link", "at most 1.10 times", RATIO,
         ("network", "budget"),

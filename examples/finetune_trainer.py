@@ -34,8 +34,8 @@ class Text(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Train as the command line says; returns all that the Trainer has logged."""
+def main(arguments: list[str] | None = None, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
+    """Train as the command line says, with this ``kind`` of Trainer; returns all that it has logged."""
     given = parser().parse_args(arguments)
     data = standard_library_bytes()
     training, test = Text(data[:2_000_000], given.seq), Text(data[-16 * given.seq :], given.seq)
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         str(given.out),
         max_steps=given.steps,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=given.accumulate,
         max_grad_norm=0.5,
         learning_rate=1e-3,
         warmup_steps=2,
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         # The Trainer's own default optimizer, weight_decay=0 included; it makes the learning-rate schedule itself.
         ts.stream(model, device=given.device, budget=given.budget, folder=given.out / "home")  # 1
         optimizer = ts.optimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, fused=True)  # 2
-    trainer = Trainer(
+    trainer = kind(
         model,
         settings,
         train_dataset=training,
@@ -90,15 +90,15 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--stock", action="store_true", help="plain PyTorch: the three lines left out")
     made.add_argument("--resume", help="a folder checkpoint-N of an earlier run with the same numbers")
     made.add_argument("--out", type=Path, default=Path("runs/trainer"), help="checkpoints are written here")
     made.add_argument("--budget", default="32MiB", help="bytes of the device, such as 8GiB (%(default)s)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    for name, value in {"layers": 6, "width": 256, "seq": 128, "steps": 20}.items():
+    for name, value in {"layers": 6, "width": 256, "seq": 128, "steps": 20, "accumulate": 2}.items():
         made.add_argument(f"--{name}", type=int, default=value, help="%(default)s")
     return made
 

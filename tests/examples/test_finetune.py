@@ -4,6 +4,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import finetune_accumulate
 import finetune_lora
 import finetune_own_loop
 import finetune_torchrun
@@ -31,7 +32,9 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("example", [finetune_own_loop, finetune_trainer, finetune_lora, finetune_torchrun])
+@pytest.mark.parametrize(
+    "example", [finetune_own_loop, finetune_trainer, finetune_accumulate, finetune_lora, finetune_torchrun]
+)
 def test_help(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         example.main(["--help"])
@@ -68,9 +71,9 @@ def test_own_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_same_tensors(tmp_path / "plain" / "model.safetensors", tmp_path / "second" / "model" / "model.safetensors")
 
 
-def logged(out: Path, *options: str) -> list[dict[str, Any]]:
+def logged(out: Path, *options: str, run: Any = finetune_trainer.main) -> list[dict[str, Any]]:
     """What the Trainer logs, without clocks."""
-    found = finetune_trainer.main([*SIZES, "--budget", "1400KiB", "--steps", "4", "--out", str(out), *options])
+    found = run([*SIZES, "--budget", "1400KiB", "--steps", "4", "--out", str(out), *options])
     kept = [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in found]
     return [entry for entry in kept if "train_loss" not in entry]  # a mean over the steps since resuming
 
@@ -86,6 +89,21 @@ def test_trainer(tmp_path: Path) -> None:
         assert_same_tensors(
             tmp_path / "stock" / "model" / "model.safetensors", tmp_path / run / "model" / "model.safetensors"
         )
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_trainer_whose_micro_batches_go_together(
+    faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if faster:
+        planned = "tapestream.frontends.module.accumulating.accumulate.joint_seconds"
+        monkeypatch.setattr(planned, lambda together: 0.0)
+    run, more = finetune_accumulate.main, ["--accumulate", "3"]
+    stock = logged(tmp_path / "stock", "--stock", *more, run=run)
+    ours = logged(tmp_path / "ours", *more, "--budget", "2MiB", run=run)
+    assert ours == stock
+    assert ("  accumulated  3 micro-batches together, block by block" in capsys.readouterr().out) >= faster
+    assert_same_tensors(*(tmp_path / one / "model" / "model.safetensors" for one in ("stock", "ours")))
 
 
 @old_name
