@@ -61,18 +61,23 @@ class Along:
 
     def hearing(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """The ``__torch_function__`` of a mode. It makes a call that is the next one of last time and is not to be
-        looked at closely, and has ``otherwise`` hear of all others. All in one place, since a call of Python's takes as
-        long as what it asks for."""
+        looked at closely, or made nothing last time, and has ``otherwise`` hear of all others. All in one place, since
+        a call of Python's takes as long as what it asks for."""
         calls, grad_enabled, kind, strided = self._calls, torch.is_grad_enabled, torch.Tensor, torch.strided
+        asking = QUESTIONS | self.course.asking
 
         def hear(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             expected, grad, needs, nbytes, closely = calls[self._next]
-            if (
-                closely is not None
-                or (function is not expected and function != expected)
-                or grad_enabled() is not grad
-                or forward_ad._current_level >= 0
-            ):
+            if forward_ad._current_level >= 0:
+                return otherwise(function, types, args, kwargs)
+            if function is not expected and function != expected:
+                if function not in asking:
+                    return otherwise(function, types, args, kwargs)
+                result = function(*args, **kwargs) if kwargs else function(*args)
+                if type(result) not in _NO_TENSORS and function not in QUESTIONS:
+                    self._asked(result, args)
+                return result
+            if closely is not None or grad_enabled() is not grad:
                 return otherwise(function, types, args, kwargs)
             if needs >= 0:
                 for one in args:
@@ -93,11 +98,11 @@ class Along:
         return hear
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that `hearing` has not made, if it is the next one of last time, or makes nothing. `UNKNOWN` if
-        it is neither."""
+        """Make a call that `hearing` has not made, if it is the next one of last time, or gives back what it is given.
+        `UNKNOWN` if it is neither."""
         one = self._calls[self._next]
         if function != one.function:
-            return self._asked(function, args, kwargs)
+            return function(*args, **(kwargs or {})) if gives_back(function, args, kwargs) else UNKNOWN
         if one.closely is None or torch.is_grad_enabled() is not one.grad:
             return UNKNOWN
         if one.needs >= 0 and one.needs != _needing(args) + sum(map(_needing, (kwargs or {}).values())):
@@ -139,15 +144,9 @@ class Along:
         finally:
             saved.clear()
 
-    def _asked(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if function in QUESTIONS or gives_back(function, args, kwargs):
-            return function(*args, **(kwargs or {}))
-        if function not in self.course.asking:
-            return UNKNOWN
-        result = function(*args, **(kwargs or {}))
+    def _asked(self, result: Any, args: Any) -> None:
         if any(all(tensor is not one for one in args) for tensor in tensors_of(result, [])):
             self._strays(result, args)
-        return result
 
     def _strays(self, made: Any, args: Any) -> None:
         """A call has made or saved something else than last time, beside what it was given: no call is the next one
