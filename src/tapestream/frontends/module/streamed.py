@@ -200,16 +200,16 @@ class Streamed:
             return self.observation.observe(position, original, args, kwargs)
         if self.joint is not None:
             return self.joint.wait_at_block(position, original, args, kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.entered is not None:
             if block is None:
                 return original(*args, **kwargs)
             return self._forward_only.call_block(block, original, args, kwargs)
         if self.call is None or self.call.closed:
-            if position >= self.wide and block is not None and not trains(self.blocks[position], args, kwargs):
-                return self._forward_only.call_block(block, original, args, kwargs)  # nothing will be differentiated
             if self.entered is None:
                 within = lambda *a, **k: self.call_block(position, original, a, k)  # noqa: E731
                 return self.call_model(self.blocks[position], within, args, kwargs)
+            if position >= self.wide and block is not None and not trains(self.blocks[position], args, kwargs):
+                return self._forward_only.call_block(block, original, args, kwargs)  # nothing will be differentiated
             raise InputError(
                 f"block {position} ({type(self.blocks[position]).__name__}) of a streamed model was called in a call "
                 "that had no plan for it; keep what the model's forward calls the same from call to call"
