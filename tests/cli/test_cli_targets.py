@@ -46,6 +46,11 @@ def net():
     return Net(), (torch.randn(8, 64), torch.randint(10, (8,)))
 
 
+def frozen():
+    model, batch = net()
+    return model.requires_grad_(False), batch
+
+
 def named():
     return Net(), {"x": torch.randn(8, 64), "y": torch.randint(10, (8,))}
 
@@ -220,6 +225,13 @@ def test_what_a_function_returns_is_planned(factory: str, unit: str, sequence: i
     assert document["answer"][f"{unit}_per_second"] > 0
     _, more = answered(f"factories:{factory}", "--budget", "16MiB", "--batch", "32")
     assert more["answer"]["tiers"]["device"]["peak_nbytes"] > document["answer"]["tiers"]["device"]["peak_nbytes"]
+
+
+def test_that_nothing_trains_is_said() -> None:
+    """In place of an optimizer."""
+    room = (*ROOM, "--budget", "16MiB")
+    assert "8 samples, nothing trains" in ask("plan", "factories:frozen", *room).output
+    assert "8 samples, nadam, update step" in ask("plan", "factories:net", *room, "--optimizer", "nadam").output
 
 
 def test_a_function_may_return_a_hugging_face_model_alone(tmp_path: Path) -> None:

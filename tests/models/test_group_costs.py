@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tapestream.cli.checks import OPTIMIZERS
 from tapestream.cli.demo import plain_nbytes
-from tapestream.cli.loop import Job
+from tapestream.cli.loop import Job, optimizer_class
 from tapestream.errors import InputError
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.group_costs import block_costs, optimizer_state_factor
@@ -33,15 +34,11 @@ def test_a_stored_step_takes_what_is_computed_for_it() -> None:
     assert plain_nbytes(job) == pytest.approx(held + meter.peak_nbytes, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "adagrad", "rmsprop", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_keep_as_many_tensors_as_is_said(name: str) -> None:
-    classes = {
-        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
-        "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD,
-    }  # fmt: skip
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    optimizer = classes[name]([parameter])
+    optimizer = optimizer_class(name)([parameter])
     optimizer.step()
     state = optimizer.state[parameter].values()
     kept = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]

@@ -14,7 +14,9 @@ from tapestream.units import parse_flops, parse_nbytes, parse_rate
 Number = TypeVar("Number", int, float)
 
 DTYPES = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "adam", "adagrad", "rmsprop", "sgd")
+OPTIMIZERS = (
+    "adamw", "adam", "adagrad", "rmsprop", "sgd", "adadelta", "adamax", "asgd", "nadam", "radam", "rprop",
+)  # fmt: skip
 HOMES = ("auto", "device", "host", "disk")
 _UPDATES = ("step", "backward")
 _PICTURES = (

@@ -18,7 +18,9 @@ from tapestream.storage.meter import MemoryMeter, track_memory
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD, "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax, "asgd": torch.optim.ASGD, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
 }  # fmt: skip
 
 Report = Callable[[str, int, int], None]

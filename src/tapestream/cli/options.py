@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tapestream.cli.checks import OPTIMIZERS
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -69,7 +71,7 @@ Batch = Annotated[
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; by default 256.")]
 Size = Annotated[int | None, typer.Option(min=4, help="Pixels of an image's side.")]
 Classes = Annotated[int | None, typer.Option(min=2, help="Labels in the masks of a folder.")]
-Optimizer = Annotated[str, typer.Option(help="adamw, adam, adagrad, rmsprop or sgd.")]
+Optimizer = Annotated[str, typer.Option(help=f"One of PyTorch's: {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}.")]
 Update = Annotated[
     str, typer.Option(help="step: update after backward. backward: update each block as its gradient arrives.")
 ]

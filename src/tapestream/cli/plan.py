@@ -196,9 +196,11 @@ def _print(
 ) -> None:
     facts = document["model"]
     width = f" of width {facts['width']}" if "width" in facts else ""
+    trains = question.outlined().trains
+    how = f"{question.optimizer}, update {question.update}" if trains else "nothing trains"
     show.line(
         f"{subject.name}: {facts['layers']} blocks{width}, {_count(facts['parameters'])} parameters, "
-        f"{subject.step(question.batch)}, {question.optimizer}, update {question.update}{_more(question)}"
+        f"{subject.step(question.batch)}, {how}{_more(question)}"
     )
     if refusal is not None:
         show.line(f"Does not fit: {document['reason']}.", "red")

@@ -15,7 +15,10 @@ from tapestream.storage.layout import Layout, unit_nbytes
 from tapestream.storage.transfer import round_up
 
 # Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
-_STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+_STATE_TENSORS = {
+    "adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0,
+    "adadelta": 2, "adamax": 2, "asgd": 1, "nadam": 2, "radam": 2, "rprop": 2,
+}  # fmt: skip
 
 
 def optimizer_state_factor(optimizer: str) -> int:

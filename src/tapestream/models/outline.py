@@ -82,6 +82,12 @@ class Outline:
         return sum(p.numel() for p in (*(p for group in self.groups for p in group), *self.outside, *self.tables))
 
     @property
+    def trains(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        held = (*(p for group in self.groups for p in group), *self.outside, *self.tables)
+        return any(p.requires_grad for p in held)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of one step with everything stored."""
         works = (work for segment in self.segments for works in segment.works for work in works)
