@@ -36,7 +36,7 @@ ONE_BY_ONE = {
     "fixed_cache": "objects that it may change",
     "skipping": "uses what a block was given",
     "watched": "a module has hooks",
-    "dropping": "Python's or NumPy's generator",
+    "dropping": "calls the blocks in another order",
 }
 """Models whose micro-batches cannot go together, and what is said of them."""
 

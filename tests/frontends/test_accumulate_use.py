@@ -156,10 +156,6 @@ class Drawing(Chained):
 class Jumping(Chained):
     """Leaves out a block every second time."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__(blocks)
-        self.register_buffer("calls", torch.zeros(()))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for k, block in enumerate(self.blocks):
             if k != 3 or float(x.detach().sum()) > 0:
@@ -167,20 +163,62 @@ class Jumping(Chained):
         return x
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, Jumping])
+class Remembering(Chained):
+    """Begins with what the call before has left in an attribute."""
+
+    memory: Any = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x + self.memory if isinstance(self.memory, torch.Tensor) else x)
+        self.memory = x.detach()
+        return x
+
+
+class RememberingLists(Chained):
+    memory: tuple[list[torch.Tensor], ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x + sum(m.mean() for one in self.memory for m in one))
+        self.memory = ([x.detach()],)
+        return x
+
+
+class Appending(Chained):
+    """Computes with how long a list of its own is."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.memory: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) * (1 + len(self.memory))
+        self.memory.append(1.0)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, Jumping, Remembering, RememberingLists, Appending])
 def test_a_try_in_vain_changes_nothing(kind: type[Chained], tmp_path: Path) -> None:
     case = Model(lambda: kind(dense()), numbers(3, WIDTH))
     plain, model = case.model().to(DEVICE), ts.stream(case.model(), budget="1 GiB", **options_of("auto", tmp_path))
     found = {}
+    mean_loss(model(*given(1, case)[0]), None)  # which profiles: that call may leave something behind
     for name, one, accumulate in (("plain", plain, one_by_one), ("streamed", model, ts.accumulate)):
         seed(3)
+        one.memory, one.calls = [], 0
+        seen = list[float]()
+
+        def noted(output: Any, micro_batch: Any, seen: list[float] = seen) -> torch.Tensor:
+            loss = mean_loss(output, micro_batch)
+            seen.append(loss.item())
+            return loss
+
         for step in range(4):
             with always_faster():
-                losses = accumulate(one, given(3, case), mean_loss)
+                losses = accumulate(one, given(3, case), noted)
             found[name] = found.get(name, {}) | {f"{step}.{k}": loss for k, loss in enumerate(losses)}
             found[name] |= {f"{step} {n}": gradient for n, gradient in gradients_of(one).items()}
             one.zero_grad()
-        found[name]["python"] = torch.tensor(random.random())
+        found[name]["python"] = torch.tensor([random.random(), *seen])
         found[name]["torch"] = torch.get_rng_state()
     assert "one after the other" in said(model)
     ts.unstream(model)

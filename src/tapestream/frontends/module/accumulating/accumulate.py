@@ -46,8 +46,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss: Loss) -> li
     and where the bits would not be the same, they go one after the other; ``print(tapestream.report(model))`` says
     which it was, and why. With ``update="backward"`` blocks are updated once, with the sum, and where micro-batches
     cannot go together that raises InputError. The first step of a model that draws random numbers runs one after the
-    other and learns how many. What ``loss`` or the model's forward changes in Python objects (a metric) may be changed
-    once more in the first two steps.
+    other and learns how many.
 
     From GreedySnake (arXiv 2512.17570), which calls it vertical scheduling. Raises InputError for no micro-batch and
     for a loss that is no scalar, and what the model's call and ``backward()`` raise.
@@ -99,7 +98,7 @@ class _OneByOne:
     """The loop of plain PyTorch. ``keys``: of what each micro-batch draws."""
 
     def __init__(self, handle: "Streamed", model: nn.Module, given: Sequence[Any], loss: Loss) -> None:
-        self._handle, self.given = handle, given
+        self._handle, self.given, self.loss = handle, given, loss
         self.forwards = [partial(_loss_of, model, loss, one) for one in given]
         self.keys = [tuple(t.shape for t in tensors_in([one])) for one in given]
 
@@ -141,7 +140,7 @@ def _together(handle: "Streamed", kind: Kind, found: Sequence[Prepared], calls: 
         if any(key in known and known[key] is None for key in calls.keys):
             kind.give_up("how many random numbers each of them draws is not the same each time")
             break
-        start = Start(handle.model, handle.blocks, given, handle.device)
+        start = Start(handle.model, handle.blocks, calls.loss, given, handle.device)
         try:
             losses = JointCall(handle, kind.joint, found, calls.forwards, draws, kind.apart_nbytes, start).run()
             handle.accumulation.say(len(found), None, kind.seconds)

@@ -128,7 +128,7 @@ class JointCall:
         if k == 0:
             self._begin(segment, [take_apart(run.tensors)[0] for run in runs])
         state = self._interpreters[segment].run_stage(k)
-        self._start.check(outside=False)
+        self._start.check()
         joint = self._joint[segment]
         tensors, requires = joint.parted(k + 1, state.tensors), joint.parted(k + 1, state.requires)
         del state
@@ -142,9 +142,7 @@ class JointCall:
     def _advanced(self, micro: Micro) -> BlockRequest | Ended:
         self._now = micro
         with self._drawing(micro):
-            answer = micro.advance()
-        self._start.check()
-        return answer
+            return micro.advance()
 
     @contextlib.contextmanager
     def _drawing(self, micro: Micro) -> Iterator[None]:
@@ -209,6 +207,7 @@ class JointCall:
     def _run_turn(self, micro: Micro) -> torch.Tensor:
         """What is behind the last block, forward and backward: the head and the loss of one micro-batch at a time."""
         answer = self._advanced(micro)
+        self._start.check()
         if not isinstance(answer, Ended):
             raise Unfit("one of them calls a block where the profiled call did not")
         following = self._micros[micro.number + 1 :]

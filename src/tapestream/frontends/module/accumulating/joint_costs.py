@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 def planned_together(handle: "Streamed", found: Sequence[Prepared], count: int, apart_nbytes: int) -> Prepared:
     """Plans for one call of ``count`` micro-batches, each of one of the shapes whose own plans are ``found``.
     ``apart_nbytes``: see `joint_profiles`. Raises BudgetError."""
-    return planned_again(handle, found[0], joint_profiles(handle, found, count, apart_nbytes), Late())
+    together = planned_again(handle, found[0], joint_profiles(handle, found, count, apart_nbytes), Late())
+    if together.batch is None:
+        return together
+    (samples, *others), unit = together.batch
+    return replace(together, batch=((count * samples, *others), unit))
 
 
 def joint_profiles(handle: "Streamed", found: Sequence[Prepared], count: int, apart_nbytes: int = 0) -> list[Profile]:
