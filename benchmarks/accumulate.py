@@ -36,14 +36,14 @@ Accumulate = Callable[[nn.Module, Sequence[Batch], Callable[[torch.Tensor, Batch
 def main() -> None:
     """Measure all models and budgets."""
     chosen = settings(rounds=5)
-    rows = (measure(case, share, chosen) for case in _cases(chosen) for share in (0.15, 0.25))
+    rows = (measure(case, share, chosen) for case in _cases(chosen) for share in (0.2, 0.3))
     save("accumulate", TITLE, chosen, rows, home="disk", optimizer="AdamW (fused)", micro_batches=_COUNT)
 
 
 def _cases(chosen: Settings) -> list[Case]:
     if chosen.quick:
         return [gpt(6, 128, _COUNT, 16, "cpu")]
-    return [gpt(6, 1024, _COUNT, 32, "cpu"), gpt(6, 1024, _COUNT, 128, "cpu")]
+    return [gpt(6, 1024, _COUNT, 8, "cpu"), gpt(6, 1024, _COUNT, 32, "cpu")]
 
 
 def one_by_one(

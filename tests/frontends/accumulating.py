@@ -109,11 +109,11 @@ def least_for_accumulating(case: Model, options: dict[str, Any], update: str = "
 
 def check(
     case: Model, folder: Path, *, engine: str = "auto", home: str = "disk", budget: int | str = "1 GiB",
-    update: str = "step", **options: Any,
+    update: str = "step", planner: str = "auto", **options: Any,
 ) -> str:  # fmt: skip
     """Train by both and compare; returns what `report` says of the last step."""
     wanted = expected(case, gradients=update == "step", **options)
-    model = ts.stream(case.model(), budget=budget, **options_of(engine, folder, home))
+    model = ts.stream(case.model(), budget=budget, planner=planner, **options_of(engine, folder, home))
     try:
         optimizer = prepared(model, update)
         found = train(model, optimizer, case, ts.accumulate, gradients=update == "step", **options)

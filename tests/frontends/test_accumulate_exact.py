@@ -67,6 +67,16 @@ def test_together_in_the_least_budget(number: int, name: str, tmp_path: Path) ->
     assert order.startswith("3 micro-batches together, block by block")
 
 
+@pytest.mark.parametrize("planner", ["periodic", "revolve", "rotor", "offload"])
+def test_planners(planner: str, tmp_path: Path) -> None:
+    """States are kept, recomputed, and moved to the disk and back."""
+    case = MODELS["gpt"]
+    budget = least_for_accumulating(case, options_of("adversarial", tmp_path) | {"planner": planner})
+    with always_faster():
+        order = check(case, tmp_path, engine="adversarial", budget=budget, planner=planner)
+    assert order.startswith("3 micro-batches together, block by block")
+
+
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("home", ["host", "disk"])
