@@ -20,6 +20,7 @@ from place import DEVICE
 from streamable import MODELS, WIDTH, Chained, Dense, Model, dense, numbers
 from streaming import gradients_of, options_of
 from torch import nn
+from wordy import WORDY
 
 import tapestream as ts
 from tapestream.models.gpt import GPT, GPTConfig
@@ -86,6 +87,27 @@ def test_together_beside_copies_in_streams(name: str, home: str, update: str, tm
     with always_faster():
         order = check(MODELS[name], tmp_path, engine="fake_streams", home=home, budget=budget, update=update)
     assert order.startswith("3 micro-batches together, block by block")
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(["untied", "frozen", "direct"])))
+def test_embeddings_and_heads_that_come_and_go(number: int, name: str, tmp_path: Path) -> None:
+    case, update = WORDY[name], ("step", "backward")[number % 2]
+    budget = least_for_accumulating(case, options_of("adversarial", tmp_path), update)
+    with always_faster():
+        order = check(case, tmp_path, engine="adversarial", budget=budget, update=update)
+    assert order.startswith("3 micro-batches together, block by block")
+
+
+def test_losses_in_chunks(tmp_path: Path) -> None:
+    found = []
+    for accumulate in (one_by_one, ts.accumulate):
+        model = ts.stream(MODELS["gpt"].model(), budget="1 GiB", loss_chunks=3, **options_of("auto", tmp_path))
+        with always_faster():
+            found.append(train(model, prepared(model), MODELS["gpt"], accumulate))
+        order = ts.report(model).accumulation or ""
+        ts.unstream(model)
+    assert "together" in order
+    assert_same(*found)
 
 
 def test_clipped_gradients(tmp_path: Path) -> None:
