@@ -1,7 +1,8 @@
 """``python -m benchmarks.compatibility [KIND ...]``: runs every case in a child of its own, and writes what was found.
 
-Kinds: transformers, peft, torch.optim, pytorch_optimizer, timm, science. Packages that are not installed are left as
-they are in benchmarks/results/compatibility; of "science", they have no rows.
+Kinds: transformers, timm, peft, science, libraries, and packages of optimizers: torch.optim, pytorch_optimizer,
+timm.optim, bitsandbytes.optim, torchao.optim. Packages that are not installed are left as they are in
+benchmarks/results/compatibility; of "science" and "libraries", they have no rows.
 """
 
 import argparse
@@ -20,19 +21,19 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.common import RESULTS, Row, commit, machine_name
-from benchmarks.compatibility import families, methods, science
+from benchmarks.compatibility import families, libraries, methods, science
 from benchmarks.compatibility.called import CallCase, tried_call
 from benchmarks.compatibility.trial import Case, tried
 
-KINDS: dict[str, Callable[[], Iterator[Case | CallCase]]] = {
+KINDS: dict[str, Callable[[], Iterator[Case] | Iterator[CallCase] | Iterator[Case | CallCase]]] = {
     "transformers": families.cases,
     "peft": methods.peft_methods,
-    "torch.optim": partial(methods.optimizers_of, "torch.optim"),
-    "pytorch_optimizer": partial(methods.optimizers_of, "pytorch_optimizer"),
+    **{package: partial(methods.optimizers_of, package) for package in methods.OF_OPTIMIZERS},
     "timm": methods.timm_models,
     "science": science.cases,
+    "libraries": libraries.cases,
 }
-_PACKAGES: dict[str, tuple[str, ...]] = {"torch.optim": ("torch",), "science": science.PACKAGES}
+_PACKAGES: dict[str, tuple[str, ...]] = {"science": science.PACKAGES, "libraries": libraries.PACKAGES}
 
 
 def main() -> int:
@@ -80,7 +81,8 @@ def _send(case: Case | CallCase, sender: Connection) -> None:
 
 
 def _write(kind: str, rows: list[Row]) -> None:
-    packages = [name for name in _PACKAGES.get(kind, (kind,)) if importlib.util.find_spec(name) is not None]
+    named = _PACKAGES.get(kind, (kind.split(".")[0],))
+    packages = [name for name in named if importlib.util.find_spec(name) is not None]
     versions = {name: _version(name) for name in dict.fromkeys(("torch", *packages))}
     result = {
         "name": kind, "date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine_name("cpu"),

@@ -1,4 +1,4 @@
-"""Families of `transformers`: every one whose configuration can be made small, with random weights."""
+"""Families of `transformers`, small and with random weights."""
 
 import inspect
 from collections.abc import Iterator
@@ -23,26 +23,72 @@ _SIZES: dict[str, Any] = {
     "time_step_rank": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
     "num_labels": 4, "sliding_window": 8, "attention_window": 8, "local_attention": 8, "use_cache": False,
 }  # fmt: skip
-_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM", "ImageClassification")
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_BOTH = ["sliding_attention", "full_attention"] * 2
+_START = {"decoder_start_token_id": 0}
+_LATENT = {"num_key_value_heads": 4}  # keys and values are made for every head
+_MORE: dict[str, dict[str, Any]] = {  # what else a family wants said of four layers, or other names for what is above
+    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
+    "codegen": {"rotary_dim": 8},
+    "ctrl": {"dff": 48},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "funnel": {"block_sizes": [2, 2]},
+    "gemma3n_text": {
+        "layer_types": _BOTH, "intermediate_size": [48] * 4, "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_text": {
+        "layer_types": _BOTH, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8, "global_head_dim": 8, "num_global_key_value_heads": 2,
+    },
+    "glm4_moe_lite": _LATENT,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "longt5": _START,
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "chunk_size": 8},
+    "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_embds": False, "attention_head_size": 8,
+                 "feed_forward_size": 48, "is_decoder": True, "num_buckets": 4, "hash_seed": 1},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 2, 1]},
+    "t5": _START,
+    "switch_transformers": _START,
+    "swin": {"num_heads": [1, 2, 4, 4], "depths": [1, 1, 2, 1], "embed_dim": 8, "patch_size": 2, "window_size": 2},
+}  # fmt: skip
+_NAMED_OTHERWISE = {  # what a family does not take, or means something else by
+    "falcon": ("head_dim",),
+    "funnel": ("num_hidden_layers",),
+    "swin": ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_layers", "n_layers"),
+    "xlnet": ("max_position_embeddings",),
+}  # fmt: skip
+_FAMILIES = {
+    "CausalLM": (
+        "bamba", "bart", "bert", "big_bird", "biogpt", "bitnet", "blenderbot", "bloom", "codegen", "cohere2", "ctrl",
+        "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "electra", "ernie4_5", "exaone4", "falcon", "falcon_h1",
+        "falcon_mamba", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "gpt2",
+        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoehybrid", "jamba", "lfm2",
+        "llama", "llama4_text", "mamba", "mamba2", "minimax", "mistral", "mixtral", "mpt", "nemotron", "olmo2",
+        "olmoe", "opt", "persimmon", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
+        "recurrent_gemma", "reformer", "roberta", "rwkv", "smollm3", "stablelm", "starcoder2", "xglm", "xlnet",
+        "xlm-roberta",
+    ),
+    "MaskedLM": ("albert", "deberta-v2", "distilbert", "esm", "fnet", "funnel", "longformer", "modernbert", "mpnet"),
+    "Seq2SeqLM": ("led", "longt5", "m2m_100", "mt5", "pegasus_x", "switch_transformers", "t5"),
+    "ImageClassification": ("beit", "dinov2", "resnet", "siglip", "swin", "vit"),
+}  # fmt: skip
 _BATCH, _LENGTH = 2, 12
 
 
 def cases() -> Iterator[Case]:
-    """One for each family that has one of the usual heads."""
-    from transformers.models.auto import modeling_auto
+    """Families that people train, each with one of its heads; of several that are alike, one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    seen = set[str]()
-    tables = {
-        "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "MaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "Seq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "ImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    }
-    for head in _HEADS:
-        for family in sorted(tables[head]):
-            if family not in seen and family in CONFIG_MAPPING:
-                seen.add(family)
+    for head, families in _FAMILIES.items():
+        for family in families:
+            if family in CONFIG_MAPPING:
                 yield Case(f"{family} ({head})", _maker(family, head), _loss_of(head))
 
 
@@ -65,7 +111,9 @@ def _config(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     known = set(inspect.signature(kind.__init__).parameters) | set(dir(kind))
     known |= set(getattr(kind, "__dataclass_fields__", ())) | set(getattr(kind, "attribute_map", ()))
-    config = kind(**{name: value for name, value in _SIZES.items() if name in known})
+    known -= set(_NAMED_OTHERWISE.get(family, ()))
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    config = kind(**{**sizes, **_MORE.get(family, {})})
     for name, value in _SIZES.items():  # of parts, too: text and vision towers
         for part in ("text_config", "vision_config"):
             inner = getattr(config, part, None)

@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.compatibility.trial import Case
 
+OF_OPTIMIZERS = ("torch.optim", "pytorch_optimizer", "timm.optim", "bitsandbytes.optim", "torchao.optim")
 _TARGETS = ["q_proj", "v_proj"]
 
 
@@ -81,15 +82,17 @@ def _loss_of_words(model: nn.Module) -> torch.Tensor:
 
 def optimizers_of(package: str) -> Iterator[Case]:
     """Every class of a package that can be made with its defaults; the network has matrices, a table and vectors."""
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(package.split(".")[0]) is None:
         return
     module = importlib.import_module(package)
     for name in sorted(dir(module)):
         kind = getattr(module, name)
         own = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-        if own and not name.startswith("_"):
+        if own and not name.startswith("_") and (package == "torch.optim" or not kind.__module__.startswith("torch.")):
             matrices = package == "torch.optim" and name == "Muon"
-            options = () if name in ("Adafactor", "Rprop") else (("lr", 1e-3),)
+            options: tuple[tuple[str, Any], ...] = () if name in ("Adafactor", "Rprop") else (("lr", 1e-3),)
+            if package == "bitsandbytes.optim" and name.startswith(("LARS", "SGD")):  # which ask for it
+                options = (*options, ("momentum", 0.9))
             yield Case(name, _matrices if matrices else _network, _loss_of_numbers, kind, options, timed=False)
 
 

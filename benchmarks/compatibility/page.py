@@ -6,7 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_ORDER = ("transformers", "timm", "peft", "torch.optim", "pytorch_optimizer", "science")
+_ORDER = (
+    "transformers", "timm", "peft", "torch.optim", "pytorch_optimizer", "timm.optim", "bitsandbytes.optim",
+    "torchao.optim", "science", "libraries",
+)  # fmt: skip
 _HEAD = """# Compatibility
 
 What was trained with `ts.stream` and `ts.optimizer`, and how it went. Every row was run for this page: three steps by
@@ -19,8 +22,9 @@ Models are tiny (a hidden size of 32, three or four layers) and have random weig
 of times is that of steps of a few milliseconds, in which Python is most of the work. [Results](results.md) has those of
 usual sizes. `ts.Program` and `ts.Loop` take some of what is refused here: see [limits](limits.md).
 
-Spiking neurons and differential equations are called through `ts.Loop` or `ts.Program` instead, with all the room there
-is, then in twice the least budget that the errors name. Gradients and random generators are compared, too.
+Spiking neurons, differential equations and libraries for science are called through `ts.Loop` or `ts.Program` instead,
+with all the room there is, then in twice the least budget that the errors name. Gradients and random generators are
+compared, too.
 """
 _WHAT = {
     "transformers": "Families of `transformers`",
@@ -28,7 +32,11 @@ _WHAT = {
     "peft": "Methods of `peft`",
     "torch.optim": "Optimizers of `torch.optim`",
     "pytorch_optimizer": "Optimizers of `pytorch_optimizer`",
+    "timm.optim": "Optimizers of `timm`",
+    "bitsandbytes.optim": "Optimizers of `bitsandbytes`",
+    "torchao.optim": "Optimizers of `torchao`",
     "science": "Spiking neurons and differential equations",
+    "libraries": "Libraries for science",
 }
 _GOOD = ("exact", "refused", "not run")
 
@@ -56,6 +64,7 @@ def _summary(results: Sequence[dict[str, Any]]) -> str:
 def _section(result: dict[str, Any]) -> str:
     rows, versions = result["rows"], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     parts = [f"## {_WHAT.get(result['name'], result['name'])}", f"{result['date']}, {result['machine']}, {versions}."]
+    parts += [result["note"]] if "note" in result else []
     named = {one: [row["name"] for row in rows if row["outcome"] == one] for one in _GOOD}
     if any("way" in row for row in rows):
         parts.append(_ways(rows))
@@ -68,8 +77,8 @@ def _section(result: dict[str, Any]) -> str:
         parts.append("\n".join([*head, *lines]))
     if named["not run"]:
         parts.append(
-            f"**Not run** ({len(named['not run'])}), as plain PyTorch could not be run with the small sizes used here, "
-            f"or did not repeat its own bits: {', '.join(named['not run'])}."
+            f"**Not run** ({len(named['not run'])}), as plain PyTorch could not be run with what is used here, "
+            f"or did not repeat its own bits, or all tries took longer than is given: {', '.join(named['not run'])}."
         )
     return "\n\n".join(parts)
 
@@ -79,8 +88,8 @@ def _ways(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| exact | through | time, of plain's | tight budget |", "| --- | --- | --- | --- |"]
     for row in rows:
         if row["outcome"] == "exact":
-            tight = "exact" if row["tight"] == "yes" else "not tried"
-            lines.append(f"| {row['name']} | `{row['way']}` | {row['ratio']:.2f} | {tight} |")
+            tight = "exact" if row.get("tight", "yes") == "yes" else "not tried"
+            lines.append(f"| {row['name']} | `{row.get('way', 'ts.stream')}` | {row['ratio']:.2f} | {tight} |")
     return "\n".join(lines)
 
 

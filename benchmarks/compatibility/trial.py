@@ -105,7 +105,8 @@ def trained(model: nn.Module, optimizer: Any, case: Case) -> Trained:
         optimizer.zero_grad()
         left[f"loss {k}"] = loss.detach().clone()
     seconds = time.process_time() - begin
-    left |= {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = model.state_dict().items()  # of some models, with numbers and text beside
+    left |= {name: value.detach().clone() for name, value in state if isinstance(value, torch.Tensor)}
     return Trained(left, seconds)
 
 
