@@ -178,7 +178,9 @@ def test_a_forward_before_the_step_of_an_update_within_backward_is_refused(model
     loss_at(model, CASE).backward()
     optimizer.zero_grad()  # undoes nothing of what blocks have had
     with (
-        pytest.raises(GradientError, match=r"call optimizer.step\(\) after each backward, or use update='step'"),
+        pytest.raises(
+            GradientError, match=r"call optimizer.step\(\) after each backward, give all micro-batches to ts.accumulate"
+        ),
         torch.set_grad_enabled(grads),
     ):
         loss_at(model, CASE)
