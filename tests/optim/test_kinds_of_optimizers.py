@@ -145,6 +145,40 @@ class AllAtOnce(Kind):
                 torch._foreach_add_(some, [p.grad for p in some], alpha=-group["lr"])
 
 
+class NormsAtOnce(Kind):
+    """One tensor of a number for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p.grad is not None]
+            with torch.no_grad():
+                rates = torch.stack(torch._foreach_norm([p.grad for p in some])).clamp(min=1.0).reciprocal()
+                made = torch._foreach_mul([p.grad for p in some], rates.mul(-group["lr"]).unbind())
+                torch._foreach_add_(some, made)
+
+
+class MultipliesBatches(Kind):
+    """With as small matrices as those that it is tried on, a batch has the bits of each."""
+
+    def __init__(self, params: Any, lr: float = 0.01, foreach: bool | None = None) -> None:
+        super().__init__(params, lr, foreach=foreach)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p.grad is not None]
+            alike: dict[torch.Size, list[torch.Tensor]] = {}
+            for p in some:
+                alike.setdefault(p.shape, []).append(p)
+            for shape, row in alike.items():
+                if len(shape) != 2 or group["foreach"] is False:
+                    made = [p.grad @ p.grad.mT @ p.grad if len(shape) == 2 else p.grad for p in row]
+                else:
+                    batch = torch.stack([p.grad for p in row])
+                    made = list((batch @ batch.mT @ batch).unbind())
+                torch._foreach_add_(row, made, alpha=-group["lr"])
+
+
 class PutsAnotherTensorThere(Kind):
     """As ``p.data = ...`` does, and for parameters alone."""
 
@@ -210,6 +244,7 @@ EXACT = [
     Past,
     MakesStateAtOnce,
     AllAtOnce,
+    NormsAtOnce,
     PutsAnotherTensorThere,
     WritesIntoGradients,
 ]
@@ -325,6 +360,18 @@ def test_others_are_refused_and_the_advice_works(make: type[Kind], tmp_path: Pat
     for home in HOMES:
         with streamed(home, tmp_path) as ours:
             assert same(wanted, train(ours, make(ours.parameters(), lr=0.02)))
+
+
+@pytest.mark.on_cpu("homes are its own")
+def test_batches_of_several_parameters_are_refused_and_the_advice_works(tmp_path: Path) -> None:
+    with streamed("disk", tmp_path) as ours, pytest.raises(InputError, match="looks across tensors") as found:
+        ts.optimizer(ours, MultipliesBatches)
+    assert "give ts.optimizer(model, MultipliesBatches, ...) foreach=False" in str(found.value)
+    theirs = model()
+    wanted = train(theirs, MultipliesBatches(groups_of(theirs), lr=0.02, foreach=False))
+    with streamed("disk", tmp_path) as ours:
+        optimizer = ts.optimizer(ours, MultipliesBatches, lr=0.02, foreach=False, groups=groups_of(ours))
+        assert same(wanted, train(ours, optimizer))
 
 
 @pytest.mark.parametrize("make", [CountsInGroup, CountsInPlace, CountsOnItself, CountsInState])

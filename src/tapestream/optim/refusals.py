@@ -54,3 +54,28 @@ def replaced(what: str) -> InputError:
         "this model since. Use that one; for parts of the model with options "
         "of their own make one optimizer with groups=[{'params': [...], 'lr': ...}, ...]"
     )
+
+
+def differs(name: str, found: str, *, draws: bool) -> str:
+    """Stepped part by part, an optimizer gives other bits."""
+    what = "draws random numbers, tensor after tensor" if draws else "looks across tensors"
+    return (
+        f"{name} {what}: a small copy of its groups, stepped part by part as a streamed model is, does "
+        f"not end as in one step of all tensors ({found}). Instead: {_by_yourself(name)}"
+    )
+
+
+def batches(name: str, *, alone: bool) -> str:
+    """An optimizer stacks several parameters; ``alone``: not with ``foreach=False``."""
+    instead = f"give ts.optimizer(model, {name}, ...) foreach=False, with which it does not; or " if alone else ""
+    return (
+        f"{name} looks across tensors: it makes one tensor of several parameters (a batch of matrices), and kernels of "
+        f"batches that a streamed model has not there together have other bits. Instead: {instead}{_by_yourself(name)}"
+    )
+
+
+def _by_yourself(name: str) -> str:
+    return (
+        f"make it yourself, {name}(model.parameters(), ...), which steps all tensors at once, its state in memory; or "
+        "use an optimizer that treats tensors independently, such as AdamW, SGD or Adagrad"
+    )

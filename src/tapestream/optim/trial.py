@@ -10,28 +10,23 @@ import torch
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError, TapestreamError
+from tapestream.optim import refusals
+from tapestream.optim.across import Across
 from tapestream.optim.common import Common, Place, Way, copied, same
 from tapestream.optim.inner import Inner
+from tapestream.optim.small_groups import SmallGroup, various_of
 from tapestream.optim.state import OptimizerClass
 
 _CAPS = ((6, 5, 3, 3, 2), (128, 64, 8, 3, 2))  # of dimensions: some optimizers do not take very small tensors
-_GROUPS, _ALIKE = 6, 3
 _SCALES = (1.0, 1e4, 1e-3, 30.0)  # of gradients, by step: limits of norms show
 _STEPS, _SPARSE_STEPS = 8, 4
 _WAYS = (Way(), Way(parameters=True), Way(all_groups=True), Way(parameters=True, all_groups=True))
 
 
-@dataclass(frozen=True, slots=True)
-class SmallGroup:
-    """Options of a group, and tensors alike its own but small: shapes and dtypes of what the optimizer sees."""
-
-    options: Mapping[str, Any]
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
 _NOTHING = object()
-_Plain: TypeAlias = tuple[list[Any], Way, bool, set[Place]]
-"""What a plain run gives: a trace, how it is stepped, whether it draws random numbers, what it writes in common."""
+_Plain: TypeAlias = tuple[list[Any], Way, bool, set[Place], bool]
+"""What a plain run gives: a trace, how it is stepped, whether it draws random numbers, what it writes in common,
+whether it makes one tensor of several parameters (see `Across`)."""
 
 
 @dataclass(slots=True)
@@ -43,23 +38,6 @@ class _Case:
     gradients: list[list[list[torch.Tensor | None]]]
 
 
-def small_group(options: Mapping[str, Any], tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> SmallGroup:
-    """At most a few tensors of each kind: number of dimensions and dtype."""
-    kinds: defaultdict[object, list[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(list)
-    for shape, dtype in tensors:
-        alike = kinds[len(shape), dtype]
-        if len(alike) < _ALIKE:
-            alike.append((shape, dtype))
-    return SmallGroup(options, tuple(one for alike in kinds.values() for one in alike))
-
-
-def stand_ins(group: SmallGroup, device: torch.device) -> list[torch.Tensor]:
-    """Its tensors, with one element each and no gradient."""
-    return [
-        torch.nn.Parameter(torch.zeros((1,) * len(shape), dtype=dtype, device=device)) for shape, dtype in group.tensors
-    ]
-
-
 def way_of(cls: OptimizerClass, required: Mapping[str, Any], groups: Sequence[SmallGroup], device: torch.device) -> Way:
     """The first way in which steps part by part end in the bits of plain PyTorch's: parameters, state, groups and the
     optimizer's attributes, over several steps with gradients of several sizes, all of them or some.
@@ -67,13 +45,15 @@ def way_of(cls: OptimizerClass, required: Mapping[str, Any], groups: Sequence[Sm
     ``required``: what the constructor is given beside the groups. Raises InputError where there is none, and for an
     optimizer that cannot be tried.
     """
-    various = _various(groups)
+    various = various_of(groups)
     if not various:
         return Way()
     devices = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(devices=devices, device_type=device.type), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        case, known, (trace, plain_way, draws, written) = _tried_plainly(cls, required, various, device)
+        case, known, (trace, plain_way, draws, written, mixes) = _tried_plainly(cls, required, various, device)
+        if mixes:
+            raise InputError(refusals.batches(cls.__name__, alone=_is_taken(cls, required, groups, device)))
         said = ""
         for way in _WAYS:
             tried = replace(plain_way, parameters=way.parameters, all_groups=way.all_groups)
@@ -87,31 +67,21 @@ def way_of(cls: OptimizerClass, required: Mapping[str, Any], groups: Sequence[Sm
             if not differs:
                 return tried
             said = said or differs
-    raise InputError(
-        _refusal(cls, "draws random numbers, tensor after tensor" if draws else "looks across tensors", said)
-    )
+    raise InputError(refusals.differs(cls.__name__, said, draws=draws))
 
 
-def _refusal(cls: OptimizerClass, what: str, found: str) -> str:
-    name = cls.__name__
-    return (
-        f"{name} {what}: a small copy of its groups, stepped part by part as a streamed model is, does "
-        f"not end as in one step of all tensors ({found}). Instead: make it yourself, {name}(model.parameters(), ...), "
-        "which steps all tensors at once, its state in memory; or use an optimizer that treats tensors independently, "
-        "such as AdamW, SGD or Adagrad"
-    )
-
-
-def _various(groups: Sequence[SmallGroup]) -> list[SmallGroup]:
-    """A few groups, as different as there are."""
-    kinds: defaultdict[object, list[SmallGroup]] = defaultdict(list)
-    for group in groups:
-        if group.tensors:
-            options = tuple((k, bool(v) if isinstance(v, int | float) else repr(v)) for k, v in group.options.items())
-            kinds[options, tuple({(len(shape), dtype) for shape, dtype in group.tensors})].append(group)
-    rows = [alike[:2] for alike in kinds.values()]
-    first = [row[0] for row in rows][:_GROUPS]
-    return [*first, *(group for row in rows for group in row[1:])][:_GROUPS]
+def _is_taken(
+    cls: OptimizerClass, required: Mapping[str, Any], groups: Sequence[SmallGroup], device: torch.device
+) -> bool:
+    """Whether it can be stepped part by part where it treats each tensor by itself."""
+    if required.get("foreach") is False or not any("foreach" in group.options for group in groups):
+        return False
+    small = [replace(group, options={**group.options, "foreach": False}) for group in groups]
+    try:
+        way_of(cls, {**required, "foreach": False}, small, device)
+    except InputError:
+        return False
+    return True
 
 
 def _tried_plainly(
@@ -183,6 +153,7 @@ def _plainly(cls: OptimizerClass, required: Mapping[str, Any], case: _Case, step
     groups = [{**copied(group), "params": row} for group, row in zip(case.groups, rows, strict=True)]
     optimizer = cls(groups, **copied(dict(required)))
     trace, in_place, written = list[Any](), set[tuple[str, Any]](), set[Place]()
+    across, mixes = Across(), False
     random = torch.random.get_rng_state()
     calls: list[int] = []
     replaces = writes = False
@@ -193,7 +164,14 @@ def _plainly(cls: OptimizerClass, required: Mapping[str, Any], case: _Case, step
         places = _common_places(optimizer)
         before = {place: (value, copied(value)) for place, value in places.items()}
         held = {id(t): t for t in _state_tensors(optimizer)}
-        optimizer.step()
+        parameters = [p for row in rows for p in row]
+        for number, p in enumerate(parameters):
+            across.begin(number, (p, p.grad))
+        with across:
+            optimizer.step()
+        mixes = mixes or any(
+            across.mixes(number, (p, *optimizer.state.get(p, {}).values())) for number, p in enumerate(parameters)
+        )
         writes = writes or any(
             p.grad is not None and g is not None and not same(p.grad, g)
             for row, given in zip(rows, case.gradients[step], strict=True)
@@ -206,8 +184,8 @@ def _plainly(cls: OptimizerClass, required: Mapping[str, Any], case: _Case, step
                 written.add(place)
                 if was is value:
                     in_place.add((place[0], place[2]))
-        states = {number: optimizer.state.get(p, {}) for number, p in enumerate(p for row in rows for p in row)}
-        trace.append(_snapshot([p.detach() for row in rows for p in row], states, _common_places(optimizer)))
+        states = {number: optimizer.state.get(p, {}) for number, p in enumerate(parameters)}
+        trace.append(_snapshot([p.detach() for p in parameters], states, _common_places(optimizer)))
     draws = not torch.equal(random, torch.random.get_rng_state())
     _call(optimizer, calls)
     way = Way(
@@ -217,7 +195,7 @@ def _plainly(cls: OptimizerClass, required: Mapping[str, Any], case: _Case, step
         writes_gradients=writes,
         closure_calls=max(1, len(calls)),
     )
-    return trace, way, draws, written
+    return trace, way, draws, written, mixes
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

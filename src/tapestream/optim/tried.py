@@ -9,9 +9,10 @@ import torch
 from tapestream.errors import InputError
 from tapestream.optim.common import Way
 from tapestream.optim.rule import MASTER
+from tapestream.optim.small_groups import SmallGroup, small_group, stand_ins
 from tapestream.optim.speed import bytes_per_second
 from tapestream.optim.state import OptimizerClass, StateShape, is_elementwise, probe
-from tapestream.optim.trial import SmallGroup, small_group, stand_ins, way_of
+from tapestream.optim.trial import way_of
 
 Group: TypeAlias = dict[str, Any]
 
