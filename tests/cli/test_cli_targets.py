@@ -278,7 +278,7 @@ ERRORS = [
     (["."], "holds no config.json"),
     (["factories:net", "--width", "8"], "has its own size"),
     (["factories:net", "--seq", "8"], "change it there"),
-    (["factories:nothing"], "it has net, named"),
+    (["factories:nothing"], "it has net, frozen, named"),
     (["factories:not_a_function"], "no function 'not_a_function'"),
     (["factories:bare"], "(model, example_batch)"),
     (["factories:broken"], "raised ValueError: no weights here"),

@@ -57,6 +57,7 @@ def test_listeners_that_could_not_be_put_in_are_taken_out(monkeypatch: pytest.Mo
     def failing(self: Any, calling: Any) -> None:
         raise KeyboardInterrupt
 
+    seams._SEAMS._made_of = None  # they are made anew
     with monkeypatch.context() as patch:
         patch.setattr(seams._Seams, "_hear_memory", failing)
         with pytest.raises(KeyboardInterrupt):
