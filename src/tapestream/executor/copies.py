@@ -207,7 +207,7 @@ class BlockCopies(BlockRegions):
         self.dirty -= self.resident
         self._lived |= self.resident
         for value, tier in list(self.regions):
-            if tier is self.home_of(value) or (tier is self.near and value in self.resident):
+            if (tier is self.near and value in self.resident) or tier is self.home_of(value):
                 continue
             try:
                 if value in self.dirty and (tier is self.near or not self.has(value, self.near)):
