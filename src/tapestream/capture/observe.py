@@ -119,8 +119,9 @@ class _Operations(LeavesCompiled):
             return args[0]
         kwargs, kind = kwargs or {}, _kind_of(func)
         if kind.writes:
-            for tensor in _written_by(func, kind, args, kwargs):
-                self._note(tensor)
+            for leaf in pytree.tree_leaves(written_by(func, args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._note(leaf)
         if kind.draws:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Generator) and key_of_generator(leaf) not in self._drawn:
@@ -183,10 +184,9 @@ def _kind_of(func: Any) -> _Kind:
     )
 
 
-def _written_by(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments of an operator, tensors or lists of them, that it writes into: by its schema, or as is known of it."""
+    kind = _kind_of(func)
     silent = _SILENT_WRITERS.get(func)
     places = kind.places if silent is None else (*kind.places, *silent(args))
-    found = [*(args[place] for place in places if place < len(args)), *(kwargs.get(name) for name in kind.names)]
-    for leaf in pytree.tree_leaves(found):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+    return [*(args[place] for place in places if place < len(args)), *(kwargs.get(name) for name in kind.names)]

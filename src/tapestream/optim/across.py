@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from tapestream.capture.cells import key_of
+from tapestream.capture.observe import written_by
 from tapestream.capture.rebinding import LeavesCompiled
+from tapestream.runner.state import tensors_in
 
 _ONE_BY_ONE = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Operators that treat the tensors of their lists by themselves."""
@@ -21,46 +22,43 @@ class Across(LeavesCompiled):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources: dict[int | None, frozenset[int]] = {}
+        self._sources: dict[int, frozenset[int]] = {}
         self._held: list[torch.Tensor] = []  # so that nothing else comes to lie there
 
     def begin(self, number: int, tensors: Iterable[torch.Tensor | None]) -> None:
         """These are the parameter's own: it, and its gradient."""
         for tensor in tensors:
-            if tensor is not None:
+            if tensor is not None and (key := key_of(tensor)) is not None:
                 self._held.append(tensor)
-                self._sources.setdefault(key_of(tensor), frozenset({number}))
+                self._sources.setdefault(key, frozenset({number}))
 
     def mixes(self, number: int, tensors: Iterable[Any]) -> bool:
         """Whether one of these, which are the parameter's, comes from another parameter."""
         return any(not self._of(tensor) <= {number} for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     def _of(self, tensor: torch.Tensor) -> frozenset[int]:
-        return self._sources.get(key_of(tensor), _NONE)
+        key = key_of(tensor)
+        return _NONE if key is None else self._sources.get(key, _NONE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        written = [
-            args[place] if place < len(args) else kwargs.get(one.name)
-            for place, one in enumerate(func._schema.arguments)
-            if one.alias_info is not None and one.alias_info.is_write
-        ]
-        given, made = [*args, *kwargs.values()], [result, *written]
+        given, made = [*args, *kwargs.values()], [result, *written_by(func, args, kwargs)]
         if func._schema.name.startswith(_ONE_BY_ONE):
             for inputs, outputs in _by_place(given, made):
                 self._flows(inputs, outputs)
         else:
-            self._flows(_tensors(given), _tensors(made))
+            self._flows(tensors_in(given), tensors_in(made))
         return result
 
-    def _flows(self, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _flows(self, inputs: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
         """What is ``made`` comes from all ``inputs`` now. Not from single numbers: what differs with these (norms,
         corrections) shows with small tensors, too."""
         sources = _NONE.union(*(self._of(tensor) for tensor in inputs if tensor.numel() > 1))
         for tensor in made:
-            self._held.append(tensor)
-            self._sources[key_of(tensor)] = self._of(tensor) | sources
+            if (key := key_of(tensor)) is not None:
+                self._held.append(tensor)
+                self._sources[key] = self._of(tensor) | sources
 
 
 def _by_place(given: list[Any], made: list[Any]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -74,7 +72,3 @@ def _by_place(given: list[Any], made: list[Any]) -> Iterator[tuple[list[torch.Te
 
 def _at(lists: list[Any], place: int) -> list[torch.Tensor]:
     return [one[place] for one in lists if place < len(one) and isinstance(one[place], torch.Tensor)]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
