@@ -12,7 +12,7 @@ from tapestream.executor.moves import Sums
 from tapestream.runner.guards import Pack, Unpack
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Stage
-from tapestream.runner.state import State
+from tapestream.runner.state import State, overlaps
 
 T = TypeVar("T")
 Within = Callable[[int, Callable[[], State]], State]
@@ -126,12 +126,7 @@ def _add(totals: Sums, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if id(leaf) in totals:
             with torch.no_grad():
                 totals[id(leaf)][1].add_(gradient)
-        elif is_held(gradient, sys.getrefcount(gradient)) or _overlaps(gradient):
+        elif is_held(gradient, sys.getrefcount(gradient)) or overlaps(gradient):
             totals[id(leaf)] = leaf, gradient.clone()
         else:
             totals[id(leaf)] = leaf, gradient
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several of its numbers may lie in one place, as those of an expanded one do."""
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -122,11 +122,15 @@ def of_parts(
     return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, check_invariants=False)
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several of its numbers may lie in one place, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def replica(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides and the same address modulo 64, on which the bits of some kernels depend."""
     source = tensor.detach()
-    overlaps = any(s == 0 and n > 1 for n, s in zip(source.shape, source.stride(), strict=True))
-    if overlaps or source.numel() == 0 or source.layout is not torch.strided or source.is_quantized:
+    if overlaps(source) or source.numel() == 0 or source.layout is not torch.strided or source.is_quantized:
         return source.clone()
     span = 1 + sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
     itemsize = source.element_size()

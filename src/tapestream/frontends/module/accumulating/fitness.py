@@ -11,14 +11,13 @@ from tapestream.frontends.module.calls.anchor import hooked
 from tapestream.frontends.module.observing.observed import Segment
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.passes.residency import uses_of_blocks
+from tapestream.runner.hooks import hooks_of
 from tapestream.runner.modes import only_places_tensors
 from tapestream.runner.private import tensors_in
 from tapestream.runner.stage import Traits, is_compiled
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_model(handle: "Streamed", micro_batches: Sequence[Any]) -> str | None:
@@ -45,7 +44,7 @@ def _of_model(handle: "Streamed", micro_batches: Sequence[Any]) -> Iterator[str]
         yield "gradients of an earlier backward are there; call zero_grad() before"
     if any(map(hooked, model.parameters())):
         yield "a parameter has hooks, which see the gradient of each micro-batch"
-    if any(getattr(module, name) for module in model.modules() for name in _HOOKS) or _global_hooks():
+    if any(hooks for module in model.modules() for hooks in hooks_of(module)) or _global_hooks():
         yield "a module has hooks, which see one micro-batch after the other"
     if any(map(is_compiled, model.modules())):
         yield "it has compiled modules, which belong to one thread"
