@@ -64,15 +64,10 @@ class Form:
         if flat and type(tree) is dict:
             return _of_dict(spec, parts, tuple(tree))
 
-        tests = [part.test() for part in parts]
-
-        def matches(other: Any) -> bool:
-            leaves, found = pytree.tree_flatten(other)
-            return found == spec and all(test(leaf) for test, leaf in zip(tests, leaves, strict=True))
-
         nested = _nested(tree, iter(parts))
         leaves = pytree.tree_leaves if nested is None else spec.flatten_up_to
-        return cls(spec, parts, leaves, lambda leaves: pytree.tree_unflatten(leaves, spec), nested or matches)
+        matches = nested or _walked(spec, parts)
+        return cls(spec, parts, leaves, lambda leaves: pytree.tree_unflatten(leaves, spec), matches)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -175,6 +170,17 @@ def _nested(tree: Any, parts: Iterator[Leaf]) -> Callable[[Any], bool] | None:
             return False
         children = other if keys is None else [other[key] for key in keys]
         return all(test(child) for test, child in zip(tests, children, strict=True))
+
+    return matches
+
+
+def _walked(spec: pytree.TreeSpec, parts: tuple[Leaf, ...]) -> Callable[[Any], bool]:
+    """The test of a tree of other nodes, by PyTorch's own walk."""
+    tests = [part.test() for part in parts]
+
+    def matches(other: Any) -> bool:
+        leaves, found = pytree.tree_flatten(other)
+        return found == spec and all(test(leaf) for test, leaf in zip(tests, leaves, strict=True))
 
     return matches
 
