@@ -11,7 +11,7 @@ import torch
 from exact import Trace, assert_same, copy_of, seed
 from place import DEVICE
 from streamable import Model, loss_of
-from streaming import everything, options_of, state_of
+from streaming import options_of, state_of, stepped
 from torch import nn
 
 import tapestream as ts
@@ -69,11 +69,7 @@ def train(
         with torch.autocast(DEVICE, torch.bfloat16) if case.autocast else contextlib.nullcontext():
             losses = accumulate(model, given, loss)
         trace |= {f"{step}.{micro} loss": copy_of(one) for micro, one in enumerate(losses)}
-        if gradients:
-            trace |= {f"{step} gradient {name}": copy_of(p.grad) for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        trace |= everything(model, f"{step} after ")
+        trace |= stepped(model, optimizer, step, gradients=gradients)
     return trace | {"torch": torch.get_rng_state()} | state_of(optimizer)
 
 

@@ -50,12 +50,18 @@ def train(
             loss = loss_at(model, case, device)
             loss.backward()
             trace[f"{step}.{micro} loss"] = copy_of(loss)
-        if gradients:
-            trace |= {f"{step} gradient {name}": copy_of(p.grad) for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        trace |= everything(model, f"{step} after ")
+        trace |= stepped(model, optimizer, step, gradients=gradients)
     return trace | {"torch": torch.get_rng_state()} | state_of(optimizer)
+
+
+def stepped(model: nn.Module, optimizer: Any, step: int, *, gradients: bool = True) -> Trace:
+    """Step after the backward: the gradients, if they are there still, and everything afterwards."""
+    trace: Trace = {}
+    if gradients:
+        trace |= {f"{step} gradient {name}": copy_of(p.grad) for name, p in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return trace | everything(model, f"{step} after ")
 
 
 def loss_at(model: nn.Module, case: Model, device: str = DEVICE) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exact import Trace, assert_same, copy_of, seed
-from streaming import everything, options_of, state_of
+from streaming import options_of, state_of, stepped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,11 +54,7 @@ def train(model: GPT, loss_of: Any, optimizer: Any, autocast: bool, gradients: b
                 loss = loss_of(*batch())
             loss.backward()
             trace[f"{step}.{part} loss"] = copy_of(loss)
-        if gradients:
-            trace |= {f"{step} gradient {name}": copy_of(p.grad) for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        trace |= everything(model, f"{step} after ")
+        trace |= stepped(model, optimizer, step, gradients=gradients)
     return trace | {"torch": torch.get_rng_state()} | state_of(optimizer)
 
 
