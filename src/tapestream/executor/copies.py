@@ -180,11 +180,11 @@ class BlockCopies(BlockRegions):
     def device_regions(self, block: int, *, part: int | None = None) -> list[Region]:
         """What a stage that uses the block touches, or the update of one part of its state."""
         if part is None:
-            values = [Value(kind, block) for kind in SHOWN]
+            found = [self.regions.get((Value(kind, block), Tier.DEVICE)) for kind in SHOWN]
         else:
-            state = Value(Kind.OPTIMIZER_STATE, block, part)
-            values = [Value(Kind.PARAMETERS, block), Value(Kind.GRADIENT, block), state]
-        found = (self.regions.get((value, Tier.DEVICE if part is None else self.near)) for value in values)
+            state, near = Value(Kind.OPTIMIZER_STATE, block, part), self.near
+            values = (Value(Kind.PARAMETERS, block), Value(Kind.GRADIENT, block), state)
+            found = [self.regions.get((value, near)) for value in values]
         return [region for region in found if region is not None]
 
     def settle(self) -> None:
@@ -201,13 +201,13 @@ class BlockCopies(BlockRegions):
             self.tickets.clear()
             self._begun = None
         failed: StorageError | None = None
-        whole = self.shards is None  # gradients are tensors of their own then
-        came = {v for v, tier in self.regions if tier is self.near and not (whole and v.kind is Kind.GRADIENT)}
-        self.resident |= (came & self.staying) - arriving
+        whole, near = self.shards is None, self.near  # gradients are tensors of their own where they are whole
+        new = [v for v in self.staying - self.resident if not (whole and v.kind is Kind.GRADIENT)]
+        self.resident |= {value for value in new if self.has(value, near)} - arriving
         self.dirty -= self.resident
         self._lived |= self.resident
-        for value, tier in list(self.regions):
-            if (tier is self.near and value in self.resident) or tier is self.home_of(value):
+        for value, tier in [(v, tier) for v, tier in self.regions if tier is not near or v not in self.resident]:
+            if tier is self.home_of(value):
                 continue
             try:
                 if value in self.dirty and (tier is self.near or not self.has(value, self.near)):

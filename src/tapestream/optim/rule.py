@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -196,17 +197,23 @@ class Rule:
     def _optimize(self, entries: Sequence[_Entry]) -> None:
         members: dict[int, list[Any]] = {}
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        given: list[dict[str, Any] | None] = []
         for entry in entries:
             members.setdefault(self._group_of[entry.key[0]], []).append(entry.target)
+            shown: dict[str, Any] | None = None
             if entry.key in self._created:
                 assert entry.target is not None
-                state[entry.target] = {**self._scalars_for(entry), **entry.states}
-                state[entry.target].pop(MASTER, None)
+                shown = {**self._scalars_for(entry), **entry.states}
+                shown.pop(MASTER, None)
+                state[entry.target] = shown.copy()
+            given.append(shown)
         self._inner.step(self._groups(), members, state)
-        for entry in entries:
+        for entry, shown in zip(entries, given, strict=True):
             assert entry.target is not None
             entry.target.grad = None  # a cast of it would take room beside the state
-            self._put_away(entry, state.get(entry.target, {}))
+            made = state.get(entry.target, {})
+            if shown is None or made.keys() != shown.keys() or not all(map(is_, made.values(), shown.values())):
+                self._put_away(entry, made)
 
     def _scalars_for(self, entry: _Entry) -> dict[str, Any]:
         """What is not streamed, for one step: a parameter's own with its first piece, so that it steps once; the others

@@ -21,7 +21,7 @@ from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
 from tapestream.optim.steps import Steps
 from tapestream.planning.where import check_where
-from tapestream.runner.stage import modules_below
+from tapestream.runner.stage import parameter_ids
 
 Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -298,9 +298,8 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             self._steps.let_go()
 
     def _late(self) -> dict[str, torch.Tensor]:
-        every = (p for m in modules_below(self._handle.model) for p in m._parameters.values() if p is not None)
-        late = self._takes_all and any(p.requires_grad and id(p) not in self._mine for p in every)  # a fast look first
-        named = self._handle.model.named_parameters() if late else ()
+        others = self._takes_all and not self._mine.issuperset(parameter_ids(self._handle.model))  # a fast look first
+        named = self._handle.model.named_parameters() if others else ()
         return {name: p for name, p in named if p.requires_grad and id(p) not in self._mine}
 
     def _follow_gradients(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -171,3 +172,8 @@ def modules_below(root: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
+
+
+def parameter_ids(root: nn.Module) -> set[int]:
+    """The ``id`` of every parameter of ``root`` and of what is below it."""
+    return {*map(id, chain.from_iterable([m._parameters.values() for m in modules_below(root)]))} - {id(None)}

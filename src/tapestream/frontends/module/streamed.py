@@ -55,6 +55,8 @@ from tapestream.runner.checkpointing import checkpointing_off
 from tapestream.runner.stage import mode_of, modules_below
 from tapestream.runner.state import take_apart
 
+Original = Callable[..., Any]  # what a call did before the model was streamed
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -131,16 +133,14 @@ class Streamed:
         """What the user has called: the model, a part of it that holds blocks, or one block."""
         return self.entered or self.model
 
-    def call_model(
-        self, called: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_model(self, called: nn.Module, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model, or of what is inside of it where no call is under way: ``called``."""
         if self._bypass or self.entered is not None:
             return original(*args, **kwargs)
         with self.homes.tables.watched(), entering(self, called):
             return self._enter(original, args, kwargs)
 
-    def _enter(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_uncovered(f"a streamed {type(self.model).__name__}", "use a ts.Program inside the streamed blocks")
         with self._live.working():
             if self.optimizer is not None:
@@ -153,23 +153,25 @@ class Streamed:
             self.ranks.check_alone()
             return self._call_live(original, args, kwargs)
 
-    def _call_live(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_live(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._live.make_way(self.last)
-        beginning = Beginning.take(self.model, self.device)
+        beginning = Beginning.take(modules_below(self.model), self.device)
         try:
-            return self._run(original, args, kwargs)
+            return self._run(beginning.modules, original, args, kwargs)
         except UnplannedBlock as unplanned:  # the profiled call dropped all layers of a container, or had another order
             beginning.restore(unplanned, args, kwargs)
             self.replan()
         try:
-            return self._run(original, args, kwargs)
+            return self._run(modules_below(self.model), original, args, kwargs)
         except UnplannedBlock as unplanned:
             raise cannot_begin_again(unplanned) from None
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, modules: Sequence[nn.Module], original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.last is not None:
             self._allocator.look(self)
-        planned = plan_call(self, partial(self._prepare, original), args, kwargs)
+        planned = plan_call(self, partial(self._prepare, modules, original), args, kwargs)
         if planned is None:
             return original(*args, **kwargs)
         found, prepared = planned
@@ -189,9 +191,7 @@ class Streamed:
             self.call = None
             call.end_forward()
 
-    def call_block(
-        self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_block(self, position: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block's ``__call__``, within the model's."""
         block = self.store.uses[position]
         if self._bypass or block in self.pinned.blocks:
@@ -238,7 +238,7 @@ class Streamed:
         """The plans for a call with these arguments, without running it."""
         self._forward_only.end()
         with torch.enable_grad(), entering(self, self.model):
-            found = self._prepare(lambda *a, **k: own_call(self.model, a, k), args, kwargs)
+            found = self._prepare(modules_below(self.model), lambda *a, **k: own_call(self.model, a, k), args, kwargs)
         if found is None:
             raise InputError("this call dropped every block at random, so that there is nothing to plan; try again")
         return found
@@ -255,12 +255,14 @@ class Streamed:
             self._bypass = False
             self.store.settle()
 
-    def _prepare(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
+    def _prepare(
+        self, modules: Sequence[nn.Module], original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Prepared | None:
         """Plans for this call, None where it drops every block at random."""
         if self.store.divide_thawed(live=bool(self._live.calls)):
             self.replan()
         state, _ = take_apart((args, dict(sorted(kwargs.items()))))
-        kind, shapes = key_of(state, self._mode(), self.device), self.ranks.shapes(shapes_of(state))
+        kind, shapes = key_of(state, self._mode(modules), self.device), self.ranks.shapes(shapes_of(state))
         found, optimizer = self._prepared.find(kind, shapes), self.optimizer
         if optimizer is not None and (found is None or optimizer.behind):
             found = None if optimizer.follow(live=bool(self._live.calls)) else found
@@ -276,9 +278,7 @@ class Streamed:
             self._prepared.add(kind, shapes, found)
         return without_results(self, found, self._beside)
 
-    def _prepare_anew(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Prepared | None:
+    def _prepare_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
         observed = observe_call(self, original, args, kwargs)
         if observed.segments:
             return prepare(self, observed)
@@ -291,8 +291,8 @@ class Streamed:
         """Measure the links where speeds are wanted."""
         self.homes.begin_measuring(wanted=self._machine is None)
 
-    def _mode(self) -> object:
-        mode = mode_of(modules_below(self.model))
+    def _mode(self, modules: Sequence[nn.Module]) -> object:
+        mode = mode_of(modules)
         self._known.check(mode.identities)
         return mode, self.update, id(self.called)
 

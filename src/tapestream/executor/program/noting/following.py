@@ -265,7 +265,11 @@ class Following:
     def _copy(self, first: int, k: int, value: int, end: int) -> "array[int]":
         """The notes on operations ``first`` .. ``k`` - 1, and on the values that they make; gives what they save."""
         record, theirs = self.noting.record, self.last.record
-        record.calls.extend([self._call(operation) for operation in range(first, k)])
+        calls = theirs.calls[first:k]
+        for operation, then in enumerate(calls, first):
+            if then not in self._calls:
+                self._calls[then] = self._adopted(operation)
+        record.calls.extend(map(self._calls.__getitem__, calls))
         for name in BY_OPERATION:
             getattr(record, name).extend(getattr(theirs, name)[first:k])
         for name, ends in (("arguments", "argument_ends"), ("results", "result_ends"), ("saves", "save_ends")):
@@ -279,15 +283,11 @@ class Following:
         saves: array[int] = part
         return saves
 
-    def _call(self, operation: int) -> int:
-        """The number of its pattern, in this record."""
-        then = self.last.record.calls[operation]
-        number = self._calls.get(then)
-        if number is None:
-            step = self.last.steps[operation]
-            assert step is not None
-            number = self._calls[then] = self.noting.record.patterns.adopted(step.pattern)
-        return number
+    def _adopted(self, operation: int) -> int:
+        """The number of its pattern, which is new to this record."""
+        step = self.last.steps[operation]
+        assert step is not None
+        return self.noting.record.patterns.adopted(step.pattern)
 
     def heed(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
         """Operation ``k`` was noted closely, on ``tensors``: go on where what it has left is as it was last time."""

@@ -1,6 +1,6 @@
 """`Packs`: what the operations of the first sweep save for backward: kept or dropped, and its bytes noted."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -86,10 +86,12 @@ class Packs:
             if operation is not None and found[given:]:
                 self._hold(operation, k, found[given:])
 
-    def noted(self, saves: Iterable[int], nbytes: int) -> None:
+    def noted(self, saves: Sequence[int], nbytes: int) -> None:
         """The record has more of what operations save, ``saves``, and knows the bytes that all have saved."""
-        for storage in saves:
-            self._count(storage)
+        if saves:
+            counted = self._counted_up_to(max(saves))
+            for storage in saves:
+                counted[storage] = 1
         self.nbytes = nbytes
 
     def _inner_nbytes(self) -> int:
@@ -118,9 +120,14 @@ class Packs:
 
     def _count(self, storage: int) -> bool:
         """Whether it is saved for the first time."""
-        counted = self._counted
-        if storage >= len(counted):
-            counted.extend(bytes(storage + 1 - len(counted)))
+        counted = self._counted_up_to(storage)
         first = not counted[storage]
         counted[storage] = 1
         return first
+
+    def _counted_up_to(self, storage: int) -> bytearray:
+        """With a place for ``storage``."""
+        counted = self._counted
+        if storage >= len(counted):
+            counted.extend(bytes(storage + 1 - len(counted)))
+        return counted

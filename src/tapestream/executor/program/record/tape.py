@@ -49,10 +49,12 @@ class Tape:
             del asked  # nothing holds what is done with while other stretches run again
             asked = self._ask(operation, place)
             saved = asked.saved[place]
-        tensor = still(*saved)
+        tensor, version = saved
+        if tensor._version != version:
+            raise written_into(tensor)
         if asked.left:
-            asked.left &= ~(1 << place)
-            if asked.left:
+            asked.left = left = asked.left & ~(1 << place)
+            if left:
                 asked.saved[place] = _DONE
             else:
                 self._asked = _NOBODY
@@ -74,40 +76,49 @@ class Tape:
         with self._lock:
             if self.begins is None:  # the program runs
                 if self.running is not None and operation == self.running[0]:
-                    return _Asked(operation, self.running[1], 0)
+                    asked = _Asked()
+                    asked.operation, asked.saved = self.running
+                    return asked
             elif (task := _current_task()) != self._task and task >= 0:
                 self._task = task
                 self.begins()
-            while self.saved and next(reversed(self.saved)) > operation:
-                self.saved.popitem()  # some of it nobody has asked for, or ever will
-            saved = self.saved.get(operation)
-            if saved is not None and saved[place] is _DONE:
-                saved = None
-                del self.saved[operation]
-            if saved is None or operation < self.heed:
-                if self.bring is None:
-                    raise inside()
-                self._asked = _NOBODY
+            there = self.saved
+            while next(reversed(there), operation) > operation:
+                there.popitem()  # some of it nobody has asked for, or ever will
+            saved = there.get(operation)
+            if saved is None or operation < self.heed or saved[place] is _DONE:
                 del saved
-                self.bring(operation)
-                saved = self.saved[operation]
-            once = self.often is not None and operation not in self.often
-            self._asked = asked = _Asked(operation, saved, (1 << len(saved)) - 1 if once else 0)
+                saved = self._brought(operation, place)
+            self._asked = asked = _Asked()
+            asked.operation, asked.saved = operation, saved
+            often = self.often
+            asked.left = 0 if often is None or operation in often else (1 << len(saved)) - 1
             return asked
+
+    def _brought(self, operation: int, place: int) -> Saved:
+        """What ``operation`` has saved, recorded again where it is not there or done with, or something moves."""
+        saved = self.saved.get(operation)
+        if saved is not None and saved[place] is _DONE:
+            del self.saved[operation]
+        if self.bring is None:
+            raise inside()
+        self._asked = _NOBODY
+        del saved
+        self.bring(operation)
+        return self.saved[operation]
 
 
 class _Asked:
-    """The operation that asked last, what it has saved, and a bit for each place that it has not asked for (0: see
-    `Tape`)."""
+    """The operation that asked last (-1: none), what it has saved, and a bit for each place that it has not asked for
+    (0: see `Tape`). One is made for each operation of a backward: a constructor would take as long as all the rest."""
 
-    __slots__ = ("left", "operation", "saved")
-
-    def __init__(self, operation: int, saved: Saved, left: int) -> None:
-        self.operation, self.saved, self.left = operation, saved, left
+    operation = -1
+    saved: Saved = []  # noqa: RUF012 - nobody's
+    left = 0
 
 
 _DONE = torch.empty(0, device="cpu"), 0
-_NOBODY = _Asked(-1, [], 0)
+_NOBODY = _Asked()
 
 
 def unchanged(handle: tuple[torch.Tensor, int, object]) -> torch.Tensor:
@@ -118,11 +129,16 @@ def unchanged(handle: tuple[torch.Tensor, int, object]) -> torch.Tensor:
 def still(tensor: torch.Tensor, version: int) -> torch.Tensor:
     """A saved tensor. Raises GradientError where it was written into."""
     if tensor._version != version:
-        raise GradientError(
-            f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
-            "operation after it had been saved, in the program or after it; clone() it before"
-        )
+        raise written_into(tensor)
     return tensor
+
+
+def written_into(tensor: torch.Tensor) -> GradientError:
+    """The error that says so of a saved tensor."""
+    return GradientError(
+        f"Program: a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+        "operation after it had been saved, in the program or after it; clone() it before"
+    )
 
 
 def handle(operation: int, place: int) -> int:

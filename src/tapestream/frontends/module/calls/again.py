@@ -1,6 +1,7 @@
 """`Beginning`: a call whose plan is for other blocks begins again, where what has run of it left no trace."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +25,17 @@ class UnplannedBlock(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What there was when a call began. ``held``: buffers and parameters, each with its version. They are not kept: a
-    buffer in whose place a block puts another is gone then."""
+    """What there was when a call began. ``modules``: all of the model, itself first; ``held``: their buffers and
+    parameters, each with its version. These are not kept: a buffer in whose place a block puts another is gone then."""
 
-    model: nn.Module
-    device: torch.device
+    modules: Sequence[nn.Module]
     generators: tuple[TorchGenerators, HostGenerators]
     held: tuple[tuple[weakref.ref[torch.Tensor] | None, int], ...]
 
     @classmethod
-    def take(cls, model: nn.Module, device: torch.device) -> "Beginning":
-        """As things are now."""
-        return cls(model, device, (TorchGenerators.capture(device), HostGenerators.capture()), _held(model))
+    def take(cls, modules: Sequence[nn.Module], device: torch.device) -> "Beginning":
+        """As things are now. ``modules``: see `Beginning`."""
+        return cls(modules, (TorchGenerators.capture(device), HostGenerators.capture()), _held(modules))
 
     def restore(self, unplanned: UnplannedBlock, args: Any, kwargs: Any) -> None:
         """Generators are again as they were.
@@ -45,7 +45,9 @@ class Beginning:
         arguments.
         """
         # Of a tensor that is still there PyTorch gives the same reference again; of one that is gone there is none.
-        same = all(a is b and v == w for (a, v), (b, w) in zip(self.held, _held(self.model), strict=True))
+        now = _held(modules_below(self.modules[0]))
+        same = len(now) == len(self.held)
+        same = same and all(a is b and v == w for (a, v), (b, w) in zip(self.held, now, strict=True))
         if not same or unplanned.written or any(may_change(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             raise cannot_begin_again(unplanned) from None
         torch_generators, host = self.generators
@@ -61,7 +63,6 @@ def cannot_begin_again(unplanned: UnplannedBlock) -> InputError:
     )
 
 
-def _held(model: nn.Module) -> tuple[tuple[weakref.ref[torch.Tensor] | None, int], ...]:
-    modules = modules_below(model)
+def _held(modules: Sequence[nn.Module]) -> tuple[tuple[weakref.ref[torch.Tensor] | None, int], ...]:
     held = [t for m in modules for t in (*m._buffers.values(), *m._parameters.values())]
     return tuple([(None, 0) if t is None else (weakref.ref(t), t._version) for t in held])

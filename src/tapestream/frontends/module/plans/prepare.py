@@ -88,6 +88,8 @@ class Prepared:
 
     def below_host(self, before: frozenset[Value]) -> frozenset[Value]:
         """Values that live on the disk although their kinds do not; those ``before`` that no plan here knows stay."""
+        if not before:
+            return self.overflowed
         known = {value for profile in self.profiles for value, _ in block_values(profile)}
         return self.overflowed | (before - known)
 
