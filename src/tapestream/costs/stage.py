@@ -1,6 +1,7 @@
 """What one stage and one parameter block cost."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from tapestream.costs.checks import duration, whole
 from tapestream.errors import InputError
@@ -78,7 +79,7 @@ class StageCost:
         """Seconds of one Record (a run that keeps its saved tensors)."""
         return self.forward_seconds if self.record_seconds is None else self.record_seconds
 
-    def taking(self, times: float) -> "StageCost":
+    def taking(self, times: float) -> Self:
         """The same of a stage that keeps, and takes besides, so many times as many bytes; its backward never fewer."""
         return replace(
             self,

@@ -17,9 +17,9 @@ from tapestream.capture.rebinding import Rebinding
 from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
+from tapestream.planning import stage_costs
 from tapestream.planning.observer import Observer
 from tapestream.planning.repeating import check_generators, check_repeats, check_runs_alike
-from tapestream.planning.stage_costs import SHORT_SECONDS, graph_nbytes, measure, measure_skewed, settled, with_inside
 from tapestream.planning.travellers import Travellers
 from tapestream.planning.trials import try_without_graph
 from tapestream.planning.uneven import may_be_uneven, nbytes_of
@@ -96,6 +96,7 @@ def profile_stages(
             state = out
             if progress is not None:
                 progress(k + 1, len(stages))
+    costs = stage_costs.with_behind(costs, [trait.behind_nbytes for trait in traits])
     carried = travellers.carried(costs)
     return Profile(tuple(costs), 0, carried=carried), traits, state
 
@@ -131,22 +132,23 @@ def profile_stage(
             runner.ran(0)
         elif 0 not in runner.seen:
             out = runner.forward(0, [state])  # the first run leaves behind what recomputes need
-        skew = measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
+        skew = stage_costs.measure_skewed(stage, state, out, traits, watch, snapshot) if uneven else None
         if uneven and skew is None:
             kind = (looks, escapes, _kind_of(state, out, traits))
-        cost, again = measure(runner, state, out, watch, first=not alike and skew is None)
+        cost, again, behind = stage_costs.measure(runner, state, out, watch, first=not alike and skew is None)
         check_repeats(stage.name, out, again)
         out = again
+        runner.traits = [replace(traits, behind_nbytes=behind)]
         if escapes and traits.left:
-            runner.traits = [replace(traits, left_graph=graph_nbytes(runner, state, out, watch))]
+            runner.traits = [replace(runner.traits[0], left_graph=stage_costs.graph_nbytes(runner, state, out, watch))]
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
-        short = cost.forward_seconds < SHORT_SECONDS
+        short = cost.forward_seconds < stage_costs.SHORT_SECONDS
         if short:
             with watch.paused():
-                cost = settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
+                cost = stage_costs.settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
         if attends(looks[0]) and not traits.calls_autograd and skew is None:
             with watch.paused():
-                cost = with_inside(runner, state, out, cost, device)
+                cost = stage_costs.with_inside(runner, state, out, cost, device)
         if device.type != "cpu":
             ending = cost.forward_seconds / 5  # what a GPU is asked to do ends later than the call
         if ending >= _LONG_SECONDS and not (traits.calls_autograd or traits.reads):
@@ -179,8 +181,9 @@ def _as_known(
         return None
     cost, model, _ = alike[kind]
     host = traits.draws_host or model.draws_host
+    left, behind = model.left_graph, model.behind_nbytes
     return cost, replace(
-        traits, plain_forward=model.plain_forward, draws_host=host, end=model.end, left_graph=model.left_graph
+        traits, plain_forward=model.plain_forward, draws_host=host, end=model.end, left_graph=left, behind_nbytes=behind
     )
 
 

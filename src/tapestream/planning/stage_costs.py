@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -32,9 +33,12 @@ _AGAIN_SECONDS = 0.002
 T = TypeVar("T")
 
 
-def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool) -> tuple[StageCost, State]:
-    """What a stage that has run costs, and its output. ``first``: of its call; the process may never have run such
-    kernels, and the times are for all stages of its kind. A GPU's libraries take memory then, too."""
+def measure(
+    runner: Runner, state: State, out: State, watch: MemoryWatch, *, first: bool
+) -> tuple[StageCost, State, int]:
+    """What a stage that has run costs, its output, and bytes behind the cotangents that its backward gives (see
+    `with_behind`). ``first``: of its call; the process may never have run such kernels, and the times are for all
+    stages of its kind. A GPU's libraries take memory then, too."""
     device = watch.device
     if first and is_accelerator(device):
         _measure_backward(runner, _measure_record(runner, state, 0, watch)[1], out, watch)
@@ -42,19 +46,32 @@ def measure(runner: Runner, state: State, out: State, watch: MemoryWatch, *, fir
         seconds, out = timed(device, lambda: runner.forward(0, [state]))
     output_nbytes = _made_nbytes(state, out)
     cost, tape = _measure_record(runner, state, output_nbytes, watch)
-    backward_seconds, backward_extra, _ = _measure_backward(runner, tape, out, watch)
+    backward_seconds, backward_extra, _, behind = _measure_backward(runner, tape, out, watch)
     if first and seconds >= SHORT_SECONDS and backward_seconds > _COLD * seconds:  # short: see `_settled`
         again, tape = _measure_record(runner, state, output_nbytes, watch)
         cost = replace(cost, record_seconds=min(cost.recorded_seconds, again.recorded_seconds))
         backward_seconds = min(backward_seconds, _measure_backward(runner, tape, out, watch)[0])
-    return replace(
+    cost = replace(
         cost,
         forward_seconds=seconds,
         backward_seconds=backward_seconds,
         forward_extra_nbytes=max(0, meter.peak_nbytes - output_nbytes),
         backward_extra_nbytes=max(-cost.saved_nbytes, backward_extra),
         cotangent_nbytes=sum(tensor_nbytes(t) for t, req in zip(out.tensors, out.requires, strict=True) if req),
-    ), out
+    )
+    return cost, out, behind
+
+
+def with_behind(costs: Sequence[StageCost], behind: Iterable[int]) -> list[StageCost]:
+    """The stages, with the bytes ``behind`` the cotangents that the backward of each gives, beyond what these show: one
+    may be a part of more, as the real part of complex numbers is. It is that of the output of the stage before."""
+    found = list(costs)
+    for k, nbytes in enumerate(behind):
+        if nbytes and k:
+            found[k - 1] = replace(found[k - 1], cotangent_nbytes=found[k - 1].cotangent_bytes + nbytes)
+        elif nbytes:
+            found[0] = replace(found[0], backward_extra_nbytes=found[0].backward_extra_nbytes + nbytes)
+    return found
 
 
 def graph_nbytes(runner: Runner, state: State, out: State, watch: MemoryWatch) -> int:
@@ -139,14 +156,16 @@ def _measure_record(runner: Runner, state: State, output_nbytes: int, watch: Mem
     return cost, tape
 
 
-def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int]:
+def _measure_backward(runner: Runner, tape: Tape, out: State, watch: MemoryWatch) -> tuple[float, int, int, int]:
     """Seconds of one backward, its transient bytes beyond cotangents and gradients (negative where these are never all
-    there beside what it frees), and its peak with these."""
+    there beside what it frees), its peak with these, and what lies behind the cotangents that it gives."""
     cotangents = _cotangents(tape, out)
     with watch.measured() as meter:
         seconds, (given, pairs) = timed(watch.device, lambda: runner.backward(0, tape, cotangents, {}))
     made = storages([g for g in (*given, *(g for _, g in pairs)) if g is not None])
-    return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes
+    back = [g for g in given if g is not None]
+    behind = max(0, sum(storages(back).values()) - sum(map(tensor_nbytes, back)))
+    return seconds, meter.peak_nbytes - sum(made.values()), meter.peak_nbytes, behind
 
 
 def _cotangents(tape: Tape, out: State) -> list[torch.Tensor | None]:
@@ -166,7 +185,7 @@ def measure_skewed(
         output_nbytes = _made_nbytes(state, out)
         runner = Runner([stage], [traits], watch.device, once=(0,))
         cost, tape = _measure_record(runner, state, output_nbytes, watch)
-        _, extra, peak = _measure_backward(runner, tape, out, watch)
+        _, extra, peak, _ = _measure_backward(runner, tape, out, watch)
     except Exception:  # the user's code may stumble over such a batch
         return None
     finally:

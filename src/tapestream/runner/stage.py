@@ -34,7 +34,7 @@ class Traits:
     a streamed model, whose gradients go straight to the user. ``reads``: it takes numbers out of tensors other than by
     an operation. ``rebinds``: it sets tensors to what they are. ``saves``: how many tensors it saves for its backward;
     ``nodes``: of its graph. ``left``: bytes of tensors that it leaves in attributes, by where; ``left_graph``: bytes
-    that graphs of these hold after the backward.
+    that graphs of these hold after the backward. ``behind_nbytes``: see `stage_costs.with_behind`.
     """
 
     mutates: frozenset[int] = frozenset()
@@ -58,6 +58,7 @@ class Traits:
     nodes: int = 0
     left: tuple[tuple[tuple[int, str], int], ...] = ()
     left_graph: int = 0
+    behind_nbytes: int = 0
     requires: tuple[bool, ...] | None = None
     leaves: tuple[torch.Tensor, ...] = ()
     end: End | None = None

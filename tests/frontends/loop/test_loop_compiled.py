@@ -8,8 +8,9 @@ from looping import captured, differentiated, in_place, lstm_cell, same, seeded,
 from torch import nn
 
 import tapestream as ts
-from tapestream.costs import Budget, StageCost
+from tapestream.costs import Budget
 from tapestream.errors import InputError
+from tapestream.frontends.loop.costs import StepCost
 from tapestream.frontends.loop.plans import choose, lengths
 
 # What it imports warns of itself.
@@ -82,7 +83,8 @@ def test_stages_of_a_compiled_loop_are_multiples_of_its_chunks(steps, unit):
     assert found == sorted(set(found))
     assert found[0] == unit or found[0] >= steps
     assert steps <= found[-1] < steps + unit
-    few = choose(StageCost(1e-6, 2e-6, 1000, 3000), steps, Budget(1_000_000), "auto", None, {}, unit=unit)
+    cost = StepCost(1e-6, 2e-6, 1000, 3000, between_nbytes=1000)
+    few = choose(cost, steps, Budget(1_000_000), "auto", None, {}, unit=unit)
     assert few.chunk in found
     assert len(few.plan.profile) == -(-steps // few.chunk)
 

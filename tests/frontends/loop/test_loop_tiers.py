@@ -29,11 +29,11 @@ def test_equal_to_a_plain_loop(kind, engine, tmp_path):
 
 
 def test_long_schedules_are_judged_by_short_ones():
-    from tapestream.costs import StageCost
     from tapestream.frontends.loop import tier_plans
+    from tapestream.frontends.loop.costs import StepCost
     from tapestream.frontends.loop.plans import profile_of
 
-    cost = StageCost(1e-5, 2e-5, 5000, 9000)
+    cost = StepCost(1e-5, 2e-5, 5000, 9000, between_nbytes=5000)
     profile = profile_of(cost, 4321, 1)
     knobs = {"slots": 3, "interval": 40}
     found = tier_plans._away(profile, ts.Budget("1MiB"), MACHINE, knobs).simulation

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from tapestream.capture.observe import Observation
 from tapestream.capture.python_state import GENERATORS, things_behind
-from tapestream.costs import StageCost
 from tapestream.executor.loop.arrays import Adjoint, ArraySteps
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.traits import Body, StepTraits, Sweep
 from tapestream.frontends.loop.call import Task
+from tapestream.frontends.loop.costs import StepCost
 from tapestream.frontends.loop.inputs import Called, Inputs, Rows, source_of
 from tapestream.frontends.loop.look import check_repeats, first_difference
 from tapestream.planning.profile import undisturbed
@@ -56,7 +56,7 @@ def as_arrays(state: Any) -> Any:
 
 
 @as_recompute()
-def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify: bool) -> tuple[Task, StageCost]:
+def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify: bool) -> tuple[Task, StepCost]:
     """The task with what two steps on copies show, and what a step costs. ``task.state`` holds tensors.
 
     With ``verify``, raises GradientError where the first step gives two results for one state.
@@ -88,7 +88,7 @@ def looked(task: Task, stage: Stage, adjoint: Adjoint, steps: int | None, verify
     floats = tuple(part.kind is not None and numpy.issubdtype(part.dtype, numpy.inexact) for part in form.parts)
     traits = StepTraits(Sweep.PLAIN, floats, floats, mutates=frozenset(mutates), draws_host=draws, generators=own)
     nbytes = sum(_OBJECT_NBYTES + leaf.nbytes for leaf in form.leaves(start) if hasattr(leaf, "nbytes"))
-    cost = StageCost(seconds, backward_seconds, nbytes, nbytes, backward_extra_nbytes=2 * nbytes)
+    cost = StepCost(seconds, backward_seconds, nbytes, nbytes, backward_extra_nbytes=2 * nbytes, between_nbytes=nbytes)
     body = Body(stage.function, form, traits, source, None, torch.device("cpu"))
     return replace(task, body=body), cost
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from tapestream.costs import StageCost
 from tapestream.errors import InputError
 from tapestream.executor.loop.compiled import Chunk, CompiledSteps, unrolled
 from tapestream.executor.loop.traits import Body, Sweep
 from tapestream.frontends.loop.call import Task
-from tapestream.frontends.loop.costs import cost_of
+from tapestream.frontends.loop.costs import StepCost, cost_of
 from tapestream.runner.modes import unhooked
 from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
@@ -80,7 +79,7 @@ class Measured:
 
     length: int
     sweep: Sweep
-    cost: StageCost
+    cost: StepCost
 
 
 def with_chunks(task: Task, compiler: Compiler, found: Measured | None = None) -> Task:

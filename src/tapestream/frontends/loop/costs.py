@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,25 @@ _MOST_STEPS = 4
 _SAMPLE_NBYTES = 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost(StageCost):
+    """Of a stage of one step. ``between_nbytes``: what a stage of several holds of the state between two of them; not
+    all, if backward does not read it."""
+
+    between_nbytes: int = 0
+
+    def of(self, steps: int) -> StageCost:
+        """The cost of a stage of so many steps."""
+        own = {field.name: getattr(self, field.name) for field in fields(StageCost)}
+        return replace(
+            StageCost(**own),
+            forward_seconds=self.forward_seconds * steps,
+            backward_seconds=self.backward_seconds * steps,
+            record_seconds=self.recorded_seconds * steps,
+            saved_nbytes=self.saved_nbytes * steps + self.between_nbytes * (steps - 1),
+        )
+
+
 @covering()
 @unhooked()
 @as_recompute()
@@ -47,7 +66,7 @@ _SAMPLE_NBYTES = 2**20
 def cost_of(
     stage: Stage, body: Body, state: Any, steps: int | None, make: Callable[..., TensorSteps] = TensorSteps,
     *, ended: Callable[[Any], bool] | None = None,
-) -> StageCost:  # fmt: skip
+) -> StepCost:  # fmt: skip
     """The cost of one step from ``state``: that after the loop's first step, or its first if it has one step alone.
 
     No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible. The step
@@ -71,12 +90,17 @@ def cost_of(
         runner.first_run = False
         own, state = runner.keeper.own, runner.detached(state)
         _reversed(runner, own(state), number, watch)  # the process may never have run such kernels
-        cost = _reversed(runner, own(state), number, watch)
+        cost, one_nbytes = _reversed(runner, own(state), number, watch)
         if traits.sweep is Sweep.GRAPH:  # a sweep takes more than a bare step
             with watch.measured() as sweeping:
                 runner.sweep(own(state), number, number + 1, ended)
             extra = max(0, sweeping.peak_nbytes - cost.output_nbytes)
             cost = replace(cost, forward_extra_nbytes=extra, record_extra_nbytes=cost.forward_extra_nbytes)
+        between = cost.output_nbytes
+        if most >= 2 * chunk and not ended:
+            with suppress(GradientError):  # see below
+                two = _two_nbytes(make(replace(body, chunk=2 * chunk), None), own(state), watch)
+                between = min(between, max(0, two - 2 * one_nbytes + between))
         with watch.paused():
             sweep = partial(timed, device, lambda: runner.sweep(own(state), 0, most, ended))
             seconds = min(sweep()[0] for _ in range(_SAMPLES)) / runner.reached
@@ -100,11 +124,12 @@ def cost_of(
         record_seconds=found[0] / runner.body.chunk,
         saved_nbytes=-(-cost.saved_nbytes // chunk),
         output_nbytes=cost.output_nbytes + beside,
+        between_nbytes=between + (beside if between else 0),
     )
     return _with_more(cost, traits)
 
 
-def _with_more(cost: StageCost, traits: StepTraits) -> StageCost:
+def _with_more(cost: StepCost, traits: StepTraits) -> StepCost:
     """With what steps leave: by the last one that ran, and by the one before backward, which backward puts back (see
     `TensorCall`); once more while a call looks at its first steps, and compares what they leave: the graph of one, and
     a few states, beside that of the next. With a copy of a state that steps write into."""
@@ -129,8 +154,8 @@ class _Unheard:
         """Drop them."""
 
 
-def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) -> StageCost:
-    """Record and reverse one step, measured."""
+def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) -> tuple[StepCost, int]:
+    """Record and reverse one step, measured; and the bytes of its record and its state."""
     before = next_sequence_number()
     with watch.measured() as recording:
         seconds, (out, tape) = timed(watch.device, lambda: runner.record(state, number))
@@ -141,16 +166,27 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     made = sum(tensor_nbytes(g) for g in cotangents if g is not None)
     with watch.measured() as reversing:
         backward_seconds, found = timed(watch.device, lambda: runner.backward(tape, number, cotangents))
-    returned = sum(tensor_nbytes(g) for g in found if g is not None)
-    return StageCost(
+    returned = sum(storages([g for g in found if g is not None]).values())  # may be more than they show
+    cost = StepCost(
         forward_seconds=0.0,
         backward_seconds=backward_seconds,
         output_nbytes=output_nbytes,
         saved_nbytes=max(0, recording.end_nbytes - output_nbytes) + _NODE_NBYTES * nodes,
         record_seconds=seconds,
         forward_extra_nbytes=max(0, recording.peak_nbytes - recording.end_nbytes),
-        backward_extra_nbytes=max(0, reversing.peak_nbytes - returned) + max(0, made - output_nbytes),
+        backward_extra_nbytes=max(0, reversing.peak_nbytes - returned) + max(0, made - max(output_nbytes, returned)),
+        cotangent_nbytes=returned if returned > output_nbytes else None,
     )
+    return cost, recording.end_nbytes
+
+
+def _two_nbytes(runner: TensorSteps, state: Any, watch: MemoryWatch) -> int:
+    """Bytes of the record of a stage, and of the state that it makes."""
+    runner.first_run = False
+    with watch.measured() as meter:
+        made = runner.record(state, 0)
+    del made
+    return meter.end_nbytes
 
 
 def _fastest_reversal(runner: TensorSteps, state: Callable[[], Any], number: int) -> tuple[float, float]:

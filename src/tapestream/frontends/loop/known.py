@@ -5,14 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tapestream.costs import StageCost
 from tapestream.executor.loop.form import Form
 from tapestream.executor.loop.sweep import NAME, paired
 from tapestream.executor.loop.traits import Beginning
 from tapestream.frontends.loop.arguments import ended_by
 from tapestream.frontends.loop.call import Task, casting
 from tapestream.frontends.loop.compiled import LONGEST, Compiler, Measured, measured
-from tapestream.frontends.loop.costs import cost_of
+from tapestream.frontends.loop.costs import StepCost, cost_of
 from tapestream.frontends.loop.inputs import Feed
 from tapestream.frontends.loop.look import look_at
 from tapestream.frontends.loop.outputs import check_tensors
@@ -30,7 +29,7 @@ class Cost:
     """What a step costs. ``unmeasured``: by what was planned, the seconds of calls since one was looked at last.
     ``beginning``: what is known of the gradients of its state."""
 
-    step: StageCost
+    step: StepCost
     unmeasured: dict[object, float] = field(default_factory=dict)
     beginning: Beginning = field(default_factory=Beginning)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapestream.costs import Budget, Machine, StageCost
+from tapestream.costs import Budget, Machine
 from tapestream.errors import InputError
 from tapestream.executor.engines import EngineStatistics
 from tapestream.executor.loop.form import Form
@@ -23,6 +23,7 @@ from tapestream.frontends.loop import arrays
 from tapestream.frontends.loop.arguments import check_options, count_of, device_of, ended_by, fulfilled, whole
 from tapestream.frontends.loop.call import Task, TensorCall
 from tapestream.frontends.loop.compiled import Compiler, with_chunks
+from tapestream.frontends.loop.costs import StepCost
 from tapestream.frontends.loop.growth import Before, Growth
 from tapestream.frontends.loop.inline import run_inline
 from tapestream.frontends.loop.inputs import source_of
@@ -245,7 +246,7 @@ class Loop(nn.Module):
         task, cost = arrays.looked(task, self._stage, adjoint, count, self.verify)
         return self._within_budget(task, Cost(cost), count, until)
 
-    def _chosen(self, cost: StageCost, count: int, body: Body, unit: int) -> Chosen:
+    def _chosen(self, cost: StepCost, count: int, body: Body, unit: int) -> Chosen:
         device = body.device
         # What is looked at, as the graph of a stage is, may not be too deep; a compiled unit is one node.
         most = max(1, SHALLOW // 2 // (body.traits.nodes if unit == 1 else 1)) * unit

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from tapestream.costs import Budget, Profile, StageCost, UniformStages
+from tapestream.costs import Budget, Profile, UniformStages
 from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.executor.loop.program import Program
 from tapestream.frontends.given import fit_given_plan
+from tapestream.frontends.loop.costs import StepCost
 from tapestream.planners import planners
 from tapestream.planners._recurrences import least_forwards
 from tapestream.planners.online import Online
@@ -33,22 +34,15 @@ class Chosen:
         object.__setattr__(self, "orders", Program(self.plan.schedule))
 
 
-def profile_of(cost: StageCost, steps: int, chunk: int, outside_nbytes: int = 0) -> Profile:
-    """``steps`` equal steps in stages of ``chunk``. A recorded stage holds the states inside it."""
+def profile_of(cost: StepCost, steps: int, chunk: int, outside_nbytes: int = 0) -> Profile:
+    """``steps`` equal steps in stages of ``chunk``."""
     chunk = min(chunk, steps)
-    scaled = replace(
-        cost,
-        forward_seconds=cost.forward_seconds * chunk,
-        backward_seconds=cost.backward_seconds * chunk,
-        record_seconds=cost.recorded_seconds * chunk,
-        saved_nbytes=cost.saved_nbytes * chunk + cost.output_nbytes * (chunk - 1),
-    )
-    stages = UniformStages(scaled, -(-steps // chunk))
+    stages = UniformStages(cost.of(chunk), -(-steps // chunk))
     return Profile(stages, cost.output_nbytes, outside_nbytes=outside_nbytes)
 
 
 def choose(
-    cost: StageCost,
+    cost: StepCost,
     steps: int,
     budget: Budget,
     planner: str,
@@ -184,7 +178,7 @@ def slots_within(profile: Profile, budget: Budget) -> int:
     return n if room >= n - 1 else min(n, room, MOST_SLOTS)
 
 
-def given_plan(plan: Plan, cost: StageCost, steps: int, budget: Budget) -> Chosen:
+def given_plan(plan: Plan, cost: StepCost, steps: int, budget: Budget) -> Chosen:
     """A plan that the user brings: its number of stages says how long they are.
 
     Raises InputError where it belongs to another length, BudgetError where it does not fit the budget here.
@@ -195,7 +189,7 @@ def given_plan(plan: Plan, cost: StageCost, steps: int, budget: Budget) -> Chose
 
 
 def online_of(
-    cost: StageCost, budget: Budget, planner: str, chunk: int | None, knobs: dict[str, object]
+    cost: StepCost, budget: Budget, planner: str, chunk: int | None, knobs: dict[str, object]
 ) -> tuple[Online, int, int]:
     """For a run of unknown length: who chooses restart checkpoints, steps to a stage, bytes that both take."""
     if planner not in ("auto", "online"):
@@ -215,7 +209,7 @@ def online_of(
     return online, length, nbytes
 
 
-def few_steps(cost: StageCost, limit: int | None) -> int:
+def few_steps(cost: StepCost, limit: int | None) -> int:
     """Deciding takes about ten microseconds a stage: enough steps to hide it, in a quarter of the budget at most."""
     each = max(1, cost.saved_nbytes + cost.output_nbytes)
     return max(1, min(32, (limit or 1 << 40) // 4 // each))

@@ -4,8 +4,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from tapestream.costs import Budget, Machine, Profile, StageCost, UniformStages
+from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import BudgetError, StorageError
+from tapestream.frontends.loop.costs import StepCost
 from tapestream.frontends.loop.plans import MOST_SLOTS, Chosen, choose, few_steps, profile_of
 from tapestream.ir import Tier
 from tapestream.planners import planners
@@ -22,7 +23,7 @@ _NAME = "async_multistage"
 
 
 def choose_below(
-    cost: StageCost, steps: int, machine: Machine, budget: Budget, planner: str, chunk: int | None,
+    cost: StepCost, steps: int, machine: Machine, budget: Budget, planner: str, chunk: int | None,
     knobs: dict[str, object], *, unit: int = 1, most: int | None = None,
 ) -> Chosen:  # fmt: skip
     """As `choose`, with tiers below the device: "auto" takes the faster of recomputing from restart checkpoints here

@@ -30,6 +30,7 @@ from tapestream.ir.schedule import run_once
 from tapestream.passes.memory import block_values
 from tapestream.passes.residence import at_start, at_step_of, ever_on_disk, resident_of, staying_of
 from tapestream.planning.plan import Plan
+from tapestream.planning.stage_costs import with_behind
 from tapestream.runner.stage import left_nbytes
 
 if TYPE_CHECKING:
@@ -326,7 +327,7 @@ def _profiles(handle: "Streamed", observed: Observed, shared: Mapping[int, Share
     found = []
     for number, segment in enumerate(observed.segments):
         assert segment.travellers is not None
-        stages = list(segment.costs)
+        stages = with_behind(segment.costs, [one.behind_nbytes for one in segment.traits])
         carried = segment.travellers.carried(stages)
         found.append(step.profile(number, stages, segment.initial_nbytes, carried))
     return handle.ranks.profiles(found)
