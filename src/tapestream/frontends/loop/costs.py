@@ -70,9 +70,8 @@ def cost_of(
     """The cost of one step from ``state``: that after the loop's first step, or its first if it has one step alone.
 
     No step is run past the last of ``steps``, nor from a state that ``ended`` accepts: it may not be possible. The step
-    is evaluated twice to measure its bytes (once more where it differentiates inside), then `_SAMPLES` times its first
-    four steps for their seconds, and as often so many of these as save a MiB at most, to be recorded.
-
+    is evaluated twice to measure its bytes (once more where it differentiates inside), two in a row once, then
+    `_SAMPLES` times its first four for their seconds, and as often so many as save a MiB at most, to be recorded.
     Bytes on the CPU count what Python and autograd keep beside the numbers, most of it for tiny states. Generators,
     buffers and gradients are afterwards as before. ``make`` makes the executor's part, whose stages are of
     ``body.chunk`` steps: the cost is their share.
@@ -98,9 +97,8 @@ def cost_of(
             cost = replace(cost, forward_extra_nbytes=extra, record_extra_nbytes=cost.forward_extra_nbytes)
         between = cost.output_nbytes
         if most >= 2 * chunk and not ended:
-            with suppress(GradientError):  # see below
-                two = _two_nbytes(make(replace(body, chunk=2 * chunk), None), own(state), watch)
-                between = min(between, max(0, two - 2 * one_nbytes + between))
+            two = make(replace(body, chunk=2 * chunk), None)
+            between = _between_nbytes(two, own(state), between, one_nbytes, watch)
         with watch.paused():
             sweep = partial(timed, device, lambda: runner.sweep(own(state), 0, most, ended))
             seconds = min(sweep()[0] for _ in range(_SAMPLES)) / runner.reached
@@ -111,12 +109,7 @@ def cost_of(
                 runner.first_run = False
             with suppress(GradientError):  # the loop itself will say so, where it comes to that step
                 found = _fastest_reversal(runner, lambda: own(state), number)
-    leaves = [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
-    written = (held(slot) for slot in traits.buffers)
-    buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
-    objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
-    cells = sum(cell.nbytes for cell in traits.cells)
-    beside = buffers + cells + (0 if is_accelerator(device) else objects)
+    beside = _beside_nbytes(body, state)
     cost = replace(
         cost,
         forward_seconds=seconds,
@@ -127,6 +120,16 @@ def cost_of(
         between_nbytes=between + (beside if between else 0),
     )
     return _with_more(cost, traits)
+
+
+def _beside_nbytes(body: Body, state: Any) -> int:
+    """What goes with a state: buffers and cells that steps write into; on the CPU, Python's objects and generators."""
+    traits, leaves = body.traits, [leaf for leaf in body.form.leaves(state) if isinstance(leaf, torch.Tensor)]
+    written = (held(slot) for slot in traits.buffers)
+    buffers = sum(tensor_nbytes(buffer) for buffer in written if isinstance(buffer, torch.Tensor))
+    objects = _TENSOR_NBYTES * (len(leaves) + 1) + _GENERATORS_NBYTES[traits.draws_torch]
+    cells = sum(cell.nbytes for cell in traits.cells)
+    return buffers + cells + (0 if is_accelerator(body.device) else objects)
 
 
 def _with_more(cost: StepCost, traits: StepTraits) -> StepCost:
@@ -180,13 +183,17 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     return cost, recording.end_nbytes
 
 
-def _two_nbytes(runner: TensorSteps, state: Any, watch: MemoryWatch) -> int:
-    """Bytes of the record of a stage, and of the state that it makes."""
+def _between_nbytes(runner: TensorSteps, state: Any, state_nbytes: int, one_nbytes: int, watch: MemoryWatch) -> int:
+    """What the record of two stages in one holds of the state between them, ``state_nbytes`` at most; that of one, with
+    the state that it makes, takes ``one_nbytes``."""
     runner.first_run = False
-    with watch.measured() as meter:
-        made = runner.record(state, 0)
-    del made
-    return meter.end_nbytes
+    try:
+        with watch.measured() as meter:
+            made = runner.record(state, 0)
+        del made
+    except GradientError:  # the loop itself will say so, where it comes to that step
+        return state_nbytes
+    return min(state_nbytes, max(0, meter.end_nbytes - 2 * one_nbytes + state_nbytes))
 
 
 def _fastest_reversal(runner: TensorSteps, state: Callable[[], Any], number: int) -> tuple[float, float]:
