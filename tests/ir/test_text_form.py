@@ -34,6 +34,7 @@ from tapestream.ir import (
     dumps,
     loads,
 )
+from tapestream.ir.schedule import children_of
 
 GOLDEN = """\
 tapestream schedule 1
@@ -211,3 +212,15 @@ def test_sharing_and_depth_cost_nothing() -> None:
     assert len(text.splitlines()) == 50_000 + 3 * 60 + 5
     assert loads(text) == schedule
     assert loads(text).size == 2**60
+
+
+def test_each_node_is_met_once_and_after_those_below() -> None:
+    one, other = Record(0), Record(0)
+    inner = Series((one, other, one))
+    root = Series((one, Repeat(inner, 3), Shift(inner, 2), other))
+    nodes = list(distinct_nodes(root))
+    assert sorted(map(id, nodes)) == sorted(map(id, (one, other, inner, *root.children[1:3], root)))
+    for place, node in enumerate(nodes):
+        assert all(any(child is before for before in nodes[:place]) for child in children_of(node))
+    assert list(distinct_nodes(one)) == [one]
+    assert (Schedule(root, 9).size, Schedule(one, 1).size, Schedule(Series(()), 1).size) == (14, 1, 0)

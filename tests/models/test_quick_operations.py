@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.models.fake import fake_tensors
@@ -37,6 +37,21 @@ class _Quick(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.kernels(func, args, kwargs or {})
+
+
+def test_a_new_tensor_has_what_the_constructor_gives_it() -> None:
+    with FakeTensorMode() as mode:
+        x = torch.empty(6, 6)
+        with _Quick():
+            made = [x.select(1, 0) for _ in range(4)]
+        bare = torch.empty(6, device="meta")
+    slow = FakeTensor(mode, bare, torch.device("cpu"))
+    for quick in made:
+        assert vars(quick) == vars(slow)
+        assert (quick.device, quick.fake_device, quick.requires_grad) == (x.device, slow.fake_device, False)
+        assert torch._C._dispatch_keys(quick) == torch._C._dispatch_keys(slow)
+    vars(made[-1])["constant"] = 1.0
+    assert made[-2].constant is None
 
 
 def _calls(x: torch.Tensor, y: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from streamed_chains import UPDATES, chains
 
 from tapestream.costs import BlockCost, Budget, Link, Machine, Profile, StageCost
+from tapestream.errors import BudgetError
 from tapestream.ir import Kind, Offload, Tier, Value
 from tapestream.passes import choose_resident
 from tapestream.passes.memory import block_values
+from tapestream.passes.residence import at_start, at_step_of, idle_nbytes, resident_of
 from tapestream.planning.auto import make_plan
 
 
@@ -20,6 +22,34 @@ def test_more_room_keeps_a_superset_that_fits(profile: Profile, update, less: in
     large = choose_resident(profile, max(less, more), update=update)
     assert small <= large
     assert sum(sizes[value] for value in large) <= max(less, more)
+
+
+@given(chains(), st.sampled_from(UPDATES), st.integers(1, 400))
+def test_what_lies_there_between_chains(profile: Profile, update, more: int) -> None:
+    """Where backward updates blocks too, the end is as the start."""
+    link = Link(10.0)
+    machine = Machine({(Tier.HOST, Tier.DEVICE): link, (Tier.DEVICE, Tier.HOST): link})
+    try:
+        schedule = make_plan(profile, more, machine, update=update).schedule
+    except BudgetError:
+        return
+    sizes = dict(block_values(profile))
+    after = resident_of(schedule, profile, update, at_step_of(schedule))
+    most = max(sum(sizes.get(value, 0) for value in found) for found in (at_start(schedule), after))
+    assert idle_nbytes(schedule, profile, update) == most
+
+
+def test_blocks_without_bytes_are_no_values() -> None:
+    """As a module beside a deep chain has them: one block of its own, and the places of the chain's."""
+    nothing, own = BlockCost(0), BlockCost(8, 8, state_parts=(3, 0, 4), optimizer_state_nbytes=7)
+    profile = Profile((StageCost(1.0, 1.0, 1, 1, block=2),), 1, (nothing, nothing, own, nothing, BlockCost(0, 0, 5)))
+    assert profile.holding == (2, 4)
+    state = [(Value(Kind.OPTIMIZER_STATE, 2, 0), 3), (Value(Kind.OPTIMIZER_STATE, 2, 2), 4)]
+    found = [(Value(Kind.PARAMETERS, 2), 8), (Value(Kind.GRADIENT, 2), 8), *state]
+    assert list(block_values(profile)) == [*found, (Value(Kind.OPTIMIZER_STATE, 4), 5)]
+    assert replace(profile, blocks=(nothing, nothing, own)).holding == (2,)
+    assert replace(profile, outside_nbytes=1) != profile == replace(profile)
+    assert profile.without_blocks().holding == ()
 
 
 def test_the_most_used_bytes_come_first_and_are_spread_over_the_chain() -> None:

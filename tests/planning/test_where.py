@@ -40,6 +40,7 @@ def test_every_trained_block_is_updated_in_ram_once(seed: int, update: str) -> N
         pytest.skip("the card is too small")
     updates = [action for action in plan.schedule if isinstance(action, Update)]
     assert {(one.block, one.tier) for one in updates} == {(block, HOST) for block in range(len(plan.profile.blocks))}
+    assert plan.simulation.updated == {HOST: frozenset(range(len(plan.profile.blocks)))}
     late = {value for value, tier in plan.schedule.resident if value.kind is Kind.GRADIENT and tier is HOST}
     assert len(late) == (len(plan.profile.blocks) if update == "step" else 0)
     # Gradients go down once; weights go up, and neither they nor state come down.

@@ -81,7 +81,8 @@ class Answer:
                 writing = [plan for plan in self.plans if plan.simulation.bytes_moved.get(ends)]
                 copies[ends] += min(before_updates(plan.schedule, plan.profile) for plan in writing)
         found: dict[tuple[Tier, Tier] | None, float] = {None: self.seconds - self.waiting_seconds}
-        updates = sum(updates_on_host(plan.schedule, plan.profile) for plan in self.plans)
+        hosted = (plan for plan in self.plans if Tier.HOST in plan.simulation.updated)
+        updates = sum(updates_on_host(plan.schedule, plan.profile) for plan in hosted)
         return found | copies | ({(Tier.HOST, Tier.HOST): updates} if updates else {})
 
     @property

@@ -1,7 +1,7 @@
 """`Profile`: everything that planners and the simulator know about a program."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 from tapestream.costs.checks import duration, whole
@@ -57,6 +57,7 @@ class Profile:
     turn_seconds: float = 0.0
     ends: tuple[int, ...] = ()
     shards: int = 1
+    _holding: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -168,6 +169,16 @@ class Profile:
         """Whether a run of some stage may keep results that save its recompute time."""
         costs = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         return any(cost.inside_seconds for cost in costs)
+
+    @property
+    def holding(self) -> tuple[int, ...]:
+        """Parameter blocks that have bytes, in order. A module beside a deep chain has one, and a hundred thousand
+        places of the others', so they are looked for once."""
+        if self._holding is None:
+            found = tuple(number for number, block in enumerate(self.blocks) if not block.is_empty)
+            object.__setattr__(self, "_holding", found)
+            return found
+        return self._holding
 
     def state_nbytes(self, k: int) -> int:
         """Bytes of state k alone, carried storages excluded."""

@@ -137,6 +137,12 @@ class BlockCost:
             )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether none of its values has any bytes."""
+        weights = self.parameters_nbytes or self.gradient_nbytes or self.buffers_nbytes
+        return not (weights or self.optimizer_state_nbytes)
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """Bytes of each part of the optimizer state. There is one Update for each."""
         return self.state_parts or (self.optimizer_state_nbytes,)

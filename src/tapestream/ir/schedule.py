@@ -74,17 +74,10 @@ class Schedule:
     def size(self) -> int:
         """How many actions iteration yields, counted on the tree."""
         sizes: dict[int, int] = {}
-        for node in distinct_nodes(self.root):
-            match node:
-                case Series(children):
-                    sizes[id(node)] = sum(sizes[id(child)] for child in children)
-                case Repeat(body, count):
-                    sizes[id(node)] = count * sizes[id(body)]
-                case Shift(body):
-                    sizes[id(node)] = sizes[id(body)]
-                case _:
-                    sizes[id(node)] = 1
-        return sizes[id(self.root)]
+        for node in _trees(self.root):
+            below = sum(sizes[id(one)] if type(one) in _TREES else 1 for one in children_of(node))
+            sizes[id(node)] = below * node.count if isinstance(node, Repeat) else below
+        return sizes.get(id(self.root), 1)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -135,8 +128,21 @@ def _copies(body: Node, count: int, shift: int) -> Iterator[Node]:
 
 def distinct_nodes(root: Node) -> Iterator[Node]:
     """Every distinct node object once, children before parents."""
+    if type(root) not in _TREES:
+        yield root
     seen: set[int] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
+    for node in _trees(root):
+        for child in children_of(node):
+            if type(child) not in _TREES and id(child) not in seen:
+                seen.add(id(child))
+                yield child
+        yield node
+
+
+def _trees(root: Node) -> Iterator[Node]:
+    """Every distinct node object that is no action once, children before parents. Of a flat schedule that is one."""
+    seen: set[int] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)] if type(root) in _TREES else []
     while stack:
         node, expanded = stack.pop()
         if expanded:
@@ -146,7 +152,7 @@ def distinct_nodes(root: Node) -> Iterator[Node]:
             continue
         seen.add(id(node))
         stack.append((node, True))
-        stack.extend((child, False) for child in children_of(node) if id(child) not in seen)
+        stack.extend((child, False) for child in children_of(node) if type(child) in _TREES and id(child) not in seen)
 
 
 def children_of(node: Node) -> "tuple[Node, ...]":

@@ -178,7 +178,7 @@ class _DropoutWithinKernel(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs or {})
             kwargs.pop("dropout_p", None)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:

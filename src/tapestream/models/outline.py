@@ -145,11 +145,11 @@ def _timed(segment: Segment, rates: Rates) -> Iterator[StageCost]:
         shared[carried.first] += carried.nbytes
     different = {id(works): works for works in segment.works}
     known = {key: tuple(map(rates.seconds, works)) for key, works in different.items()}
+    made: dict[tuple[int, int, int], StageCost] = {}  # equal stages are outlined once, and timed once
     for k, (cost, works) in enumerate(zip(segment.stages, segment.works, strict=True)):
-        forward, backward = known[id(works)]
-        yield replace(
-            cost,
-            forward_seconds=forward,
-            backward_seconds=backward,
-            output_nbytes=cost.output_nbytes - shared.get(k + 1, 0),
-        )
+        kind = id(cost), id(works), shared.get(k + 1, 0)
+        if kind not in made:
+            forward, backward = known[id(works)]
+            nbytes = cost.output_nbytes - kind[-1]
+            made[kind] = replace(cost, forward_seconds=forward, backward_seconds=backward, output_nbytes=nbytes)
+        yield made[kind]

@@ -221,7 +221,8 @@ class _Walk:
 def block_values(profile: Profile) -> Iterable[tuple[Value, int]]:
     """Every value of every parameter block that has bytes, with those that it has between its uses: where blocks are
     divided among ranks, a shard's."""
-    for index, block in enumerate(profile.blocks):
+    for index in profile.holding:
+        block = profile.blocks[index]
         for kind, nbytes in (
             (Kind.PARAMETERS, block.parameters_nbytes),
             (Kind.BUFFERS, block.buffers_nbytes),

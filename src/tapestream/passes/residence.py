@@ -55,7 +55,9 @@ def at_step_of(schedule: Schedule) -> frozenset[Value]:
 
 
 def idle_nbytes(schedule: Schedule, profile: Profile, update: UpdateMode) -> int:
-    """Bytes of block values that lie on the device before the schedule's forward, or after its backward."""
-    sizes = dict(block_values(profile))
-    after = resident_of(schedule, profile, update, at_step_of(schedule))
-    return max(sum(sizes.get(value, 0) for value in found) for found in (at_start(schedule), after))
+    """Bytes of block values that lie on the device before the schedule's forward, or after its backward. Where that
+    updates blocks too, it is the end, where all lies as at the start."""
+    sizes, moments = dict(block_values(profile)), [at_start(schedule)]
+    if update != "backward":
+        moments.append(resident_of(schedule, profile, update, at_step_of(schedule)))
+    return max(sum(sizes.get(value, 0) for value in found) for found in moments)

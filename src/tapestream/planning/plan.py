@@ -95,7 +95,7 @@ class Plan:
         stages = (profile.stages.cost,) if isinstance(profile.stages, UniformStages) else profile.stages
         seconds = sum(s.recorded_seconds + s.backward_seconds if backward else s.forward_seconds for s in stages)
         seconds *= len(profile) if uniform else 1
-        updated = {node.block for node in distinct_nodes(self.schedule.root) if isinstance(node, Update)}
+        updated = frozenset[int]().union(*self.simulation.updated.values())
         turn = profile.turn_seconds if backward else 0.0
         return seconds + turn + sum(profile.blocks[block].update_seconds for block in updated)
 
@@ -161,12 +161,11 @@ class Plan:
 
     def _updates(self) -> Iterator[tuple[str, str]]:
         """Those in HOST, where there are any, and whose bits they have."""
-        nodes = distinct_nodes(self.schedule.root)
-        there = [one for one in nodes if isinstance(one, Update) and one.tier is Tier.HOST]
-        if there:
-            took = sum(self.profile.blocks[one.block].part_seconds(one.part, Tier.HOST) for one in there)
-            blocks = len({one.block for one in there})
-            yield "updates", f"of {blocks} blocks in HOST, {format_seconds(took)}: the bits of the optimizer on the CPU"
+        if blocks := self.simulation.updated.get(Tier.HOST):
+            nodes, costs = distinct_nodes(self.schedule.root), self.profile.blocks
+            there = (one for one in nodes if isinstance(one, Update) and one.tier is Tier.HOST)
+            took = format_seconds(sum(costs[one.block].part_seconds(one.part, Tier.HOST) for one in there))
+            yield "updates", f"of {len(blocks)} blocks in HOST, {took}: the bits of the optimizer on the CPU"
 
     def _kept(self) -> Iterator[tuple[str, str]]:
         """What recomputes are spared, where they are."""

@@ -11,9 +11,10 @@ from tapestream.simulate.shards import add_gradient
 class Blocks:
     """The rules about blocks. ``summed``: blocks whose gradient holds something that no update has used yet;
     ``updated``: those of which every part was updated, ``begun``: parts updated of those of which some were; ``used``:
-    those that a run has read; ``late``: those updated before, with the gradient of the step before."""
+    those that a run has read; ``late``: those updated before, with the gradient of the step before; ``where``: those
+    of which something was updated, by tier."""
 
-    __slots__ = ("begun", "clock", "last_stage_of", "late", "places", "profile", "summed", "updated", "used")
+    __slots__ = ("begun", "clock", "last_stage_of", "late", "places", "profile", "summed", "updated", "used", "where")
 
     def __init__(self, profile: Profile, places: Places, clock: Clock) -> None:
         self.profile = profile
@@ -25,6 +26,7 @@ class Blocks:
         self.used: set[int] = set()
         self.late: set[int] = set()
         self.begun: dict[int, int] = {}
+        self.where: dict[Tier, set[int]] = {}
 
     def need(self, block: int) -> None:
         """A run reads parameters and buffers (those that have bytes) on the device."""
@@ -81,6 +83,7 @@ class Blocks:
                 if kind is not Kind.GRADIENT:
                     places.write(kind, number, tier)
             self.clock.compute(cost.part_seconds(part), "Update", block)
+        self.where.setdefault(action.tier, set()).add(block)
         self.begun[block] = part + 1
         if part + 1 == len(cost.parts):
             del self.begun[block]

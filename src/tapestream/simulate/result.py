@@ -14,7 +14,8 @@ class Simulation:
     ``peak_position``: the first action (its index in the flat schedule) at which that is reached. ``makespan_seconds``
     = ``compute_seconds`` + ``stall_seconds``. ``phase_seconds`` splits it by the user's calls; the turn (head and loss)
     is counted in the backward phase. ``forwards``: evaluations of stages, recorded ones included. ``recorded``,
-    ``backwards``: numbers of stages. ``bytes_moved`` by (source, target): only copies that happened.
+    ``backwards``: numbers of stages. ``bytes_moved`` by (source, target): only copies that happened. ``updated``: by
+    tier, parameter blocks of which something was updated there.
     """
 
     peak_nbytes: dict[Tier, int]
@@ -27,6 +28,7 @@ class Simulation:
     backwards: int
     phase_seconds: dict[PhaseKind, float]
     bytes_moved: dict[tuple[Tier, Tier], int]
+    updated: dict[Tier, frozenset[int]]
     _trace: Callable[[], Timeline] = field(repr=False, compare=False)
 
     @property

@@ -80,6 +80,7 @@ def _flat(schedule: Schedule, profile: Profile, machine: Machine | None) -> tupl
         backwards=sum(stop - 1 - judge.due[start] for start, stop in profile.spans),
         phase_seconds=judge.phase_seconds,
         bytes_moved=judge.places.moved,
+        updated={tier: frozenset(blocks) for tier, blocks in judge.blocks.where.items()},
         _trace=partial(_trace, schedule, profile, machine),
     ), {tier: memory.peak_stage[tier] for tier in MEMORIES}
 
@@ -111,6 +112,7 @@ def _composed(
         backwards=walk.backwards,
         phase_seconds=phases,
         bytes_moved={},
+        updated={},
         _trace=partial(_trace, schedule, profile, machine),
     ), {}
 

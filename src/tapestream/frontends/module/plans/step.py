@@ -11,6 +11,8 @@ from tapestream.frontends.module.plans.terms import Positioned, Terms
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import home_tiers
 
+_NO_BYTES = BlockCost(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -42,7 +44,7 @@ class Step:
         return Profile(
             tuple(self._stage(number, k, cost, own[k], last_use[own[k]] == k) for k, cost in enumerate(stages)),
             initial_nbytes,
-            tuple(cost if block in last_use else BlockCost(0) for block, cost in enumerate(self.costs)),
+            tuple(cost if block in last_use else _NO_BYTES for block, cost in enumerate(self.costs)),
             carried,
             outside_nbytes=self.outside_nbytes,
             turn_nbytes=self.turn_nbytes if turns else 0,
