@@ -365,6 +365,16 @@ def test_bad_states_and_options():
     ts.Loop(lambda h: h * WEIGHT, budget=refused.value.least_nbytes)(torch.ones(2), steps=300).sum().backward()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 300, 100_000])
+def test_a_refusal_says_what_fills_the_least_budget(steps: int) -> None:
+    with pytest.raises(BudgetError) as refused:
+        ts.Loop(lambda h: torch.tanh(h * WEIGHT.sum()).exp(), budget="1KiB")(torch.ones(2000), steps=steps)
+    least = refused.value.budgets[0]
+    assert sum(nbytes for _, nbytes in least.fills) == least.nbytes
+    assert "states" in dict(least.fills)
+    assert "bytes are filled by" in str(refused.value)
+
+
 def test_a_step_that_is_not_deterministic():
     def step(state):
         generator = torch.Generator()

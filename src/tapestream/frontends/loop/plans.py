@@ -20,6 +20,7 @@ from tapestream.units import format_nbytes
 
 MOST_SLOTS = 200
 """More restart checkpoints than this make trees that take seconds to judge, and save little: stages grow instead."""
+_FEW = 4  # stages, of which all kinds of moments of a long chain with one restart checkpoint are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,19 @@ def _offers(again: Callable[..., Chosen], leanest: Profile, least_nbytes: int) -
         n, cost = len(leanest), leanest.stages[0]
         stored = n * (cost.recorded_seconds + cost.backward_seconds)
         seconds = stored + least_forwards(n, 1) * cost.forward_seconds
-        return _ByClosedForm(nbytes, seconds, seconds / stored if stored else 1.0)
+        return _ByClosedForm(nbytes, seconds, seconds / stored if stored else 1.0, _filled(leanest, nbytes))
 
     return allowances(within, least_nbytes)
+
+
+def _filled(leanest: Profile, nbytes: int) -> Mapping[str, int]:
+    """What ``nbytes`` are filled by, of stages of ``leanest`` with a single restart checkpoint: the same for few of
+    them. Empty where few need other bytes."""
+    few = min(len(leanest), _FEW)
+    profile = replace(leanest, stages=leanest.stages[:few])
+    schedule = planners["revolve" if few > 1 else "store_all"](profile, None, None, **({"slots": 1} if few > 1 else {}))
+    plan = Plan.judged(schedule, profile, Budget(None), None)
+    return plan.fills if plan.peak_nbytes == nbytes else {}
 
 
 def _alternatives(plan: Plan, length: int, found: list[tuple[float, int]]) -> tuple[Alternative, ...]:
