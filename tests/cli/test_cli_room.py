@@ -218,3 +218,16 @@ def test_a_file_that_is_no_machine_is_refused_in_a_line(changed: dict[str, Any] 
 )  # fmt: skip
 def test_messages_name_options(message: str, shown: str) -> None:
     assert told(message) == shown
+
+
+@pytest.mark.parametrize("lacks", [("--ram", "1MiB"), ("--disk", "0")])
+def test_a_larger_device_and_more_room_together_where_neither_alone_is_enough(lacks: tuple[str, str]) -> None:
+    option, little = lacks
+    given = {"--gpu": "5MiB", "--ram": "1GiB", "--disk": "10GiB", option: little}
+    home = ["--home", "disk"] if option == "--disk" else []
+    words = ["gpt", "--layers", "6", "--width", "256", "--seq", "128", "--vocabulary", "8192", *home]
+    status, document = answered(*words, *(word for pair in given.items() for word in pair))
+    (change,) = document["changes"]
+    assert (status, change.keys()) == (2, {"--budget", "--gpu", option})
+    status, document = answered(*words, *(word for pair in (given | change).items() for word in pair))
+    assert (status, document["fits"]) == (0, True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from tapestream.cli.answer import Answer
@@ -200,8 +201,18 @@ class Question:
 
 
 def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Answer]]:
-    """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest)."""
-    for change, asked in _candidates(question, refusal):
+    """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest).
+    Where no single one does: a larger device together with what is missing below it."""
+    found = False
+    for change, answer in _tried(_candidates(question, refusal)):
+        found = True
+        yield change, answer
+    if not found:
+        yield from islice(_tried(_device_and_room(question)), 1)
+
+
+def _tried(candidates: Iterator[tuple[Change, Question]]) -> Iterator[tuple[Change, Answer]]:
+    for change, asked in candidates:
         try:
             yield change, asked.plan(_QUICK)
         except (BudgetError, InputError):  # some do not go together, such as updates in RAM and all on the disk
@@ -233,13 +244,7 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
     for update in (question.update, other):
         nbytes = least
         for _ in range(_TRIES):
-            text = _text(nbytes)
-            larger, change = replace(question, budget=_mebibytes(text), update=update), {"--budget": text}
-            if question.gpu is not None and larger.budget > question.gpu:
-                larger, change = (
-                    replace(larger, gpu=larger.budget),
-                    {**change, _device_option(question): text},
-                )
+            change, larger = _with_device(replace(question, update=update), nbytes)
             if update != question.update:
                 change["--update"] = update
             missing = refusal(larger)
@@ -248,6 +253,26 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
                 return
             # The least that was found is another planner's, and rounded; a split of it may take a little more.
             nbytes = max(missing.least_nbytes or 0, nbytes * 105 // 100)
+
+
+def _with_device(question: Question, nbytes: int) -> tuple[Change, Question]:
+    """The same with a budget of so many bytes, and a device of as many where it has less."""
+    text = _text(nbytes)
+    change, larger = {"--budget": text}, replace(question, budget=_mebibytes(text))
+    if question.gpu is None or larger.budget <= question.gpu:
+        return change, larger
+    return {**change, _device_option(question): text}, replace(larger, gpu=larger.budget)
+
+
+def _device_and_room(question: Question) -> Iterator[tuple[Change, Question]]:
+    """A larger device, and what is missing in RAM or on the disk beside it."""
+    missing = refusal(replace(question, ram=None, disk=None))
+    if missing is None or missing.least_nbytes is None:
+        return
+    for number in range(_TRIES):
+        change, larger = _with_device(question, missing.least_nbytes * (100 + 5 * number) // 100)
+        for more, asked in _more_room(larger):
+            yield {**change, **more}, asked
 
 
 def _device_option(question: Question) -> str:
