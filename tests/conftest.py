@@ -29,7 +29,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import are here to stay: collections need not look through them each time."""
+    _settle()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
+
+
+def _settle() -> None:
+    """Thousands of tests, what they import, and what PyTorch builds up while they run are here to stay: of a million
+    objects a collection takes a fifth of a second, and tests collect, or count all tensors, hundreds of times."""
     gc.collect()
     gc.freeze()
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import compress
 from random import Random
 from typing import Any
 
@@ -188,8 +189,10 @@ def alive() -> int:
     """Bytes of all tensors in RAM, each storage once, gradients too; files that are mapped are none, and what the
     compiler's tracing left in this process (fake tensors) has no memory."""
     files, seen = _mapped(), dict[int, int]()
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or thing.layout is not torch.strided:
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
+    for thing in compress(things, map(kinds.__contains__, map(type, things))):
+        if thing.layout is not torch.strided:
             continue
         for t in (thing, thing.grad if thing.is_leaf else None):
             if t is not None and not isinstance(t, FakeTensor):

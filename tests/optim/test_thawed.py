@@ -232,6 +232,7 @@ def stepped_at(model: nn.Module, optimizer: Any, way: Callable[[Any, torch.Tenso
 def stepped_within(budget: int, home: str, folder: Path, way: Any, expected: dict[str, torch.Tensor]) -> int | None:
     """Steps within this budget, checked; or the budget that is named where it is too small."""
     gc.collect()
+    gc.freeze()  # `alive` is asked at every operation: it need not look through what was there before
     most, model = MostAlive(), wide()
     below: dict[str, Any] = {"folder": folder} if home == "disk" else {}
     ts.stream(model, budget=budget, device="cpu", home=home, machine=DIRECT, **below)
