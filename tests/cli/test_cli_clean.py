@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,11 +29,19 @@ with Saves(sys.argv[1]).new(0, keep=1) as work:
 """
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a killed process has left: a home, and a save that it was writing."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    return folder
+
+
 @pytest.fixture
-def left(tmp_path: Path) -> Path:
-    """A folder with the home and the unfinished save of a killed process, a live home, and files of somebody else."""
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+def left(killed: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, with a live home and files of somebody else."""
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tapestream-notes").mkdir()
     (tmp_path / "tapestream-notes" / "mine").write_text("mine")
     (tmp_path / "tapestream-notes" / "lock").write_text("{}")  # others have files of that name

@@ -161,14 +161,13 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """A signal saves after the step at hand; with --resume every later loss is that of the run that never stopped."""
-    command = [sys.executable, "-m", "tapestream.cli.app", "train", *SMALL, "--steps", "6"]
+    words = ["train", *SMALL, "--steps", "6"]
     home, saves = ("--folder", str(tmp_path / "home")), ("--saves", str(tmp_path / "saves"))
-    whole = ("--metrics", str(tmp_path / "whole.jsonl"))
-    subprocess.run([*command, *home, *whole], check=True, capture_output=True, timeout=200)
+    done = CliRunner().invoke(make_app(), [*words, *home, "--metrics", str(tmp_path / "whole.jsonl")])
+    assert done.exit_code == 0, done.output
     metrics = tmp_path / "metrics.jsonl"
-    with subprocess.Popen(
-        [*command, *home, *saves, "--metrics", str(metrics)], stdout=subprocess.PIPE, text=True
-    ) as run:
+    command = [sys.executable, "-m", "tapestream.cli.app", *words, *home, *saves, "--metrics", str(metrics)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:  # which a signal ends
         while not (metrics.exists() and metrics.read_text()):
             assert run.poll() is None
             time.sleep(0.01)
@@ -188,7 +187,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     assert damaged.exit_code == 2
     assert "have changed; this save cannot be used" in damaged.stderr
     weights.write_bytes(whole_file)
-    subprocess.run([*command, *home, *saves, "--metrics", str(metrics), "--resume"], check=True, timeout=200)
+    done = CliRunner().invoke(make_app(), [*words, *home, *saves, "--metrics", str(metrics), "--resume"])
+    assert done.exit_code == 0, done.output
     assert losses(metrics) == losses(tmp_path / "whole.jsonl")
 
 

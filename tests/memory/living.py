@@ -1,5 +1,6 @@
-"""What users do with a model beside training it, in a process of its own: ``python living.py JSON``; prints what it has
-seen as JSON. The gradients are clipped; states of model and optimizer are saved, and loaded again a step later."""
+"""What users do with a model beside training it, in a process of its own: ``python living.py JSON ..``; prints what it
+has seen as JSON, a line for each. The gradients are clipped; states of model and optimizer are saved, and loaded again
+a step later."""
 
 import hashlib
 import json
@@ -63,16 +64,19 @@ def main(job: dict[str, Any]) -> None:
     torch.serialization.set_default_mmap_options(mmap.MAP_SHARED)  # the file's pages are not this process's own
     # Threads, pools and kernels exist before the limit is set: a small run first.
     live(job, 2, "1 GiB")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if job["allowed"]:
         limit = status()["VmData"] + job["allowed"]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         seen, digest = live(job, job["layers"], job["budget"])
+        print(json.dumps({"seen": seen, "digest": digest}))
     except (RuntimeError, MemoryError) as error:
         print(json.dumps({"failed": str(error).splitlines()[0]}))
-        return
-    print(json.dumps({"seen": seen, "digest": digest}))
+    finally:  # the next job has a limit of its own
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        main(json.loads(argument))

@@ -1,5 +1,5 @@
-"""A few training steps in a process of its own, under a hard limit: ``python step.py JSON``; prints what it has seen
-as JSON."""
+"""A few training steps in a process of its own, under a hard limit: ``python step.py JSON ..``; prints what it has
+seen as JSON, a line for each."""
 
 import hashlib
 import json
@@ -49,9 +49,10 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     # Threads, pools and kernels exist before the limit is set: a small run first.
     train({**job, "budget": "1 GiB", "steps": 1}, 2, job["streamed"], job["folder"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if job["allowed"]:
         limit = status()["VmData"] + job["allowed"]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     before = status()["VmRSS"]
     try:
@@ -59,6 +60,8 @@ def main(job: dict[str, Any]) -> None:
     except (RuntimeError, MemoryError) as error:
         print(json.dumps({"failed": str(error).splitlines()[0]}))
         return
+    finally:  # the next job has a limit of its own
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     resident = status()["VmHWM"] - before
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -67,4 +70,5 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        main(json.loads(argument))

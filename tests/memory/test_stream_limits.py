@@ -18,21 +18,23 @@ BUDGET = 96 * MIB
 ALLOWED = BUDGET + 32 * MIB
 
 
-def child(folder: Path, script: str = "step.py", **changes: Any) -> dict[str, Any]:
-    job = {
-        "layers": 12, "width": 512, "length": 32, "steps": 3, "update": "step", "budget": BUDGET,
-        "streamed": True, "allowed": 0, "folder": str(folder), **changes,
-    }  # fmt: skip
-    return run(script, json.dumps(job))
+JOB: dict[str, Any] = {
+    "layers": 12, "width": 512, "length": 32, "steps": 3, "update": "step", "budget": BUDGET, "streamed": True,
+    "allowed": 0,
+}  # fmt: skip
 
 
-def run(script: str, argument: str) -> dict[str, Any]:
-    """What the last line of a script says."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), argument]
+def child(folder: Path, *jobs: dict[str, Any], script: str = "step.py") -> list[dict[str, Any]]:
+    """What jobs have seen, one after the other in one fresh process."""
+    return run(script, *(json.dumps({**JOB, "folder": str(folder), **job}) for job in jobs))
+
+
+def run(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the last lines of a script say, one for each argument."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(arguments) :]]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +42,10 @@ def run(script: str, argument: str) -> dict[str, Any]:
 )
 def test_training_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_path: Path) -> None:
     """150 MB of parameters, 600 MB with gradients and state, in 96 MiB and 32 MiB for the rest of the process."""
-    plain = child(tmp_path, streamed=False)
+    failed, plain = child(tmp_path, {"streamed": False, "allowed": ALLOWED}, {"streamed": False})
     assert plain["resident"] > 4 * BUDGET
-    failed = child(tmp_path, streamed=False, allowed=ALLOWED)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
-    found = child(tmp_path, update=update, allowed=ALLOWED)
+    (found,) = child(tmp_path, {"update": update, "allowed": ALLOWED})
     assert "failed" not in found, found
     assert found["losses"] == plain["losses"]
     assert found["digest"] == plain["digest"]
@@ -56,19 +57,17 @@ def test_clipping_and_states_of_model_and_optimizer_take_no_memory_of_their_size
     """Gradients on disk are clipped; 300 MB of states are saved, and loaded again, in the memory of training."""
     (home := tmp_path / "home").mkdir()
 
-    def living(**changes: Any) -> dict[str, Any]:
-        return child(home, "living.py", layers=8, saved=str(tmp_path / "saved.pt"), **changes)
-
-    plain = living(streamed=False)
+    job = {"layers": 8, "saved": str(tmp_path / "saved.pt")}
+    plainly = {**job, "streamed": False}
+    failed, plain = child(home, {**plainly, "allowed": ALLOWED}, plainly, script="living.py")
     assert plain["seen"][1] == plain["seen"][2], "a step from the states that were saved is that step again"
-    failed = living(streamed=False, allowed=ALLOWED)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
-    assert living(allowed=ALLOWED) == plain
+    assert child(home, {**job, "allowed": ALLOWED}, script="living.py") == [plain]
 
 
 def test_a_model_in_memory_goes_to_disk_block_by_block(tmp_path: Path) -> None:
     """151 MB of parameters leave; one block of 12.6 MB is there twice meanwhile."""
-    found = run("wrap.py", str(tmp_path))
+    (found,) = run("wrap.py", str(tmp_path))
     assert found["extra"] <= 1.5 * max(found["sizes"])
     assert found["freed"] >= 0.9 * sum(found["sizes"])
 

@@ -1,4 +1,4 @@
-"""A process in which all that only Linux has is hidden: ``python without_linux.py SCENARIO FOLDER``.
+"""A process in which all that only Linux has is hidden: ``python without_linux.py SCENARIO,.. FOLDER``.
 
 Open files, and folders with open files in them, can be neither removed nor renamed, as on Windows. PyTorch, psutil and
 filelock have versions for other systems, and are let see which one this is.
@@ -295,4 +295,6 @@ def asks(folder: Path) -> None:
 
 if __name__ == "__main__":
     hide()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    for scenario in sys.argv[1].split(","):
+        print(scenario, file=sys.stderr)  # for whoever reads where it failed
+        globals()[scenario](Path(sys.argv[2]))

@@ -1,6 +1,6 @@
 """A few AdamW steps of a Qwen3 with tied embeddings in a process of its own, under a hard limit: ``python qwen_step.py
-JSON``; prints what it has seen as JSON. ``saved``: the folder of a saved one, read under the limit; None: with random
-weights, made before."""
+JSON ..``; prints what it has seen as JSON, a line for each. ``saved``: the folder of a saved one, read under the limit;
+None: with random weights, made before. A limit ends with its job."""
 
 import hashlib
 import json
@@ -82,6 +82,15 @@ def train(model: Any, optimizer: Any, job: dict[str, Any], vocabulary: int) -> t
 
 
 def main(job: dict[str, Any]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        print(json.dumps(seen(job, before[1])))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def seen(job: dict[str, Any], hard: int) -> dict[str, Any]:
+    """Of the steps of one job; ``hard``: what limits may be raised to again."""
     torch.set_num_threads(job["threads"])
     # Threads, pools and kernels exist before the limit is set: a small run first.
     train(*prepare({**job, "budget": "1 GiB", "saved": None}, 500, 64), {**job, "tokens": 64}, 500)
@@ -90,7 +99,7 @@ def main(job: dict[str, Any]) -> None:
     now = status()
     if job["allowed"]:
         limit = now["VmData"] - mine + job["allowed"]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     before = status()["VmRSS"] - mine
     try:
@@ -98,15 +107,14 @@ def main(job: dict[str, Any]) -> None:
         least = least_budget(model, job) if job["tell_least"] else None
         losses, seconds = train(model, optimizer, job, job["vocabulary"])
     except (RuntimeError, MemoryError) as error:
-        print(json.dumps({"failed": str(error).splitlines()[0]}))
-        return
+        return {"failed": str(error).splitlines()[0]}
     resident = status()["VmHWM"] - before
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
-    found = {"losses": losses, "seconds": seconds, "least": least, "resident": resident, "digest": digest.hexdigest()}
-    print(json.dumps(found))
+    return {"losses": losses, "seconds": seconds, "least": least, "resident": resident, "digest": digest.hexdigest()}
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        main(json.loads(argument))

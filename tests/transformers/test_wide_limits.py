@@ -31,19 +31,24 @@ LARGE: dict[str, Any] = {
 
 
 def child(folder: Path, **changes: Any) -> dict[str, Any]:
-    job = {**SMALL, "folder": str(folder), **changes}
-    command = [sys.executable, str(Path(__file__).with_name("qwen_step.py")), json.dumps(job)]
+    (found,) = children(folder, changes)
+    return found
+
+
+def children(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What jobs have seen, one after the other in one fresh process."""
+    arguments = [json.dumps({**SMALL, "folder": str(folder), **job}) for job in jobs]
+    command = [sys.executable, str(Path(__file__).with_name("qwen_step.py")), *arguments]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(jobs) :]]
 
 
 @pytest.mark.parametrize("update", ["backward", pytest.param("step", marks=pytest.mark.full)])
 def test_a_wide_embedding_trains_under_a_hard_limit_where_plain_pytorch_fails(update: str, tmp_path: Path) -> None:
     allowed = BUDGETS[update] + REST
-    expected = child(tmp_path, streamed=False)
-    failed = child(tmp_path, streamed=False, chunks=None, allowed=allowed)
+    plain = {"streamed": False}
+    failed, expected = children(tmp_path, {**plain, "chunks": None, "allowed": allowed}, plain)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
     found = child(tmp_path, update=update, budget=BUDGETS[update], allowed=allowed)
     assert "failed" not in found, found
@@ -58,8 +63,8 @@ def test_a_saved_folder_larger_than_the_memory_is_read_and_trained(tmp_path: Pat
     qwen(deep["vocabulary"], deep["width"], deep["layers"]).save_pretrained(deep["saved"], max_shard_size="20MB")
     (home := tmp_path / "home").mkdir()
     budget = 80 * MIB
-    expected = child(home, **deep, streamed=False, chunks=None)
-    failed = child(home, **deep, streamed=False, chunks=None, allowed=budget + REST)
+    plain = {**deep, "streamed": False, "chunks": None}
+    failed, expected = children(home, {**plain, "allowed": budget + REST}, plain)
     assert "memory" in failed["failed"] or "alloc" in failed["failed"]
     found = child(home, **deep, update="backward", budget=budget, chunks=None, allowed=budget + REST)
     assert "failed" not in found, found
