@@ -1,6 +1,7 @@
 """A whole step planned, with an embedding and a head that come and go between the blocks."""
 
 import pytest
+from competing import COMPETING
 
 from tapestream.cli.costs import costs_of
 from tapestream.cli.hardware import links_of
@@ -10,7 +11,6 @@ from tapestream.cli.targets import TargetOptions
 from tapestream.costs import Machine
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Tier
-from tapestream.planners import planners
 
 
 def asked(device: str, flops: float, budget: int) -> Question:
@@ -33,7 +33,7 @@ def test_no_planner_is_faster_than_joint_where_blocks_must_leave_for_others(
     found = question.plan("joint")
     assert found.peak_nbytes(Tier.DEVICE) <= question.budget
     compared = 0
-    for name in planners:
+    for name in COMPETING:
         try:
             other = question.plan(name)
         except (BudgetError, InputError):

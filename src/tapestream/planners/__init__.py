@@ -14,25 +14,27 @@ from tapestream.errors import InputError
 from tapestream.ir import Schedule
 from tapestream.planners import (
     async_multistage,
-    binomial,
     bisection,
-    disk_revolve,
     double,
-    h_revolve,
     join,
     joint,
     least_peak,
-    mixed,
     offload,
     online,
     periodic,
-    periodic_disk_revolve,
     revolve,
     rotor,
     store_all,
     superneurons,
 )
 from tapestream.planners._bound import least_seconds
+from tapestream.planners.classic import (
+    binomial,
+    disk_revolve,
+    h_revolve,
+    mixed,
+    periodic_disk_revolve,
+)
 
 __all__ = ["Planner", "keywords_of", "least_seconds", "nearest", "planners"]
 

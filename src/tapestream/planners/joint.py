@@ -9,17 +9,12 @@ from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Node, Schedule, Tier
 from tapestream.planners import (
     async_multistage,
-    binomial,
     bisection,
-    disk_revolve,
     double,
-    h_revolve,
     least_peak,
-    mixed,
     offload,
     online,
     periodic,
-    periodic_disk_revolve,
     revolve,
     rotor,
     superneurons,
@@ -53,8 +48,9 @@ def plan(
     that of everything stored, and what exceeds the given one is moved behind them, for a few orders of who makes room
     (`_hide`); then choices of single values are changed as long as that helps, a bounded number of times. Up to 8
     stages, computations said stage by stage (`_patterns`) are tried besides, 400 at most, and other ways to recompute
-    (`_again`). All other planners that apply with this machine compete, so it is never slower than any of them: their
-    candidates are judged as long as their computation alone is faster than what was found. ``moves`` "states" leaves
+    (`_again`). The planners of `COMPETITORS` that apply with this machine, `superneurons` and `offload` compete, so it
+    is never slower than any of them: their candidates are judged as long as their computation alone is faster than what
+    was found. Those of `classic` do not: where this was tried they made no plan faster. ``moves`` "states" leaves
     saved tensors where they are, "none" recomputes only. With parameter blocks on a machine with links a stage takes at
     least the seconds in which its parameters and gradients cross the link, and `rotor` alone is asked.
 
@@ -190,29 +186,41 @@ class _Best:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Competitor:
+    """Another planner that competes. ``timed``: its trees for unequal stages, fastest first; without it ``plan`` is
+    asked for them too, and refuses what it is not for. ``moves``: only with a tier below. ``longest``: in stages."""
+
+    plan: Callable[..., Schedule]
+    timed: Callable[[Profile], Iterable[tuple[float, Node]]] | None = None
+    moves: bool = False
+    longest: float = inf
+
+
+COMPETITORS: tuple[Competitor, ...] = (
+    Competitor(periodic.plan, periodic.timed),
+    Competitor(revolve.plan, revolve.timed),
+    Competitor(online.plan, online.timed, longest=ONLINE),
+    Competitor(double.plan, moves=True, longest=_JUDGED),
+    Competitor(async_multistage.plan, moves=True, longest=_JUDGED),
+    Competitor(least_peak.plan, longest=_LONG),
+    Competitor(bisection.plan, longest=_LONG),
+)
+"""In the order in which they are asked; `superneurons` and `offload` follow, candidate by candidate."""
+
+
 def _others(best: _Best, target: Tier | None) -> None:
     """Every other planner, as far as it may still be faster."""
-    profile, n = best.profile, len(best.profile)
-    unmoved: list[Callable[..., Schedule]] = [revolve.plan, binomial.plan, periodic.plan]
-    if n <= ONLINE:
-        unmoved.append(online.plan)
-    if is_equal(profile):
-        for planner in unmoved:
-            if best.open_unmoved:
-                best.attempt(planner)
-    elif n <= _LONG:
-        for module in (periodic, revolve, binomial, online) if n <= ONLINE else (periodic, revolve, binomial):
-            if best.open_unmoved:
-                best.first(module.timed(profile))
-    if best.open_unmoved:
-        best.attempt(mixed.plan)
-    moving = (h_revolve.plan, disk_revolve.plan, periodic_disk_revolve.plan, double.plan, async_multistage.plan)
-    for planner in moving if target is not None and n <= _JUDGED else ():
-        if best.open:  # those for equal stages refuse others at once
-            best.attempt(planner)
-    for planner in (least_peak.plan, bisection.plan):
-        if n <= _LONG and best.open_unmoved:
-            best.attempt(planner)
+    profile, n, equal = best.profile, len(best.profile), is_equal(best.profile)
+    for other in COMPETITORS:
+        if n > other.longest or (other.moves and target is None):
+            continue
+        if not (best.open if other.moves else best.open_unmoved):
+            continue
+        if other.timed is None or equal:
+            best.attempt(other.plan)
+        elif n <= _LONG:
+            best.first(other.timed(profile))
     if n <= _LONG and best.open:
         best.fastest(superneurons.candidates(profile, target))
     if n <= _LONG and best.open and target is not None:

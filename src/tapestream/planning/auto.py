@@ -30,11 +30,9 @@ CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
 _QUICK = ("store_all", "periodic", "revolve", "bisection")
 _FEW = 16  # blocks of a chain
 _LEAN = ("least_peak",)
-_EQUAL = ("binomial", "mixed")
 _MOVING = ("superneurons", "offload")
-_MOVING_EQUAL = ("async_multistage", "double", "periodic_disk_revolve", "h_revolve")
+_MOVING_EQUAL = ("async_multistage", "double")
 _LONG = 2000  # stages; planners with tables, or with many candidates to judge, are for shorter chains
-_MIXED = 256  # stages; a table of n^2 numbers for each number of slots
 _DEEP = 800  # stages with blocks; of longer chains every plan would take long
 _WIDTH = 500  # stages, of a chain that stands for a longer one
 _LONGEST = 300_000  # stages that `joint` is for
@@ -44,7 +42,8 @@ def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, .
     """Planners that ``planner="auto"`` tries, in order; their number and the work of each are bounded.
 
     Left out is what cannot win: planners that move states where there is nowhere to move them, `joint` where it would
-    only repeat the others, and all but the first five where parameter blocks are what moves.
+    only repeat the others, and all but the first five where parameter blocks are what moves. Those of
+    `tapestream.planners.classic` are for whoever names them.
     """
     if profile.ends:
         return ("join",)
@@ -56,8 +55,6 @@ def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, .
     if n <= _LONG:
         names += _LEAN
     if _has_lower_tier(machine):
-        if equal and n <= _MIXED:
-            names += _EQUAL
         if n <= _LONG:
             names += (*_MOVING, *(_MOVING_EQUAL if equal else ()))
         if n <= _LONGEST:
@@ -71,7 +68,7 @@ def _competitors(profile: Profile) -> tuple[str, ...]:
     n, equal = len(profile), isinstance(profile.stages, UniformStages)
     names = list(CANDIDATES)
     if n <= _LONG:
-        names += ("binomial", *_LEAN, *_MOVING, *(("mixed", "disk_revolve", *_MOVING_EQUAL) if equal else ()))
+        names += (*_LEAN, *_MOVING, *(_MOVING_EQUAL if equal else ()))
     return (*names, *(("online",) if n <= ONLINE else ()), "joint")
 
 
@@ -108,8 +105,9 @@ def make_plan(
     updated: on the device, or in HOST, see `hosted_blocks`. Among equally fast plans the one of least peak wins, then
     the simpler.
 
-    Never worse than a named planner at the same budget. Pure; a bounded number of simulations. Raises BudgetError when
-    nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and knobs.
+    Never worse than a planner that it tries is at the same budget. Pure; a bounded number of simulations. Raises
+    BudgetError when nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and
+    knobs.
     """
     if planner == "auto" and knobs:
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")

@@ -11,8 +11,8 @@ from tapestream.errors import InputError
 from tapestream.ir import Backward, Forward, Keep, Node, Phase, PhaseKind, Record, Restore, Schedule, Series
 from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import device_limit, device_peak, first_fit, positive
-from tapestream.planners._grammar import Call, grow
 from tapestream.planners._recurrences import counts, freed, recorded, reversed_stages
+from tapestream.planners.classic._grammar import Call, grow
 
 NAME = "mixed"
 _MOST_WORK = 2_000_000_000  # additions in the tables: some seconds

@@ -4,8 +4,9 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Forward, Node, Phase, PhaseKind, Schedule, Series, Shift, Tier
 from tapestream.planners._equal import equal_stages
-from tapestream.planners._segments import Reread, Segments, swept_lengths
+from tapestream.planners._segments import Segments
 from tapestream.planners._tiers import Two
+from tapestream.planners.classic._reread import Reread, swept_lengths
 
 NAME = "disk_revolve"
 _LONGEST = 20_000

@@ -12,9 +12,10 @@ from tapestream.errors import InputError
 from tapestream.ir import Forward, Free, Kind, Node, Phase, PhaseKind, Schedule, Series, Tier, Value
 from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
-from tapestream.planners._grammar import Call, grow
-from tapestream.planners._segments import Reread, Segments, swept_lengths
+from tapestream.planners._segments import Segments
 from tapestream.planners._tiers import Store, device_nbytes, first_within, most_slots, tier_of
+from tapestream.planners.classic._grammar import Call, grow
+from tapestream.planners.classic._reread import Reread, swept_lengths, table
 
 NAME = "h_revolve"
 _MOST_WORK = 1_000_000_000  # additions in the tables: some seconds
@@ -126,7 +127,7 @@ class _Solution:
 
     @classmethod
     def of(cls, n: int, segments: Segments, levels: list[_Level]) -> "_Solution":
-        lower = segments.table(n)
+        lower = table(segments, n)
         cuts, write = [], []
         for store, slots in levels:
             plain = np.empty((slots + 1, n))

@@ -10,8 +10,9 @@ from tapestream.ir import Forward, Node, Phase, PhaseKind, Repeat, Schedule, Ser
 from tapestream.planners._equal import equal_stages
 from tapestream.planners._fit import positive
 from tapestream.planners._recurrences import counts, least_forwards, reach
-from tapestream.planners._segments import Reread, Segments
+from tapestream.planners._segments import Segments
 from tapestream.planners._tiers import Store, Two
+from tapestream.planners.classic._reread import Reread, table
 
 NAME = "periodic_disk_revolve"
 _LONGEST_TABLE = 512
@@ -41,10 +42,10 @@ def plan(
     cost = equal_stages(NAME, profile)
     two = Two.of(NAME, profile, Budget.of(budget), machine, slots, tier)
     segments = Segments(cost, two.slots)
-    table = min(n if period is None else positive(NAME, "period", period, n), _LONGEST_TABLE)
-    reread = Reread.of(segments, two.store, table)
-    rests = segments.table(min(n, _LONGEST_TABLE * (_TRIED + 1))).tolist()  # seconds of what stays on the device
-    lengths = {min(period, n)} if period else {*range(1, table + 1), *_periods(n, segments, two.store)}
+    longest = min(n if period is None else positive(NAME, "period", period, n), _LONGEST_TABLE)
+    reread = Reread.of(segments, two.store, longest)
+    rests = table(segments, min(n, _LONGEST_TABLE * (_TRIED + 1))).tolist()  # seconds of what stays on the device
+    lengths = {min(period, n)} if period else {*range(1, longest + 1), *_periods(n, segments, two.store)}
     _, count, length = min(  # of equally fast ones that with the fewest copies
         (_total(n, length, count, reread, rests), count, length) for length in lengths for count in _numbers(n, length)
     )
