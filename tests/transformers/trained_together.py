@@ -1,4 +1,5 @@
-"""What torchrun starts in `test_trainer_in_ranks`: Hugging Face's Trainer, with its own ways or on a streamed model."""
+"""What torchrun starts in `test_trainer_in_ranks`: Hugging Face's Trainer, with its own ways or on a streamed model:
+``trained_together.py FOLDER plain divided ..``, one after the other."""
 
 import hashlib
 import json
@@ -16,8 +17,13 @@ import tapestream as ts
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0, "foreach": False}
 
 
-def main(how: str, said: str) -> None:
+def main(said: str, *ways: str) -> None:
     torch.set_num_threads(1)
+    for how in ways:
+        train(how, said)
+
+
+def train(how: str, said: str) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0

@@ -107,7 +107,9 @@ def main() -> None:
     """Start the ranks of the job that the command line holds, and wait for them."""
     job = Job(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (job, folder), nprocs=job.ranks)
+        # Without GPUs, ranks need not import anew what is here; with them, a fork could not use them.
+        method = "fork" if job.dry else "spawn"
+        torch.multiprocessing.start_processes(_rank, (job, folder), nprocs=job.ranks, start_method=method)
 
 
 def _rank(rank: int, job: Job, folder: str) -> None:
