@@ -199,7 +199,8 @@ def _times(cases: list[Drawn], default: Sequence[str], chosen: Settings) -> Iter
 def drawn(count: int) -> list[Drawn]:
     """So many cases, the same each time: every kind with every number of tiers in turn."""
     kinds = [(kind, tiers) for kind, several in _KINDS.items() for tiers in several]
-    return [_drawn(*kinds[number % len(kinds)], random.Random(number)) for number in range(count)]
+    with competing(TRIED):
+        return [_drawn(*kinds[number % len(kinds)], random.Random(number)) for number in range(count)]
 
 
 def _drawn(kind: str, tiers: int, draw: random.Random) -> Drawn:

@@ -125,6 +125,10 @@ HEADLINES = {
         {"": "seconds", "MB ": "MB", "bound ": "over the bound"}, ("planner", "stages", "what"),
         {"MB ": "under 50 MB", "bound ": "within 5% of a lower bound"},
     ),
+    "ablation": Headline(
+        "The fastest plan found without one of the planners", "the fastest found with all",
+        "at most 1.01 times without those that are not tried by default", RATIO, ("left out", "asked"),
+    ),
     "first_seconds": Headline(
         "Time until the command answers", "`python -c pass`, and `import torch`",
         "help in at most 25 times, `import tapestream` in at most 1.10 times", {"": "seconds"}, ("what",),
