@@ -88,7 +88,7 @@ TORCH_TESTS := tests/capture/test_observe.py tests/capture/test_transforms.py te
   tests/frontends/program/test_program_surroundings.py tests/frontends/program/test_program_users.py \
   tests/frontends/program/test_program_writes.py tests/frontends/program/test_program_opaque.py \
   tests/frontends/saving/test_save_exact.py tests/optim/test_streamed_optimizer.py tests/cli/test_cli_plan.py \
-  tests/models/test_fake.py tests/models/test_grouped.py tests/models/test_outline.py
+  tests/frontends/outlines/test_fake.py tests/models/test_grouped.py tests/frontends/outlines/test_outline.py
 
 .PHONY: test-torch
 test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed)

@@ -18,10 +18,10 @@ from benchmarks.common import Row, Run, Settings, alternate, save, settings, yes
 from benchmarks.networks import imagenet_resnet
 from tapestream.costs import Machine
 from tapestream.costs.rates import Rates, usual_rates
+from tapestream.frontends.outlines.outline import Outline
+from tapestream.frontends.outlines.outlining import outline
 from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.outline import Outline
-from tapestream.models.outlining import outline
 from tapestream.planning.auto import make_plan
 from tapestream.planning.measure import measure_machine
 

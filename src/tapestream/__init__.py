@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from tapestream.frontends.module.optimizer import optimizer
     from tapestream.frontends.module.stream import stream, unstream
     from tapestream.frontends.module.whole import whole
-    from tapestream.frontends.plan import plan, report, verify
+    from tapestream.frontends.plan import plan, verify
     from tapestream.frontends.program.program import Program
+    from tapestream.frontends.report import report
     from tapestream.frontends.saving.dcp import from_dcp, to_dcp
     from tapestream.frontends.saving.save import load, save
     from tapestream.ir import Schedule, Tier
@@ -69,7 +70,7 @@ _HOMES = {
     "unstream": "tapestream.frontends.module.stream",
     "whole": "tapestream.frontends.module.whole",
     "plan": "tapestream.frontends.plan",
-    "report": "tapestream.frontends.plan",
+    "report": "tapestream.frontends.report",
     "verify": "tapestream.frontends.plan",
     "Program": "tapestream.frontends.program.program",
     "from_dcp": "tapestream.frontends.saving.dcp",

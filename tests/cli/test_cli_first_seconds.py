@@ -15,7 +15,8 @@ import tapestream as ts
 from tapestream import models
 from tapestream.cli import checks, loop, train_options
 from tapestream.cli.app import make_app
-from tapestream.models import Digits, Shapes, group_costs
+from tapestream.frontends.outlines import group_costs
+from tapestream.models import Digits, Shapes
 from tapestream.models.shapes import RESNET_SIZES, ResNetConfig
 
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")

@@ -4,12 +4,12 @@ import pytest
 from competing import COMPETING
 
 from tapestream.cli.costs import costs_of
-from tapestream.cli.hardware import links_of
-from tapestream.cli.question import Question
 from tapestream.cli.subject import subject_of
 from tapestream.cli.targets import TargetOptions
 from tapestream.costs import Machine
+from tapestream.costs.machine import usual_links
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.outlines.question import Question
 from tapestream.ir import Tier
 
 
@@ -19,7 +19,7 @@ def asked(device: str, flops: float, budget: int) -> Question:
     return Question(
         costs_of(subject, device).outline, 2, "adamw", "step", device,
         budget=budget, gpu=None, ram=64 << 30, disk=None, home=None,
-        speeds=Machine(links_of(device, 25e9, 3e9, 2e9), flops),
+        speeds=Machine(usual_links(device), flops),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The longest call is planned before the first one; a call that does not fit says into how many parts it does."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 import tapestream as ts
 from tapestream.frontends.module import streamed
 from tapestream.frontends.module.calls import profiling
+from tapestream.frontends.module.calls.sizes import resized
+from tapestream.frontends.module.observing import observe as observing
 
 WIDTH, SHORT, LONG = 16, 8, 240
 HOMES = ("device", "disk")
@@ -259,6 +262,68 @@ def test_plan_says_how_fast_both_lengths_are() -> None:
     assert ts.plan(net(), batch(SHORT), budget="1GiB", device=DEVICE).paces == ()
     with pytest.raises(ts.InputError, match="holds no tensor"):
         ts.stream(net(), longest=LONG)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_shape_stands_for_a_call_like_the_first_one(home: str, tmp_path: Path) -> None:
+    options = options_of("auto", tmp_path, home)
+    needed = least_of(LONG, options)
+    for shape in ((LONG, WIDTH), [LONG, WIDTH], torch.Size((LONG, WIDTH))):
+        model = ts.stream(net(), budget=needed - 1, longest=shape, **options)
+        optimizer = adam(model, streamed=True)
+        seed(3)
+        before = all_there_is(model, optimizer)
+        with pytest.raises(ts.BudgetError, match="the longest call") as refused:
+            model(*batch(SHORT))
+        assert refused.value.least_nbytes == needed
+        assert_same(before, all_there_is(model, optimizer))
+        ts.unstream(model)
+    model = ts.stream(net(), budget=needed, longest=(LONG, WIDTH), **options)
+    optimizer = adam(model, streamed=True)
+    for samples in (SHORT, LONG):
+        step(model, optimizer, batch(samples))
+    ts.unstream(model)
+    plan = ts.plan(net(), batch(SHORT), longest=(LONG, WIDTH), budget="1GiB", device=DEVICE)
+    assert [pace.size for pace in plan.paces] == [(SHORT,), (LONG,)]
+
+
+@pytest.mark.parametrize("shape", [(LONG,), (LONG, WIDTH, 1), (0, WIDTH)])
+def test_a_shape_that_the_call_cannot_have_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ts.InputError, match=r"first tensor has the shape \(8, 16\)"):
+        ts.plan(net(), batch(SHORT), longest=shape, budget="1GiB", device=DEVICE)
+
+
+def test_what_has_the_sizes_of_the_first_tensor_becomes_as_large() -> None:
+    ids, mask, labels = torch.arange(8).view(2, 4), torch.ones(2, 4), torch.tensor([5, 6])
+    (made, other), named = resized((ids, mask), {"labels": labels, "scale": torch.ones(3), "cut": True}, (3, 10))
+    assert made.shape == other.shape == (3, 10)
+    assert made[2].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert named["labels"].tolist() == [5, 6, 5]
+    assert named["scale"].shape == (3,)
+    assert named["cut"] is True
+
+
+def test_one_profile_serves_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longer when it is measured a second time is planned as the first time."""
+    model, slower = net(), 1.0
+
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        found = profile_stage(*args, **kwargs)
+        cost = replace(found[0], forward_seconds=slower)
+        return (cost, *found[1:])
+
+    profile_stage = observing.profile_stage
+    monkeypatch.setattr(observing, "profile_stage", observe)
+    needed = least_of(LONG, {"home": "device", "device": DEVICE})
+    with pytest.raises(ts.BudgetError) as refused:
+        ts.plan(model, batch(LONG), budget=needed // 2, device=DEVICE, home="device")
+    offered = refused.value.budgets
+    assert len(offered) >= 2
+    for one in offered:
+        slower *= 3
+        plan = ts.plan(model, batch(LONG), budget=one.nbytes, device=DEVICE, home="device")
+        assert plan.seconds <= one.seconds
+    assert ts.plan(net(), batch(LONG), budget="1GiB", device=DEVICE).seconds > plan.seconds
 
 
 def test_tokens_are_whole_numbers_in_two_dimensions() -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from tapestream.errors import InputError
+from tapestream.frontends.outlines.outlining import outline
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.adapters import Adapted, adapt
-from tapestream.models.outlining import outline
 
 CONFIG = GPTConfig(3, 64, 4, vocabulary=256, context=32)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from simulated_gpu import Simulator
 from simulated_gpu.clock import CARDS, Card, Clock
 from tapestream.costs.rates import Rates, usual_rates
-from tapestream.models.fake import fake_tensors, faked
+from tapestream.frontends.outlines.fake import fake_tensors, faked
 
 # One operation, one byte a second would do; powers of two make sums exact.
 CARD = Card("by hand", memory=2.0**20, half=2.0**24, single=2.0**22, full=2.0**20, into=2.0**10, out=2.0**11,

@@ -16,7 +16,7 @@ from zoo import Batch, Family, loss_of
 import tapestream as ts
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.stream import handle_of
-from tapestream.frontends.plan import Report
+from tapestream.frontends.report import Report
 
 KNOBS = {"lr": 0.01, "weight_decay": 0.1}
 Loss = Callable[[Any, Batch], torch.Tensor]

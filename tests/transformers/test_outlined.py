@@ -14,14 +14,14 @@ from zoo import FAMILIES, loss_of
 
 import tapestream as ts
 from tapestream.cli.app import make_app
-from tapestream.cli.hardware import links_of
 from tapestream.cli.huggingface import without_packing
-from tapestream.cli.question import Question
 from tapestream.costs import Profile
+from tapestream.costs.machine import usual_links
 from tapestream.errors import BudgetError
 from tapestream.frontends.module.homes import wide
 from tapestream.frontends.module.stream import handle_of
-from tapestream.models.outlining import outline
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.frontends.outlines.question import Question
 
 CHOSEN = ("llama", "bert")
 OWN = 8192
@@ -57,7 +57,7 @@ def said_beforehand(model: Any, batch: Any, update: Any) -> tuple[int, tuple[Pro
     """The same without running anything."""
     without_packing(model)
     found = outline(model, (), batch)
-    speeds = ts.Machine(links_of("cpu", 1e9, 1e9, 1e9), 1e11)
+    speeds = ts.Machine(usual_links("cpu", link=1e9, read=1e9, write=1e9), 1e11)
     none: dict[str, Any] = dict.fromkeys(("gpu", "ram", "disk", "home"))
     question = Question(lambda _: found, 2, "adamw", update, "cpu", budget=1, **none, speeds=speeds)
     with pytest.raises(BudgetError) as told:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tapestream.cli import show
-from tapestream.cli.answer import Answer
+from tapestream.cli.changes import refusal
 from tapestream.cli.machine import name as called
-from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Subject
 from tapestream.cli.told import told
+from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.planners import planners
 from tapestream.planning import tradeoff

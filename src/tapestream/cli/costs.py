@@ -9,30 +9,17 @@ from torch import nn
 from tapestream.cli import huggingface
 from tapestream.cli.subject import Subject
 from tapestream.costs import Profile
-from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.blocks import find_blocks
+from tapestream.frontends.outlines.lengthened import lengthened
+from tapestream.frontends.outlines.outline import Outline
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.frontends.outlines.question import Variant
 from tapestream.models.adapters import adapt
-from tapestream.models.lengthened import lengthened
-from tapestream.models.outline import Outline
-from tapestream.models.outlining import outline
 
 
 def costs_of(subject: Subject, device: str) -> "Costs":
     """``device``: cuda or cpu, whose kernels differ in what they keep."""
     return Costs(subject, _made(subject, None), device)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A step of ``batch`` samples. ``moves``: whether blocks may leave the device; ``loss_chunks``: in how many the
-    loss is computed (None: one); ``lora``: rank of the adapters that are trained in place of weights (None: none);
-    ``tables``: names of embeddings that stay off the device."""
-
-    batch: int
-    moves: bool = True
-    loss_chunks: Chunks | None = None
-    lora: int | None = None
-    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

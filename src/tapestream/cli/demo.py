@@ -12,22 +12,23 @@ import torch
 import typer
 
 from tapestream.cli import show
+from tapestream.cli.changes import refusal
 from tapestream.cli.children import child
 from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
-from tapestream.cli.hardware import links_of
 from tapestream.cli.loop import Job, Record
 from tapestream.cli.picture import draw_memory
-from tapestream.cli.question import Question, refusal
 from tapestream.cli.subject import Arguments, Subject
 from tapestream.cli.train import remark, writing
 from tapestream.cli.train_options import BYTES
 from tapestream.costs import Machine
+from tapestream.costs.machine import usual_links
 from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import Tier
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.outlining import outline
 from tapestream.planning.auto import make_plan
 from tapestream.system.limits import data_can_be_limited
 from tapestream.units import format_nbytes, format_seconds, parse_nbytes
@@ -77,7 +78,7 @@ def check_budget(job: Job) -> None:
 
     subject = Subject("the demo", lambda: GPT(config), arguments, job.batch, job.sequence, config)
     costs = costs_of(subject, job.device)
-    speeds = Machine(links_of(job.device, 1e9, 1e9, 1e9), 1e11)  # of no account for what fits
+    speeds = Machine(usual_links(job.device, link=1e9, read=1e9, write=1e9), 1e11)  # of no account for what fits
     missing = refusal(
         Question(
             costs.outline, job.batch, job.optimizer, job.update, job.device, budget=allowed, gpu=None, ram=None,

@@ -1,15 +1,16 @@
 """What a step is planned for: bytes and speeds, and whose they are. Without PyTorch."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from tapestream.cli import checks
 from tapestream.cli.ranks import ALONE, NONE, Ranks, RanksOptions, shared_links
 from tapestream.cli.told import told
 from tapestream.costs import Link, Machine
+from tapestream.costs.machine import Links, usual_links
 from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir.actions import Tier
@@ -18,9 +19,6 @@ from tapestream.units import parse_nbytes
 if TYPE_CHECKING:
     from tapestream.cli.machine_file import MeasuredMachine
 
-Links: TypeAlias = dict[tuple[Tier, Tier], Link]
-
-_LINK, _READ, _WRITE = "25GB/s", "3GB/s", "2GB/s"
 _MINE, _GIVEN, _CHANGED = "this machine's", "given", "with that change"
 
 
@@ -147,9 +145,9 @@ class HardwareOptions:
                 return Capacity(checks.size(option, text, least=0), _GIVEN)
         if measured is not None:
             return Capacity(measured.ram_nbytes, self._whose())
-        import psutil  # which takes time to import that help and completion do not have
+        from tapestream.system.limits import total_nbytes  # whose imports take time that completion does not have
 
-        return Capacity(psutil.virtual_memory().total, _MINE)
+        return Capacity(total_nbytes(), _MINE)
 
     def _disk(self, measured: "MeasuredMachine | None") -> Capacity:
         if self.disk is not None:
@@ -168,13 +166,11 @@ class HardwareOptions:
     def _speeds(self, device: str, measured: "MeasuredMachine | None", ranks: Ranks) -> Machine:
         known = None if measured is None else measured.machine
         computing = usual_rates(device) if known is None else known.rates(usual_rates(device))
-        usual = links_of(
-            device, checks.rate("--link", self.link or _LINK), checks.rate("--disk-read", self.disk_read or _READ),
-            checks.rate("--disk-write", self.disk_write or _WRITE),
-        )  # fmt: skip
-        links = _chosen(usual, {} if known is None else known.links, {
-            "link": self.link, "read": self.disk_read, "write": self.disk_write
-        })  # fmt: skip
+        speeds = {"link": self.link, "read": self.disk_read, "write": self.disk_write}
+        options = {"link": "--link", "read": "--disk-read", "write": "--disk-write"}
+        given = {kind: checks.rate(options[kind], text) for kind, text in speeds.items() if text is not None}
+        usual = usual_links(device, **given)
+        links = _chosen(usual, {} if known is None else known.links, given)
         gathers, sums = ranks.links()
         if sums is not None and sums != gathers:
             links = {**links, (Tier.DEVICE, Tier.SHARD): sums}
@@ -189,22 +185,11 @@ class HardwareOptions:
         )  # fmt: skip
 
 
-def links_of(device: str, link: float, disk_read: float, disk_write: float) -> Links:
-    """Bytes per second of each link: the disk is reached through RAM."""
-    read, write, wire = Link(disk_read), Link(disk_write), Link(link)
-    if device == "cpu":
-        return {(Tier.DISK, Tier.DEVICE): read, (Tier.DEVICE, Tier.DISK): write}
-    return {
-        (Tier.DISK, Tier.HOST): read, (Tier.HOST, Tier.DISK): write,
-        (Tier.HOST, Tier.DEVICE): wire, (Tier.DEVICE, Tier.HOST): wire,
-    }  # fmt: skip
-
-
-def _chosen(usual: Links, measured: Mapping[tuple[Tier, Tier], Link], given: Mapping[str, str | None]) -> Links:
+def _chosen(usual: Links, measured: Mapping[tuple[Tier, Tier], Link], given: Container[str]) -> Links:
     """Links that are given, else those that were measured, else the usual ones."""
     found = dict(usual)
     for ends in usual:
         kind = "read" if ends[0] is Tier.DISK else "write" if ends[1] is Tier.DISK else "link"
-        if given[kind] is None and ends in measured:
+        if kind not in given and ends in measured:
             found[ends] = measured[ends]
     return found

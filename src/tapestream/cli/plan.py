@@ -8,18 +8,19 @@ from typing import Any
 import typer
 
 from tapestream.cli import checks, show
-from tapestream.cli.answer import Answer
 from tapestream.cli.assumed import assumed_document, by_all, room, speeds
+from tapestream.cli.changes import Change, changes_that_fit
 from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
 from tapestream.cli.machine import name
-from tapestream.cli.question import Change, Question, changes_that_fit
 from tapestream.cli.remedies import Helping, remedies
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
+from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.planning.where import Where
 from tapestream.units import DAY, format_nbytes, format_seconds

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tapestream.cli.answer import Answer
-from tapestream.cli.question import Change, Question
+from tapestream.cli.changes import Change
 from tapestream.errors import BudgetError, InputError
+from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import Tier
 from tapestream.planning.remedy import that_help
 

@@ -19,6 +19,8 @@ _WORDS = (
     (r"\bloss_chunks\b(?!=)", "--loss-chunks"),
     (r"; plan it in Python: tapestream\.plan\(model, batch\)", ", which the command cannot plan"),
     (r"\(home=, folder=\)", "(--home, --folder)"),
+    (r"\bBudget\(host=\)", "--ram"),
+    (r"\bBudget\(disk=\)", "--disk"),
     (r"\bblocks=\['layers'\], or list\(model\.layers\)\[:3\] for the first three", "--blocks layers"),
     (r"\bstream\(\.\.\., budget=\.\.\.\)", "--budget"),
     (r"\bthe folder given to ts\.save\(\)", "the folder given as --saves"),

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 import tapestream as ts
 from tapestream.cli import show
-from tapestream.cli.answer import Answer
 from tapestream.cli.checks import check_homes
 from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
@@ -25,7 +24,8 @@ from tapestream.frontends.available import free_nbytes
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.prepare import terms_of
 from tapestream.frontends.module.stream import handle_of
-from tapestream.models.fake import NeedsNumbers
+from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.fake import NeedsNumbers
 from tapestream.planning.auto import make_plan
 from tapestream.units import format_nbytes
 

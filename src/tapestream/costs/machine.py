@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from tapestream.costs.checks import duration, speed
 from tapestream.costs.rates import Rates
@@ -39,6 +40,10 @@ class Link:
     def seconds(self, nbytes: int) -> float:
         """Seconds of one copy that compute waits for, with nothing else on the link."""
         return self.busy_seconds + self.latency_seconds + nbytes / self.bytes_per_second
+
+
+Links: TypeAlias = dict[tuple[Tier, Tier], Link]
+"""By source and target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +114,15 @@ class Machine:
         if home is Tier.DISK and (Tier.DISK, Tier.DEVICE) not in self.links:
             return (Tier.DISK, Tier.HOST, Tier.DEVICE)
         return (home, Tier.DEVICE)
+
+
+def usual_links(device: str, *, link: float = 25e9, read: float = 3e9, write: float = 2e9) -> Links:
+    """Where nothing else is known of the tiers below a ``device``, "cpu" or an accelerator: bytes per second of each
+    link, between RAM and an accelerator, and to and from a disk, which is reached through RAM."""
+    reading, writing, wire = Link(read), Link(write), Link(link)
+    if device == "cpu":
+        return {(Tier.DISK, Tier.DEVICE): reading, (Tier.DEVICE, Tier.DISK): writing}
+    return {
+        (Tier.DISK, Tier.HOST): reading, (Tier.HOST, Tier.DISK): writing,
+        (Tier.HOST, Tier.DEVICE): wire, (Tier.DEVICE, Tier.HOST): wire,
+    }  # fmt: skip

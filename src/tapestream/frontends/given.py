@@ -76,7 +76,8 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
         return None
     if not is_present(found):
         missing = "CUDA GPU" if found.type == "cuda" else f"device of the kind {found.type!r}"
-        planned = "; `tapestream plan --device cuda` plans for a GPU that is elsewhere" if found.type == "cuda" else ""
+        elsewhere = "; ts.plan(..., machine=ts.Machine()) and `tapestream plan` plan for a GPU that is elsewhere"
+        planned = elsewhere if found.type == "cuda" else ""
         raise InputError(
             f"device={str(device)!r} was asked for, but PyTorch finds no {missing}; use device='cpu'{planned}"
         )

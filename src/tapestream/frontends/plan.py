@@ -1,4 +1,4 @@
-"""`plan`, `report`, `verify`: look before running, look after running, and check one step against plain PyTorch."""
+"""`plan`, `verify`: look before running, and check one step against plain PyTorch."""
 
 import contextlib
 import warnings
@@ -11,32 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapestream.accelerator.device import is_accelerator
-from tapestream.accelerator.memory import reserved_nbytes
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.executor.away import AwayGradient
-from tapestream.executor.engines import EngineStatistics
-from tapestream.frontends.chain import Chain
 from tapestream.frontends.given import Arguments, arguments_of
-from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.module.calls.longest import Longest
-from tapestream.frontends.module.plans.batch import paces_of
+from tapestream.frontends.module.calls.profiling import Timings
+from tapestream.frontends.module.plans.batch import with_paces
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.stream import handle_of, is_streamed, stream, unstream
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import whole
-from tapestream.frontends.program.program import Program
+from tapestream.frontends.outlines.planned import ByShapes, has_only_shapes, is_elsewhere, planned_by_shapes
 from tapestream.frontends.suggested import head_of, helped, remedies_for, seconds_of, tried, tried_with
-from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.peers.sums import sum_over_ranks
 from tapestream.planning.plan import Plan
 from tapestream.planning.profile import undisturbed
 from tapestream.planning.remedy import Remedy
 from tapestream.runner.stage import Stage
 from tapestream.runner.trees import tree_leaves
-from tapestream.system.heap import live_nbytes, resident_nbytes
-from tapestream.units import format_nbytes, format_seconds
 
 
 def plan(
@@ -52,20 +45,30 @@ def plan(
 ) -> Plan:
     """The Plan that ``stream(model, budget=budget, ...)`` would make for a call with ``batch``: a tensor, a tuple or
     list of arguments, or a mapping of arguments by name (as tokenizers and loaders give). ``longest``: the longest
-    batch that will come, in the same form (None: that of ``stream(..., longest=)``, if any). It is planned as well, and
-    `Plan.paces` says how fast both are. ``suggest``: try what would make the step faster (the loss in chunks,
-    updates in the backward, a smaller batch several times over): `Plan.remedies` has it, or the BudgetError says it.
-    Each takes a profile and a plan.
+    batch that will come, in the same form, or the shape of its first tensor (None: that of ``stream(..., longest=)``,
+    if any). It is planned as well, and `Plan.paces` says how fast both are. ``suggest``: try what would make the step
+    faster (the loss in chunks, updates in the backward, a smaller batch several times over): `Plan.remedies` has it, or
+    the BudgetError says it. Each takes a profile and a plan.
 
     A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
     generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
-    repeated blocks. Raises BudgetError if nothing fits, or not for the longest batch, and InputError for a batch
-    without numbers (on the meta device), with which nothing can run.
+    repeated blocks. Later plans of a model that is not streamed take the seconds that the first one measured.
+
+    Nothing runs where the model (without ``weights=``) or the batch is on the meta device, and where ``device="cuda"``
+    is not here and ``machine`` says how fast it is: then the plan is made from shapes alone. It has the numbers of
+    ``tapestream plan``, and its defaults: where ``machine`` is silent, the usual speeds; this machine's RAM and disk
+    without ``Budget(host=, disk=)``; ``home="auto"`` is RAM (the disk, on the CPU) and for what finds no room the disk;
+    ``optimizer="adamw"``, ``update="step"`` and ``where="device"`` may be given. `Plan.step` has the whole step.
+
+    Raises BudgetError if nothing fits, or not for the longest batch, and InputError for arguments without effect.
     """
     args, kwargs = arguments_of(batch)
-    _check_has_numbers(args, kwargs)
-    planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
     given = {"budget": budget, "device": device, "machine": machine, **arguments}
+    if not is_streamed(model) and _needs_no_run(model, args, kwargs, given):
+        told = {name: value for name, value in given.items() if value is not None}
+        return planned_by_shapes(model, args, kwargs, longest, ByShapes.of(told), suggest=suggest)
+    _check_runs(model, args, kwargs, arguments)
+    planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
     if is_streamed(model):
         asked = [name for name, value in given.items() if value is not None]
         if asked:
@@ -86,22 +89,38 @@ def plan(
     return replace(found.plan, remedies=remedies_for(found.remedies, seconds_of(found.prepared)))
 
 
-def _check_has_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise InputError for tensors on the meta device."""
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+def _needs_no_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether shapes are all that there is, and all that is needed."""
+    there = given.get("weights") is not None and not has_only_shapes(nn.Identity(), args, kwargs)
+    return is_elsewhere(given["device"], given["machine"]) or (has_only_shapes(model, args, kwargs) and not there)
+
+
+def _check_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise InputError for what only plans by shapes know, and for tensors on the meta device beside a streamed
+    model."""
+    for name in ("optimizer", "update", "where"):
+        if name in given:
             raise InputError(
-                f"plan: a tensor of shape {tuple(leaf.shape)} of the batch is on the meta device, and the model runs "
-                "once to be profiled; give one with numbers, as torch.zeros makes it. To plan without a run and "
-                "without weights: `tapestream plan module:factory`"
+                f"plan: {name}= counts where shapes alone are planned (the model or the batch is on meta). Where the "
+                "weights are there, call ts.stream(model, ...) and ts.optimizer(model, ...), then ts.plan(model, batch)"
             )
+    if has_only_shapes(nn.Identity(), args, kwargs):
+        raise InputError(
+            f"plan: a tensor of the batch is on the meta device, but this {type(model).__name__} is streamed already, "
+            "and runs once to be profiled; give a batch with numbers, as torch.zeros makes it"
+        )
+
+
+_TIMINGS: "weakref.WeakKeyDictionary[nn.Module, Timings]" = weakref.WeakKeyDictionary()
+"""Of models that are streamed for a plan alone: one profile serves all budgets that are asked about."""
 
 
 @contextlib.contextmanager
 def _streamed(model: nn.Module, arguments: dict[str, Any]) -> Iterator[Streamed]:
-    stream(model, **arguments)
+    handle = handle_of(stream(model, **arguments))
+    handle.timings = _TIMINGS.setdefault(model, Timings())
     try:
-        yield handle_of(model)
+        yield handle
     finally:
         unstream(model)
 
@@ -129,9 +148,9 @@ def _planned(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], lo
     """The plan, or with ``suggest`` why there is none, and what was tried beside it."""
     announced, found = handle.longest if longest is None else Longest(longest), _Found((args, kwargs))
     try:
-        announced.plan(handle)
+        announced.plan(handle, args, kwargs)
         found.prepared = handle.prepare_for(args, kwargs)
-        found.plan = _with_paces(found.prepared, announced)
+        found.plan = with_paces(found.prepared, announced.prepared)
     except BudgetError as error:
         if not suggest:
             raise
@@ -141,114 +160,6 @@ def _planned(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], lo
     if suggest:
         found.remedies = tried_with(handle, *found.call, found.prepared)
     return found
-
-
-def _with_paces(prepared: Prepared, announced: Longest) -> Plan:
-    """The plan of ``prepared``, with how fast it is beside the longest call that was announced."""
-    if announced.prepared is None:
-        return prepared.plan
-    return replace(prepared.plan, paces=paces_of(prepared, announced.prepared))
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The last step of a streamed model, or the last call of another front end, as planned and as it went.
-    ``print(report)`` shows it.
-
-    ``plan``: that of the last call's first chain of repeated blocks; ``plans``: one for each chain. ``peak_nbytes``:
-    most bytes that parameter blocks held in each tier (the plans' simulations have the tape). ``bytes_moved`` by
-    (source, target) and ``wait_seconds``: sums since the last call of `report`. ``reserved_nbytes``: what PyTorch's
-    allocator holds of an accelerator for the whole process, free pieces included (None on the CPU); a budget counts
-    what is allocated. ``live_nbytes``: what the C library's heap has given to the whole process and not got back now,
-    tensors in RAM among them (None where the library does not say). ``resident_nbytes``: RAM that the process takes
-    now, with Python, PyTorch's code, and what that heap keeps of freed memory. ``cudnn_benchmark``: True if the setting
-    is on; it was off inside of blocks. ``exceeded``: what `BudgetExceeded` last said of a call that holds more than its
-    budget, None where none does. ``accumulation``: how many micro-batches the last call of `accumulate` was given, in
-    which order they went and why, None where there was none.
-    """
-
-    plan: Plan
-    plans: tuple[Plan, ...]
-    peak_nbytes: dict[Tier, int]
-    bytes_moved: dict[tuple[Tier, Tier], int]
-    wait_seconds: float
-    reserved_nbytes: int | None
-    cudnn_benchmark: bool
-    exceeded: str | None = None
-    live_nbytes: int | None = field(default_factory=live_nbytes)
-    resident_nbytes: int = field(default_factory=resident_nbytes)
-    accumulation: str | None = None
-
-    def __str__(self) -> str:
-        tier = self.plan.tier_name
-        held = ", ".join(f"{format_nbytes(n)} {tier(where)}" for where, n in self.peak_nbytes.items() if n)
-        moved = ", ".join(
-            f"{format_nbytes(n)} {tier(source)} to {tier(target)}"
-            for (source, target), n in self.bytes_moved.items()
-            if n
-        )
-        return "\n".join(
-            (
-                *map(str, self.plans),
-                "measured since the last report",
-                *([f"  blocks       {held or '0 B'} at the peak, without tape"] if self.peak_nbytes else []),
-                f"  moved        {moved or 'nothing'}",
-                f"  waited       {format_seconds(self.wait_seconds)} for copies",
-                *self._of_the_device(),
-                f"  memory       {format_nbytes(self.resident_nbytes)} of RAM for the whole process, now{self._live()}",
-                *([] if self.exceeded is None else [f"  exceeded     {self.exceeded}"]),
-                *([] if self.accumulation is None else [f"  accumulated  {self.accumulation}"]),
-            )
-        )
-
-    def _live(self) -> str:
-        return "" if self.live_nbytes is None else f"; {format_nbytes(self.live_nbytes)} live in the C library's heap"
-
-    def _of_the_device(self) -> list[str]:
-        lines = []
-        if self.reserved_nbytes is not None:
-            lines.append(f"  reserved     {format_nbytes(self.reserved_nbytes)} by PyTorch's allocator, for all models")
-        if self.cudnn_benchmark:
-            lines.append(
-                "  cudnn        torch.backends.cudnn.benchmark is off in blocks, whose recomputes repeat kernels"
-            )
-        return lines
-
-
-def report(model: nn.Module | Program) -> Report:
-    """What a streamed model, a `Chain`, `Join`, `Loop` or `Program` has done since the last report. Raises InputError
-    before its first step."""
-    if isinstance(model, (Chain, Loop, Program)):
-        return _report_of(model)
-    handle = handle_of(model)
-    if handle.last is None:
-        raise InputError("report: this model has not been called with gradients yet; run a training step first")
-    moved, waited = handle.homes.statistics_since()
-    held = {tier: handle.pool.peak_nbytes(tier) for tier in MEMORIES}
-    on_accelerator, plans = is_accelerator(handle.device), list(handle.last.plans)
-    plans[handle.last.main] = found = _with_paces(handle.last, handle.longest)
-    return Report(
-        found, tuple(plans), held, moved, waited,
-        reserved_nbytes(handle.device) if on_accelerator else None,
-        on_accelerator and torch.backends.cudnn.benchmark, handle.exceeded.last,
-        accumulation=handle.accumulation.said,
-    )  # fmt: skip
-
-
-_COUNTED: "weakref.WeakKeyDictionary[Any, EngineStatistics]" = weakref.WeakKeyDictionary()
-"""What the last report of a front end has counted."""
-
-
-def _report_of(front: Chain | Loop | Program) -> Report:
-    if front.plan is None:
-        raise InputError(
-            f"report: this {type(front).__name__} has not been called with gradients yet; run a training step first"
-        )
-    now, before = front.copies, _COUNTED.get(front, EngineStatistics({}, 0, 0.0))
-    _COUNTED[front] = now
-    moved = {lane: n - before.bytes_moved.get(lane, 0) for lane, n in now.bytes_moved.items()}
-    said = front.exceeded.last
-    return Report(front.plan, (front.plan,), {}, moved, now.wait_seconds - before.wait_seconds, None, False, said)
 
 
 def verify(model: nn.Module, batch: Any) -> None:

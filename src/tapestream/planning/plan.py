@@ -11,6 +11,7 @@ from tapestream.ir import MEMORIES, KeepInside, PhaseKind, Schedule, Tier, Updat
 from tapestream.planning import picture, plan_file
 from tapestream.planning.pace import Pace
 from tapestream.planning.remedy import Remedy
+from tapestream.planning.whole_step import WholeStep
 from tapestream.simulate import Simulation, simulate
 from tapestream.simulate.filling import filling
 from tapestream.units import format_nbytes, format_seconds
@@ -29,7 +30,8 @@ class Plan:
     ``planner``: who made the schedule. ``alternatives``: what every candidate would cost, the chosen one included.
     ``fastest_seconds``: of the fastest plan found, at most 3% faster, with more runs or more traffic (None: not known).
     ``paces``: how fast calls of this size are, and the longest, if `stream` or `plan` was told it; ``remedies``: what
-    would make such a step faster, if `plan` was asked for it. No file has them.
+    would make such a step faster, if `plan` was asked for it. ``step``: the whole step, with other chains and what is
+    beside them, where `plan` planned by shapes alone (None elsewhere). No file has them.
     """
 
     schedule: Schedule
@@ -43,6 +45,7 @@ class Plan:
     remedies: tuple[Remedy, ...] = field(default=(), compare=False)
     fastest_seconds: float | None = field(default=None, compare=False)
     offers: Callable[[], tuple[Allowance, ...]] | None = field(default=None, compare=False, repr=False)
+    step: WholeStep | None = None
 
     @property
     def budgets(self) -> tuple[Allowance, ...]:
@@ -109,6 +112,7 @@ class Plan:
         found, n = self.simulation, self.profile.runs
         rows = [
             ("time", f"{format_seconds(self.seconds)}, overhead {self.overhead:.2f}" + self._waiting()),
+            *([] if self.step is None else [("whole step", str(self.step))]),
             *(("speed", str(pace)) for pace in self.paces),
             ("forwards", f"{found.forwards} for {n} stages ({found.forwards / n:.2f} each)"),
             *(

@@ -27,6 +27,11 @@ def available_nbytes() -> int:
     return min((int(psutil.virtual_memory().available), *_below_own_limits(), *_below_group_limits()))
 
 
+def total_nbytes() -> int:
+    """Bytes of RAM that this machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def _below_own_limits() -> Iterator[int]:
     if resource is None or sys.platform != "linux":
         return

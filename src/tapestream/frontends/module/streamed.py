@@ -27,7 +27,7 @@ from tapestream.frontends.module.calls.forward_only import ForwardOnly
 from tapestream.frontends.module.calls.live import Live
 from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.calls.node import apply_block
-from tapestream.frontends.module.calls.profiling import observe_call
+from tapestream.frontends.module.calls.profiling import Timings, observe_call
 from tapestream.frontends.module.calls.ready import make_ready
 from tapestream.frontends.module.calls.refused import plan_call
 from tapestream.frontends.module.calls.stepping import entering, run_step
@@ -114,6 +114,7 @@ class Streamed:
         self._prepared: ByShape[Prepared] = ByShape()
         self._beside: dict[object, Prepared] = {}  # by what is beside and the id of one in ``_prepared``
         self.observation: Observation | None = None
+        self.timings: Timings | None = None  # of earlier calls, if seconds are to be theirs
         self.call: StreamCall | None = None  # the one whose forward is under way
         self.joint: JointCall | None = None  # of all micro-batches, while its forwards are under way
         self.accumulation = Accumulation()
@@ -267,7 +268,7 @@ class Streamed:
         if optimizer is not None and (found is None or optimizer.behind):
             found = None if optimizer.follow(live=bool(self._live.calls)) else found
         if found is None:
-            self.longest.plan(self)  # what it needs is known before anything is run, and its plan may serve this call
+            self.longest.plan(self, args, kwargs)  # before anything is run; its plan may serve this call
             found = self._prepared.find(kind, shapes)
         if found is None:
             anew = partial(self._prepare_anew, original, args, kwargs)

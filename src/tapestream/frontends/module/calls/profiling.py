@@ -1,15 +1,49 @@
 """The observed call that plans are made from, repeated until it uses no parameter that a block may send home."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
+from tapestream.costs import StageCost
 from tapestream.frontends.module.observing.observe import Observation, StaysPut
 from tapestream.frontends.module.observing.observed import Observed
 from tapestream.runner.checkpointing import checkpointing_off
-from tapestream.runner.private import copies_of
+from tapestream.runner.private import copies_of, tensors_in
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.streamed import Streamed
+
+
+_Costs: TypeAlias = tuple[tuple[StageCost, ...], ...]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of calls that were observed before. Bytes are observed anew each time, seconds differ from moment to
+    moment: taken once, they let plans within several budgets be compared."""
+
+    known: dict[Hashable, tuple[_Costs, float]] = field(default_factory=dict)
+
+    def first(self, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        """``observed``, a call with these arguments, with the seconds of the first such call that took the same
+        bytes."""
+        costs = tuple(tuple(segment.costs) for segment in observed.segments)
+        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in([(args, kwargs)]))
+        bare = tuple(tuple(map(_without_seconds, segment)) for segment in costs)
+        positions = tuple(tuple(segment.positions) for segment in observed.segments)
+        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        key = shapes, positions, bare, autocast, torch.get_num_threads()
+        costs, turn_seconds = self.known.setdefault(key, (costs, observed.turn.seconds))
+        for segment, own in zip(observed.segments, costs, strict=True):
+            segment.costs = list(own)
+        return replace(observed, turn=replace(observed.turn, seconds=turn_seconds))
+
+
+def _without_seconds(cost: StageCost) -> StageCost:
+    record = None if cost.record_seconds is None else 0.0
+    return replace(cost, forward_seconds=0.0, backward_seconds=0.0, record_seconds=record, inside_seconds=0.0)
 
 
 def observe_call(
@@ -34,6 +68,6 @@ def observe_call(
             handle.observation = None
             handle.store.settle()
         if staying <= handle.pinned.blocks and found is not None and not found.again:
-            return found
+            return found if handle.timings is None else handle.timings.first(found, args, kwargs)
         handle.pinned.add(staying)
         handle.replan()

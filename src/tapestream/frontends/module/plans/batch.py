@@ -1,11 +1,13 @@
 """How large the batch is that plans were made for, and how fast it is by them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from tapestream.planning.pace import Pace, Unit
+from tapestream.planning.plan import Plan
 
 if TYPE_CHECKING:
     from tapestream.frontends.module.plans.prepare import Prepared
@@ -31,3 +33,8 @@ def paces_of(*planned: "Prepared | None") -> tuple[Pace, ...]:
         if one is not None and one.batch is not None
     )
     return tuple(dict.fromkeys(paces))
+
+
+def with_paces(prepared: "Prepared", longest: "Prepared | None") -> Plan:
+    """The plan of ``prepared``, with how fast it is beside the longest call, if one was announced."""
+    return prepared.plan if longest is None else replace(prepared.plan, paces=paces_of(prepared, longest))

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tapestream.models.fake import fake_tensors
-from tapestream.models.outlining import outline
-from tapestream.models.quick import QuickKernels
+from tapestream.frontends.outlines.fake import fake_tensors
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.frontends.outlines.quick import QuickKernels
 
 
 class Scan(nn.Module):

@@ -8,8 +8,8 @@ from tapestream.cli.checks import OPTIMIZERS
 from tapestream.cli.demo import plain_nbytes
 from tapestream.cli.loop import Job, optimizer_class
 from tapestream.errors import InputError
+from tapestream.frontends.outlines.group_costs import block_costs, optimizer_state_factor
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.group_costs import block_costs, optimizer_state_factor
 from tapestream.storage.meter import track_memory
 
 CONFIG = GPTConfig(3, 128, 4, vocabulary=256, context=64)

@@ -1,4 +1,4 @@
-"""`models.fake`: the meter of fake tensors says of a program what the real meter says of it."""
+"""`outlines.fake`: the meter of fake tensors says of a program what the real meter says of it."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tapestream.models.fake import FakeMeter, fake_tensors, faked, storages
+from tapestream.frontends.outlines.fake import FakeMeter, fake_tensors, faked, storages
 from tapestream.storage.meter import MemoryMeter, track_memory
 
 

@@ -1,4 +1,4 @@
-"""`models.outline`: what is said of a model before it exists, against what `tapestream.stream` measures of it."""
+"""`outlines.outline`: what is said of a model before it exists, against what `tapestream.stream` measures of it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +15,10 @@ from tapestream.costs import Profile
 from tapestream.costs.rates import Rates
 from tapestream.errors import InputError
 from tapestream.frontends.module.stream import handle_of
+from tapestream.frontends.outlines.outline import Outline
+from tapestream.frontends.outlines.outlining import outline
 from tapestream.ir import Tier
 from tapestream.models import GPT, GPTConfig
-from tapestream.models.outline import Outline
-from tapestream.models.outlining import outline
 
 WIDTH, WORDS = 32, 96
 Call = dict[str, Any]

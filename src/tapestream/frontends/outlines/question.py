@@ -1,34 +1,39 @@
-"""Whether a training step fits a machine, and if not, the least change with which it does."""
+"""`Question`: whether a training step fits a machine, asked of its outline."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeAlias
 
-from tapestream.cli.answer import Answer
-from tapestream.cli.costs import Variant
 from tapestream.costs import Budget, Machine, Profile
 from tapestream.costs.rates import usual_rates
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.frontends.module.plans.divide import Division
 from tapestream.frontends.module.plans.shared import find_shared
+from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.group_costs import kept_nbytes
+from tapestream.frontends.outlines.outline import Outline
 from tapestream.ir.actions import Kind, Tier
 from tapestream.ir.homes import KINDS, HomeTiers, home_tiers
-from tapestream.models.group_costs import kept_nbytes
-from tapestream.models.outline import Outline
 from tapestream.optim.parts import passed_nbytes
 from tapestream.passes.memory import block_values
 from tapestream.planning.where import Where
 from tapestream.units import format_nbytes
 
-Change: TypeAlias = dict[str, str]
-"""Options and the values that they would have to have."""
-
-_QUICK = "revolve"  # where only the yes or no counts, one planner is enough
-_TRIES = 4
 _BY_ROWS = ("sgd", "adagrad")
-_PLACES = {Tier.HOST: ("RAM", "--ram"), Tier.DISK: ("disk", "--disk")}
+_PLACES = {Tier.HOST: ("RAM", "Budget(host=)"), Tier.DISK: ("disk", "Budget(disk=)")}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A step of ``batch`` samples. ``moves``: whether blocks may leave the device; ``loss_chunks``: in how many the
+    loss is computed (None: one); ``lora``: rank of the adapters that are trained in place of weights (None: none);
+    ``tables``: names of embeddings that stay off the device."""
+
+    batch: int
+    moves: bool = True
+    loss_chunks: Chunks | None = None
+    lora: int | None = None
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,142 +203,3 @@ class Question:
             f"{'the device' if self.in_one == 1 else f'{self.in_one} GPUs'} and {places} have "
             f"{format_nbytes(room * self.in_one)}; give more there ({options})"
         )
-
-
-def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Answer]]:
-    """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest).
-    Where no single one does: a larger device together with what is missing below it."""
-    found = False
-    for change, answer in _tried(_candidates(question, refusal)):
-        found = True
-        yield change, answer
-    if not found:
-        yield from islice(_tried(_device_and_room(question)), 1)
-
-
-def _tried(candidates: Iterator[tuple[Change, Question]]) -> Iterator[tuple[Change, Answer]]:
-    for change, asked in candidates:
-        try:
-            yield change, asked.plan(_QUICK)
-        except (BudgetError, InputError):  # some do not go together, such as updates in RAM and all on the disk
-            continue
-
-
-def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Question]]:
-    gpu, least = question.gpu, refusal.least_nbytes
-    if gpu is not None and question.budget > gpu:
-        yield {"--budget": _text(gpu)}, replace(question, budget=gpu)
-    chunked = question.in_chunks
-    if chunked is not None:
-        yield {"--loss-chunks": "auto"}, chunked
-    for name in question.tables_to_try:
-        yield {"--tables": name}, replace(question, tables=(*question.tables, name))
-    other = "backward" if question.update == "step" else "step"
-    yield {"--update": other}, replace(question, update=other)
-    smaller = _smaller_batch(question)
-    if smaller is not None:
-        yield {"--batch": str(smaller)}, replace(question, batch=smaller)
-    yield from _more_room(question)
-    if least is not None and least > question.budget:
-        yield from _larger_device(question, least)
-
-
-def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Question]]:
-    """A larger budget (and device, where it is too small), with the update as asked, else with the other."""
-    other = "backward" if question.update == "step" else "step"
-    for update in (question.update, other):
-        nbytes = least
-        for _ in range(_TRIES):
-            change, larger = _with_device(replace(question, update=update), nbytes)
-            if update != question.update:
-                change["--update"] = update
-            missing = refusal(larger)
-            if missing is None:
-                yield change, larger
-                return
-            # The least that was found is another planner's, and rounded; a split of it may take a little more.
-            nbytes = max(missing.least_nbytes or 0, nbytes * 105 // 100)
-
-
-def _with_device(question: Question, nbytes: int) -> tuple[Change, Question]:
-    """The same with a budget of so many bytes, and a device of as many where it has less."""
-    text = _text(nbytes)
-    change, larger = {"--budget": text}, replace(question, budget=_mebibytes(text))
-    if question.gpu is None or larger.budget <= question.gpu:
-        return change, larger
-    return {**change, _device_option(question): text}, replace(larger, gpu=larger.budget)
-
-
-def _device_and_room(question: Question) -> Iterator[tuple[Change, Question]]:
-    """A larger device, and what is missing in RAM or on the disk beside it."""
-    missing = refusal(replace(question, ram=None, disk=None))
-    if missing is None or missing.least_nbytes is None:
-        return
-    for number in range(_TRIES):
-        change, larger = _with_device(question, missing.least_nbytes * (100 + 5 * number) // 100)
-        for more, asked in _more_room(larger):
-            yield {**change, **more}, asked
-
-
-def _device_option(question: Question) -> str:
-    """What says how much the device has."""
-    return "--ram" if question.device == "cpu" else "--gpu"
-
-
-def _more_room(question: Question) -> Iterator[tuple[Change, Question]]:
-    """Where RAM or the disk is what is missing: as much as the step takes there."""
-    # RAM without end would move everything there, so the home stays as it is.
-    fixed = replace(question, home=Tier.DISK if question.homes.use(Tier.DISK) else question.home)
-    if question.ram is not None:
-        text = _needed(replace(fixed, ram=None), Tier.HOST)
-        if text is not None and _mebibytes(text) // question.in_one > question.ram:
-            yield {"--ram": text}, replace(question, ram=_mebibytes(text) // question.in_one)
-    if question.disk is not None:
-        text = _needed(replace(fixed, disk=None), Tier.DISK)
-        if text is not None and _mebibytes(text) // question.in_one > question.disk:
-            yield {"--disk": text}, replace(question, disk=_mebibytes(text) // question.in_one)
-
-
-def _needed(question: Question, tier: Tier) -> str | None:
-    """What a plan takes in ``tier`` of a machine, None where there is none."""
-    try:
-        return _text(question.plan(_QUICK).peak_nbytes(tier) * question.in_one)
-    except (BudgetError, InputError):
-        return None
-
-
-def _smaller_batch(question: Question) -> int | None:
-    """The largest smaller batch that fits, None where not even one sample does."""
-    low, high = 0, question.batch  # low fits (0 always), high does not
-    while high - low > 1:
-        # One sample first: where that is too much, nothing else need be tried.
-        middle = 1 if low == 0 else (low + high) // 2
-        if _fits(replace(question, batch=middle)):
-            low = middle
-        elif middle == 1:
-            return None
-        else:
-            high = middle
-    return low or None
-
-
-def _fits(question: Question) -> bool:
-    return refusal(question) is None
-
-
-def refusal(question: Question) -> BudgetError | None:
-    """Why the step does not fit, None where it does. One planner is asked."""
-    try:
-        question.plan(_QUICK)
-    except BudgetError as error:
-        return error.to_keep()
-    return None
-
-
-def _text(nbytes: int) -> str:
-    """At least ``nbytes``, as one would write it; `_mebibytes` is its inverse."""
-    return f"{-(-nbytes // 2**20)}MiB"
-
-
-def _mebibytes(text: str) -> int:
-    return int(text.removesuffix("MiB")) * 2**20

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tapestream.costs.rates import Operation
 from tapestream.errors import InputError
-from tapestream.models.operations import floating_point, tensors_of, touched_nbytes
-from tapestream.models.quick import QuickKernels
+from tapestream.frontends.outlines.operations import floating_point, tensors_of, touched_nbytes
+from tapestream.frontends.outlines.quick import QuickKernels
 from tapestream.storage.meter import MemoryMeter
 
 _DEVICE = torch.ops.prim.device.default

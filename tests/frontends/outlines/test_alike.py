@@ -1,4 +1,4 @@
-"""`models.alike`: of calls that are alike two are run, and the outline is the same as if all were."""
+"""`outlines.alike`: of calls that are alike two are run, and the outline is the same as if all were."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tapestream.costs.rates import Rates
-from tapestream.models import GPT, GPTConfig, alike
-from tapestream.models.outlining import outline
+from tapestream.frontends.outlines import alike
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.models import GPT, GPTConfig
 
 WIDTH, DEPTH = 16, 8
 RATES = Rates(3.0, 2.0, 1.0)

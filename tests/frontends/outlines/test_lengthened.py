@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from tapestream.cli.costs import Variant, costs_of
+from tapestream.cli.costs import costs_of
 from tapestream.cli.subject import subject_of
 from tapestream.cli.targets import TargetOptions
 from tapestream.costs.rates import usual_rates
+from tapestream.frontends.outlines.lengthened import lengthened
+from tapestream.frontends.outlines.outline import Outline
+from tapestream.frontends.outlines.outlining import outline
+from tapestream.frontends.outlines.question import Variant
 from tapestream.models import GPT, GPTConfig
 from tapestream.models.gpt import Block
-from tapestream.models.lengthened import lengthened
-from tapestream.models.outline import Outline
-from tapestream.models.outlining import outline
 
 CONFIG = GPTConfig(layers=9, width=32, heads=2, vocabulary=90, context=16)
 

@@ -23,9 +23,9 @@ from tapestream.frontends.module.homes.tables import find_tables, may_be_table
 from tapestream.frontends.module.homes.wide import DirectUse, reads_parameters, wide_modules
 from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, is_lazy
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
-from tapestream.models.alike import Alike
-from tapestream.models.fake import FakeMeter, fake_tensors, faked, storages
-from tapestream.models.outline import Outline, Segment, Works
+from tapestream.frontends.outlines.alike import Alike
+from tapestream.frontends.outlines.fake import FakeMeter, fake_tensors, faked, storages
+from tapestream.frontends.outlines.outline import Outline, Segment, Works
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import may_change, tensors_in
@@ -41,27 +41,28 @@ def outline(
     kwargs: dict[str, Any] | None = None,
     *,
     device: str = "cpu",
-    blocks: Sequence[nn.Module | type | str] | None = None,
+    blocks: BlockNames | None = None,
     moves: bool = True,
     loss_chunks: Chunks | None = None,
     tables: BlockNames | None = None,
+    head: str | None = None,
 ) -> Outline:
     """The Outline of ``model(*args, **kwargs)`` and its backward. Tensors may lie on meta: only their shapes count.
 
     Every block runs on fake tensors; those whose graphs save tensors of the same shapes are measured once. A scalar
     that the model returns is taken as the loss, otherwise the sum of all that it returns. ``device="cuda"``: attention
     as fused as GPUs have it. ``moves``: whether blocks may leave the device, embeddings and heads with them where
-    ``blocks`` are not named. ``loss_chunks``, ``tables``: as `tapestream.stream` takes them; the head is the model's
-    own ``get_output_embeddings()``. The model's tensors are afterwards as before.
+    ``blocks`` are not named. ``loss_chunks``, ``tables``, ``head``: as `tapestream.stream` takes them. The model's
+    tensors are afterwards as before.
     Raises InputError for a model without blocks, for one without such a head where the loss is to be in chunks, and for
     one that cannot run without the values of its tensors.
     """
     found = find_blocks(model, blocks)
     looked_up = find_tables(model, found, tables)
     wide = wide_modules(model, found, looked_up) if moves and blocks is None else []
-    head = None if loss_chunks is None else (find_head(model, None, found), loss_chunks)
+    lazy = None if loss_chunks is None else (find_head(model, head, found), loss_chunks)
     while True:
-        outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide, head)
+        outlined, direct = _outlined(model, args, kwargs or {}, device, found, wide, lazy)
         if not direct:
             return _with_tables(outlined, model, found, looked_up)
         wide = [m for k, m in enumerate(wide, len(found)) if outlined.uses[k] not in direct]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tapestream.models.outline import Outline, Segment
+from tapestream.frontends.outlines.outline import Outline, Segment
 
 T = TypeVar("T")
 

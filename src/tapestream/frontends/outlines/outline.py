@@ -11,9 +11,9 @@ from tapestream.costs.rates import Rates, Work
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.frontends.module.plans.step import Step
 from tapestream.frontends.module.plans.terms import Terms, Update
+from tapestream.frontends.outlines.group_costs import block_costs, kept_nbytes
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeLike
-from tapestream.models.group_costs import block_costs, kept_nbytes
 from tapestream.planning.where import Where
 
 Works: TypeAlias = tuple[Work, Work]
