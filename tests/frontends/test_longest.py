@@ -309,7 +309,7 @@ def test_one_profile_serves_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None
 
     def observe(*args: Any, **kwargs: Any) -> Any:
         found = profile_stage(*args, **kwargs)
-        cost = replace(found[0], forward_seconds=slower)
+        cost = replace(found[0], forward_seconds=slower, record_seconds=slower)
         return (cost, *found[1:])
 
     profile_stage = observing.profile_stage
