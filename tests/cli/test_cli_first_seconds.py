@@ -15,7 +15,7 @@ import tapestream as ts
 from tapestream import models
 from tapestream.cli import checks, loop, train_options
 from tapestream.cli.app import make_app
-from tapestream.frontends.outlines import group_costs
+from tapestream.frontends.outlines import optimizers
 from tapestream.models import Digits, Shapes
 from tapestream.models.shapes import RESNET_SIZES, ResNetConfig
 
@@ -167,7 +167,7 @@ def test_packages_are_pickled_by_name(package: object) -> None:
 
 def test_what_is_known_without_pytorch_is_what_pytorch_has() -> None:
     assert tuple(loop._OPTIMIZERS) == checks.OPTIMIZERS
-    assert set(group_costs._STATE_TENSORS) == set(checks.OPTIMIZERS)
+    assert set(optimizers._STATE_TENSORS) == set(checks.OPTIMIZERS)
     assert {"digits": Digits.classes, "shapes": Shapes.classes} == train_options.CLASSES
     assert all(ResNetConfig.named(name).depth > 17 for name in RESNET_SIZES)
 

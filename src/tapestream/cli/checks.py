@@ -17,6 +17,8 @@ DTYPES = ("fp32", "bf16")
 OPTIMIZERS = (
     "adamw", "adam", "adagrad", "rmsprop", "sgd", "adadelta", "adamax", "asgd", "nadam", "radam", "rprop",
 )  # fmt: skip
+_OTHER_OPTIMIZERS = ("adafactor", "lbfgs", "muon", "sparseadam")
+_PACKAGES = ("pytorch_optimizer", "timm", "bitsandbytes")
 HOMES = ("auto", "device", "host", "disk")
 _UPDATES = ("step", "backward")
 _PICTURES = (
@@ -35,9 +37,30 @@ def check_dtype(dtype: str) -> None:
     one_of("--dtype", dtype, DTYPES)
 
 
-def check_training(optimizer: str, update: str, where: str | None = None) -> None:
-    """Raise InputError for an optimizer, or a moment or place of updates, that is not known."""
-    one_of("--optimizer", optimizer, OPTIMIZERS)
+def check_optimizer(name: str) -> None:
+    """Raise InputError for an optimizer that `train` does not make."""
+    one_of("--optimizer", name, OPTIMIZERS)
+
+
+def may_be_optimizer(name: str) -> bool:
+    """Whether an optimizer may have this name; where it may, only PyTorch, or the package that has it, can tell."""
+    others = (*OPTIMIZERS, *_OTHER_OPTIMIZERS)
+    return name.lower() in others or "." in name or any(importlib.util.find_spec(one) for one in _PACKAGES)
+
+
+def check_planned(optimizer: str, update: str, where: str | None) -> None:
+    """Raise InputError for an optimizer that surely nobody knows, and for a moment or place of updates that is not
+    known."""
+    if not may_be_optimizer(optimizer):
+        raise InputError(
+            f"--optimizer {optimizer} was asked for; it is {', '.join((*OPTIMIZERS, *_OTHER_OPTIMIZERS))}, one of "
+            f"{' or '.join(_PACKAGES)} (none of them is installed), or package.Class"
+        )
+    check_update(update, where)
+
+
+def check_update(update: str, where: str | None = None) -> None:
+    """Raise InputError for a moment or place of updates that is not known."""
     one_of("--update", update, _UPDATES)
     one_of("--where", where or "auto", ("auto", "device", "host"))
 

@@ -72,6 +72,9 @@ Seq = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; by de
 Size = Annotated[int | None, typer.Option(min=4, help="Pixels of an image's side.")]
 Classes = Annotated[int | None, typer.Option(min=2, help="Labels in the masks of a folder.")]
 Optimizer = Annotated[str, typer.Option(help=f"One of PyTorch's: {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}.")]
+PlannedOptimizer = Annotated[
+    str, typer.Option(help=f"{', '.join(OPTIMIZERS[:5])}, another of PyTorch's, timm's or pytorch_optimizer's by name.")
+]
 Update = Annotated[
     str, typer.Option(help="step: update after backward. backward: update each block as its gradient arrives.")
 ]

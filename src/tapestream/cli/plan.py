@@ -20,6 +20,7 @@ from tapestream.cli.targets import TargetOptions
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.optimizers import checked, refused
 from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import MEMORIES, Tier
 from tapestream.planning.where import Where
@@ -52,17 +53,19 @@ class PlanOptions:
 
 def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOptions) -> None:
     """Say whether the step fits. Raises typer.Exit(2) where it does not."""
+    where: Where = "host" if wanted.where == "host" else "device"
+    optimizer = checked(wanted.optimizer, wanted.update, where)
     subject = subject_of(target, wish)
     costs = costs_of(subject, hardware.device)
     on_cpu = hardware.device == "cpu"
     ranks = hardware.ranks
     question = Question(
-        costs.outline, subject.batch, wanted.optimizer, wanted.update, hardware.device,
+        costs.outline, subject.batch, optimizer, wanted.update, hardware.device,
         budget=hardware.budget, gpu=hardware.device_nbytes,
         ram=None if on_cpu else hardware.ram.nbytes // ranks.in_one, disk=hardware.disk.nbytes // ranks.in_one,
         home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
         lora=wanted.lora, tables=wanted.tables, shards=ranks.shards, in_one=ranks.in_one,
-        where="host" if wanted.where == "host" else "device",
+        where=where,
     )  # fmt: skip
     if on_cpu and wanted.where is not None:
         checks.no_effect("--where", "--device cpu, where all is updated in RAM")
@@ -153,7 +156,8 @@ def _document(
     return {
         "model": {"name": subject.name, **costs.facts(question.batch)},
         "batch": question.batch, "sequence": subject.sequence,
-        "optimizer": question.optimizer, "update": question.update, "where": question.where,
+        "optimizer": question.optimizer, "optimizer_refused": refused(question.optimizer),
+        "update": question.update, "where": question.where,
         "loss_chunks": question.loss_chunks, "lora": question.lora, "tables": list(question.tables),
         "fits": refusal is None, "reason": None if refusal is None else hardware.told(refusal),
         "least_nbytes": None if refusal is None else refusal.least_nbytes, "changes": changes,
@@ -203,6 +207,11 @@ def _print(
         f"{subject.name}: {facts['layers']} blocks{width}, {_count(facts['parameters'])} parameters, "
         f"{subject.step(question.batch)}, {how}{_more(question)}"
     )
+    if trains and (why := document["optimizer_refused"]) is not None:
+        show.line(
+            f"ts.optimizer does not take {question.optimizer} ({why}). Made by yourself it is exact; its state is "
+            "outside of the budget, and of these numbers."
+        )
     if refusal is not None:
         show.line(f"Does not fit: {document['reason']}.", "red")
         if document["least_fills"] and document["least_fills"] != document["answer"]["fills"]:  # which the table shows

@@ -71,7 +71,8 @@ class TrainingOptions:
     def check(self) -> None:
         """Raise InputError for a value that cannot be, and for an option that has no effect beside the others."""
         checks.check_dtype(self.dtype)
-        checks.check_training(self.optimizer, self.update)
+        checks.check_optimizer(self.optimizer)
+        checks.check_update(self.update)
         checks.maybe_size("--budget", self.budget)
         checks.check_homes(checks.known_device(self.device), self.home, self.folder, self.host_budget)
         if not math.isfinite(self.rate):

@@ -21,18 +21,23 @@ class StateShape:
     """Tensors that an optimizer keeps for one parameter, by name; scalars such as Adam's ``step`` are not streamed.
     ``scalars``: how many of these lie beside the parameter, and stay on the device. ``first_nbytes``: the most that a
     step which makes it holds, state and temporaries; ``later_nbytes``: what a later one holds beside it.
-    ``beside_nbytes``: of state in lists and the like, or that comes after the first step; it stays on the device."""
+    ``beside``: shapes of state in lists and the like, or that comes after the first step; it stays on the device."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     scalars: int = 0
     first_nbytes: int = 0
     later_nbytes: int = 0
-    beside_nbytes: int = 0
+    beside: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self.tensors)
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of what stays on the device."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.beside)
 
 
 def probe(
@@ -41,9 +46,11 @@ def probe(
     required: Mapping[str, Any],
     shape: torch.Size,
     dtype: torch.dtype,
+    *,
+    numbers: bool = True,
 ) -> StateShape:
-    """Step the optimizer twice on a tensor without bytes (on one of zeros, where it asks for numbers), and look at
-    the state that it has made, and what the steps hold.
+    """Step the optimizer twice on a tensor without bytes (on one of zeros, where it asks for ``numbers`` and may have
+    them), and look at the state that it has made, and what the steps hold.
 
     ``options``: the entries of its parameter group; ``required``: what its constructor was given.
 
@@ -56,6 +63,8 @@ def probe(
         try:
             state, later, *held = _stepped(cls, options, required, torch.empty(shape, dtype=dtype, device="meta"))
         except (RuntimeError, NotImplementedError):  # some ask for numbers
+            if not numbers:
+                raise
             state, later, *held = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype, device="cpu"))
     except Exception as error:
         raise InputError(
@@ -70,15 +79,15 @@ def probe(
             f"optimizer keeps its state in places of one size. Instead: make it yourself, {cls.__name__}"
             "(model.parameters(), ...), its state in memory, or use another, such as AdamW, SGD or Adagrad"
         )
-    apart = {id(t): t.nbytes for t in tree_leaves(later) if isinstance(t, torch.Tensor) and t.dim() > 0}
-    apart = {key: nbytes for key, nbytes in apart.items() if key not in {id(later.get(name)) for name in found}}
+    streamed = {id(later.get(name)) for name in found}
+    apart = {id(t): t for t in tree_leaves(later) if isinstance(t, torch.Tensor) and t.dim() > 0}
     return StateShape(
         tuple((name, tuple(value.shape), value.dtype) for name, value in found.items() if value.dim() > 0),
         # torch's fused forms keep theirs on the device, and capturable ones.
         sum(1 for value in found.values() if value.dim() == 0 and (fused or value.is_meta)),
         0 if fused else held[0],
         0 if fused else held[1],
-        sum(apart.values()),
+        tuple((tuple(t.shape), t.dtype) for key, t in apart.items() if key not in streamed),
     )
 
 

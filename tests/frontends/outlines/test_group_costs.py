@@ -8,7 +8,8 @@ from tapestream.cli.checks import OPTIMIZERS
 from tapestream.cli.demo import plain_nbytes
 from tapestream.cli.loop import Job, optimizer_class
 from tapestream.errors import InputError
-from tapestream.frontends.outlines.group_costs import block_costs, optimizer_state_factor
+from tapestream.frontends.outlines.group_costs import block_costs
+from tapestream.frontends.outlines.optimizers import state_of
 from tapestream.models import GPT, GPTConfig
 from tapestream.storage.meter import track_memory
 
@@ -42,7 +43,7 @@ def test_optimizers_keep_as_many_tensors_as_is_said(name: str) -> None:
     optimizer.step()
     state = optimizer.state[parameter].values()
     kept = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
-    assert len(kept) == optimizer_state_factor(name)
+    assert len(kept) == len(state_of(name, (4,), torch.float32)[0].tensors)
 
 
 def test_sixteen_bits_add_a_master() -> None:
@@ -54,5 +55,5 @@ def test_sixteen_bits_add_a_master() -> None:
 
 
 def test_an_unknown_optimizer_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="'lion' was asked for; the known ones are adamw"):
-        optimizer_state_factor("lion")
+    with pytest.raises(InputError, match="'no_such' was asked for; give adamw"):
+        state_of("no_such", (4,), torch.float32)

@@ -17,7 +17,7 @@ from tapestream.cli.options import (
     HostBudget,
     Json,
     Layers,
-    Optimizer,
+    PlannedOptimizer,
     Samples,
     Target,
     Tokens,
@@ -98,7 +98,7 @@ def plan(
     vocabulary: Vocabulary = None,
     dtype: Dtype = "fp32",
     blocks: Blocks = None,
-    optimizer: Optimizer = "adamw",
+    optimizer: PlannedOptimizer = "adamw",
     update: Update = "step",
     where: Where = None,
     loss_chunks: LossChunks = None,
@@ -135,7 +135,7 @@ def plan(
     from tapestream.cli.ranks import RanksOptions
     from tapestream.cli.targets import TargetOptions, check_target
 
-    checks.check_training(optimizer, update, where)
+    checks.check_planned(optimizer, update, where)
     asked = HardwareOptions(
         device, budget, gpu, host_budget, ram, disk, home, folder, link, disk_read, disk_write, flops, memory_rate,
         host_update, machine, RanksOptions(ranks, machines, replicate, peers, network),

@@ -7,25 +7,13 @@ import torch
 from torch import Tensor
 
 from tapestream.costs import BlockCost
-from tapestream.errors import InputError
+from tapestream.frontends.outlines.optimizers import refused, state_of
 from tapestream.optim.parts import Member, part_limits, state_parts
+from tapestream.optim.rule import MASTER
 from tapestream.optim.state import StateShape
 from tapestream.storage.blocks import StatePart, divided
 from tapestream.storage.layout import Layout, unit_nbytes
 from tapestream.storage.transfer import round_up
-
-# Tensors of the parameter's shape that the torch optimizer of this name keeps, with its default options.
-_STATE_TENSORS = {
-    "adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0,
-    "adadelta": 2, "adamax": 2, "asgd": 1, "nadam": 2, "radam": 2, "rprop": 2,
-}  # fmt: skip
-
-
-def optimizer_state_factor(optimizer: str) -> int:
-    """Tensors of a parameter's shape that an optimizer keeps. Raises InputError for one that is not known."""
-    if optimizer not in _STATE_TENSORS:
-        raise InputError(f"optimizer {optimizer!r} was asked for; the known ones are {', '.join(_STATE_TENSORS)}")
-    return _STATE_TENSORS[optimizer]
 
 
 def block_costs(
@@ -84,20 +72,25 @@ def _block_cost(
 
 
 def _member(number: int, parameter: Tensor, optimizer: str) -> Member:
-    state = _state(parameter, optimizer)
+    shape, divisible = _state(parameter, optimizer)
     wide = parameter.numel() * max(parameter.dtype.itemsize, 4)  # 16-bit parameters have masters
-    shape = StateShape(tuple((str(name), tuple(size), dtype) for name, (size, dtype) in enumerate(state)))
     cast = wide if parameter.dtype.itemsize == 2 else 0
-    return Member(number, tuple(parameter.shape), shape, wide, cast, divisible=True)
+    return Member(number, tuple(parameter.shape), shape, wide, cast, divisible=divisible)
 
 
 def kept_nbytes(parameter: Tensor, optimizer: str) -> int:
     """Bytes that the optimizer keeps for one parameter outside the blocks, a master included."""
-    pairs = _state(parameter, optimizer) if parameter.requires_grad else []
-    return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)
+    return _state(parameter, optimizer)[0].nbytes if parameter.requires_grad else 0
 
 
-def _state(parameter: Tensor, optimizer: str) -> list[tuple[torch.Size, torch.dtype]]:
-    masters = 1 if parameter.dtype.itemsize == 2 else 0
-    dtype = torch.float32 if masters else parameter.dtype
-    return [(parameter.shape, dtype)] * (optimizer_state_factor(optimizer) + masters)
+def staying_nbytes(parameter: Tensor, optimizer: str) -> int:
+    """Bytes that it keeps for one parameter which stay on the device, wherever that is."""
+    return _state(parameter, optimizer)[0].beside_nbytes if parameter.requires_grad else 0
+
+
+def _state(parameter: Tensor, optimizer: str) -> tuple[StateShape, bool]:
+    """Of one parameter, with a master where it has 16 bits, and whether its elements may be updated apart."""
+    shape, masters = tuple(parameter.shape), parameter.dtype.itemsize == 2 and refused(optimizer) is None
+    found, divisible = state_of(optimizer, shape, torch.float32 if masters else parameter.dtype)
+    master = ((MASTER, shape, torch.float32),) if masters else ()
+    return replace(found, tensors=(*found.tensors, *master)), divisible

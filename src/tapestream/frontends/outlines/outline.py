@@ -11,7 +11,7 @@ from tapestream.costs.rates import Rates, Work
 from tapestream.frontends.module.plans.shared import find_shared
 from tapestream.frontends.module.plans.step import Step
 from tapestream.frontends.module.plans.terms import Terms, Update
-from tapestream.frontends.outlines.group_costs import block_costs, kept_nbytes
+from tapestream.frontends.outlines.group_costs import block_costs, kept_nbytes, staying_nbytes
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeLike
 from tapestream.planning.where import Where
@@ -128,6 +128,7 @@ class Outline:
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes + beside_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)
+        outside += sum(staying_nbytes(p, optimizer) for held in (*self.groups, self.outside) for p in held)
         step = Step(
             replace(self.terms(update), home=home), self.segments, self.uses, costs,
             find_shared(self.segments, self.uses), outside, self.turn_nbytes, rates.seconds(self.turn_work),

@@ -24,6 +24,7 @@ from tapestream.frontends.module.calls.refused import first_part, samples_of
 from tapestream.frontends.module.calls.sizes import longest_of
 from tapestream.frontends.module.plans.batch import batch_of
 from tapestream.frontends.outlines.answer import Answer
+from tapestream.frontends.outlines.optimizers import checked
 from tapestream.frontends.outlines.outline import Outline
 from tapestream.frontends.outlines.outlining import outline
 from tapestream.frontends.outlines.question import Question, Variant
@@ -89,7 +90,7 @@ class ByShapes:
 
         speeds = self.machine or Machine()
         return Question(
-            outlined, samples, self.optimizer, self.update, device,
+            outlined, samples, checked(self.optimizer, self.update, self.where), self.update, device,
             budget=self._allowed(budget, device), gpu=None,
             ram=None if device == "cpu" else total_nbytes() if budget.host_nbytes is None else budget.host_nbytes,
             disk=self._disk_nbytes() if budget.disk_nbytes is None else budget.disk_nbytes,
