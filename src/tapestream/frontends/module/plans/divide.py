@@ -17,8 +17,12 @@ from tapestream.frontends.module.plans.needs import (
     most_needed,
     seconds_of,
     shares_of,
+    too_little,
+    too_little_beside,
 )
+from tapestream.frontends.module.plans.offered import PlannedCall, ample_nbytes, offering
 from tapestream.frontends.module.plans.shared import Shared
+from tapestream.frontends.module.plans.stored import all_stored, stored_nbytes
 from tapestream.frontends.module.plans.terms import Positioned, Terms
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import home_tiers
@@ -51,7 +55,21 @@ class Division:
     resident: frozenset[Value] | None = None
 
     def plans(self) -> list[Plan]:
-        """One for each segment. Raises BudgetError with a device budget that works."""
+        """One for each segment. Raises BudgetError with a device budget that works, and with others."""
+        try:
+            return self._plans()
+        except BudgetError as error:
+            if self.terms.given is not None:
+                raise
+            refused = offering(error.to_keep(), self._planned_within, self.profiles)
+        raise refused
+
+    def _planned_within(self, nbytes: int | None) -> PlannedCall:
+        within = replace(self, allowed=ample_nbytes(self.profiles) if nbytes is None else nbytes)
+        plans = within._plans()
+        return PlannedCall(plans, within.peak_nbytes(plans))
+
+    def _plans(self) -> list[Plan]:
         if not self._guests:
             return self._chains(self._hosts, self.allowed, self.outside, self.resident)
         ample = self._ample() if self.resident is None and self._all_may_fit else None
@@ -77,6 +95,8 @@ class Division:
         """Most device bytes that a step by ``plans``, which are those of `plans`, holds, and the plans that run or wait
         with their tape then; the others' blocks lie there."""
         hosts, guests = [plans[number] for number in self._hosts], [plans[number] for number in self._guests]
+        if len(hosts) > 1 and not guests and self._may_store(hosts):
+            return stored_nbytes(hosts, self.outside), hosts
         beside = hosts[0].profile.outside_nbytes  # what guests keep lies there, where they come and go
         if beside == self.outside:
             return beside + sum(plan.peak_nbytes - beside for plan in plans), plans
@@ -191,16 +211,9 @@ class Division:
     def _no_room_for_guests(self, needed: int, least: Mapping[int, int], resident: frozenset[Value]) -> BudgetError:
         largest = max(least, key=lambda number: least[number])
         module = self.terms.modules[self.segments[largest].positions[0]]
-        nbytes = sum(p.nbytes for p in module.parameters())
         plan = self._guest(self.profiles[largest], self.outside + least[largest], resident)
         (what, most), *_ = plan.fills.items()
-        return BudgetError(
-            f"a budget of {format_nbytes(self.allowed)} was asked for, but what runs beside the repeated blocks needs "
-            f"{format_nbytes(self.outside + needed)} at its peak (the largest: {type(module).__name__} of "
-            f"{format_nbytes(nbytes)}, where {format_nbytes(most)} are {what}); allow {self.outside + needed} bytes, "
-            "or use a smaller batch",
-            least_nbytes=self.outside + needed,
-        )
+        return too_little_beside(self.allowed, self.outside + needed, module, f"{format_nbytes(most)} are {what}")
 
     # -- chains of repeated blocks -----------------------------------------------------------------------------------
 
@@ -221,12 +234,27 @@ class Division:
             if len(chosen) > 1:
                 raise InputError(f"plan= is for one chain of blocks, this model has {len(chosen)}; use plan=None")
             return [fit_given_plan(terms.given, chosen[0], self._budget(chosen[0], allowed))]
-        shares = self._divided(chosen, allowed, outside, resident)
+        try:
+            shares = self._divided(chosen, allowed, outside, resident)
+        except BudgetError as error:
+            if not self._may_store() or len(chosen) == 1:
+                raise
+            return all_stored(error.to_keep(), self._stored(chosen, resident), allowed, outside)
         lying = [None] * len(chosen) if idle is None or resident is not None else shares_of(chosen, idle)
         return [
             self._plan(profile, outside + nbytes, resident, left)
             for profile, nbytes, left in zip(chosen, shares, lying, strict=True)
         ]
+
+    def _may_store(self, plans: Sequence[Plan] = ()) -> bool:
+        """Whether chains may be stored all together, or ``plans`` do so: where nothing moves, and no update comes into
+        the backward."""
+        at_home = home_tiers(self.terms.home)[Kind.PARAMETERS] is Tier.DEVICE and self.terms.update != "backward"
+        return at_home and self.terms.planner in ("auto", "store_all") and not any(map(loses, plans))
+
+    def _stored(self, profiles: Sequence[Profile], resident: frozenset[Value] | None) -> list[Plan]:
+        stored = replace(self, terms=replace(self.terms, planner="store_all", knobs={}))
+        return [stored._plan(profile, None, resident) for profile in profiles]
 
     def _divided(
         self, profiles: Sequence[Profile], allowed: int, outside: int, resident: frozenset[Value] | None
@@ -241,13 +269,7 @@ class Division:
             return [room]  # the planner's own message is the best one
         least = [least_beside(partial(self._plan, profile, resident=resident), outside) for profile in profiles]
         if sum(least) > room:
-            raise BudgetError(
-                f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
-                "their gradients and optimizer state, buffers, embeddings; on a GPU the workspaces of products) takes "
-                f"{format_nbytes(outside)} and the blocks need at least {format_nbytes(sum(least))} beside it; allow "
-                f"{outside + sum(least)} bytes, use a smaller batch, or name more blocks with blocks=[...]",
-                least_nbytes=outside + sum(least),
-            )
+            raise too_little(allowed, outside, sum(least))
         return [a + b for a, b in zip(least, shares_of(profiles, room - sum(least)), strict=True)]
 
     def _plan(

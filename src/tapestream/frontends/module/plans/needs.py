@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import nn
+
 from tapestream.costs import Profile
 from tapestream.errors import BudgetError
 from tapestream.passes.memory import block_values
 from tapestream.planning.plan import Plan
+from tapestream.units import format_nbytes
 
 
 def least_beside(plan: Callable[[int], Plan], outside: int) -> int:
@@ -54,3 +57,25 @@ def shares_of(profiles: Sequence[Profile], nbytes: int) -> list[int]:
     ]
     total = max(1, sum(needs))
     return [nbytes * need // total for need in needs]
+
+
+def too_little(allowed: int, outside: int, least: int) -> BudgetError:
+    """``allowed`` bytes are too few for chains that need ``least`` beside what is ``outside``."""
+    return BudgetError(
+        f"a budget of {format_nbytes(allowed)} was asked for, but what lies outside the blocks (parameters, "
+        "their gradients and optimizer state, buffers, embeddings; on a GPU the workspaces of products) takes "
+        f"{format_nbytes(outside)} and the blocks need at least {format_nbytes(least)} beside it; allow "
+        f"{outside + least} bytes, use a smaller batch, or name more blocks with blocks=[...]",
+        least_nbytes=outside + least,
+    )
+
+
+def too_little_beside(allowed: int, needed: int, largest: nn.Module, most: str) -> BudgetError:
+    """``allowed`` bytes are too few for guests, of which the ``largest`` needs all; ``most``: of what kind they are."""
+    nbytes = sum(p.nbytes for p in largest.parameters())
+    return BudgetError(
+        f"a budget of {format_nbytes(allowed)} was asked for, but what runs beside the repeated blocks needs "
+        f"{format_nbytes(needed)} at its peak (the largest: {type(largest).__name__} of "
+        f"{format_nbytes(nbytes)}, where {most}); allow {needed} bytes, or use a smaller batch",
+        least_nbytes=needed,
+    )
