@@ -72,7 +72,7 @@ BAD = [
     ("plan", *GPT, "--budget", "1GiB", "--device", "tpu"),
     ("plan", *GPT, "--budget", "1GiB", "--home", "attic"),
     ("plan", *GPT, "--budget", "1GiB", "--dtype", "fp8"),
-    ("plan", *GPT, "--budget", "1GiB", "--optimizer", "lion"),
+    ("plan", *GPT, "--budget", "1GiB", "--optimizer", "no_such"),
     ("plan", *GPT, "--budget", "1GiB", "--save", "nodir/plan.json"),
     ("plan", *GPT, "--budget", "1GiB", "--folder", "nodir"),
     ("plan", *GPT, "--budget", "1GiB", "--machine", "nodir/box.json"),

@@ -84,6 +84,8 @@ def test_ram_is_home_where_it_holds_what_does_not_stay_on_the_device() -> None:
         {"--budget": "20MiB", "--gpu": "1GiB", "--batch": "16"},
         {"--budget": "2GiB", "--gpu": "1GiB"},
         {"--budget": "40MiB", "--ram": "30MiB", "--disk": "20MiB"},
+        {"--budget": "40MiB", "--ram": "4MiB", "--home": "host"},  # leaving out --home is enough
+        {"--budget": "6MiB", "--gpu": "8MiB", "--ram": "4MiB", "--disk": "4MiB"},  # all at once
     ],
 )
 def test_every_change_that_is_offered_fits_when_applied(asked: dict[str, str]) -> None:
@@ -98,6 +100,56 @@ def test_every_change_that_is_offered_fits_when_applied(asked: dict[str, str]) -
         assert changed != given
         status, _ = answered(*MODEL, *(word for pair in changed.items() for word in pair))
         assert status == 0, change
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({"--budget": "40MiB", "--ram": "4MiB", "--home": "host"}, {"--home"}),
+        ({"--budget": "20MiB", "--gpu": "20MiB", "--home": "device", "--disk": "1TiB"}, {"--home"}),
+        ({"--budget": "2MiB", "--gpu": "2MiB", "--ram": "2MiB", "--disk": "2MiB"}, {"--budget", "--gpu", "--ram"}),
+        ({"--budget": "2MiB", "--gpu": "2MiB", "--disk": "1TiB"}, {"--budget", "--gpu"}),
+    ],
+)
+def test_what_is_shown_for_a_change_is_what_the_command_says_once_it_is_made(
+    asked: dict[str, str], first: set[str]
+) -> None:
+    given = {"--ram": "1GiB", **asked}
+    _, document = answered(*MODEL, *(word for pair in given.items() for word in pair))
+    assert not document["fits"]
+    change = document["changes"][0]
+    assert set(change) == first
+    _, then = answered(*MODEL, *(word for pair in {**given, **change}.items() for word in pair))
+    for name in ("seconds_per_step", "waiting_seconds", "forwards", "moved_nbytes", "fills"):
+        assert then["answer"][name] == document["answer"][name], name
+    peaks, shown = ([tier["peak_nbytes"] for tier in one["answer"]["tiers"].values()] for one in (then, document))
+    assert peaks == shown
+
+
+def test_the_text_and_the_advice_name_one_budget() -> None:
+    for home in ("auto", "device"):
+        given = [*MODEL, "--budget", "2MiB", "--gpu", "2MiB", "--home", home, "--ram", "1GiB"]
+        _, document = answered(*given)
+        change = next(one for one in document["changes"] if set(one) == {"--budget", "--gpu"})
+        assert change["--budget"] == f"{-(-document['least_nbytes'] // 2**20)}MiB"
+        assert document["budgets"][0]["nbytes"] >= document["least_nbytes"]
+
+
+def test_a_smaller_model_is_advised_only_where_no_card_ram_and_disk_would_do() -> None:
+    tight = ["--budget", "1MiB", "--gpu", "1MiB", "--ram", "1MiB", "--disk", "1MiB"]
+    for home in ([], ["--home", "host"][:2], ["--home", "disk"], ["--home", "device"]):
+        given = [*tight[:-2], *home] if home == ["--home", "host"] else [*tight, *home]
+        assert "smaller model" not in ask(*MODEL, *given).stdout
+
+
+def test_half_the_bits_and_shorter_sequences_are_tried() -> None:
+    given = [*MODEL, "--ram", "1GiB", "--home", "device", "--seq", "128", "--batch", "1"]
+    _, least = answered(*given, "--budget", "1MiB")
+    budget = str(least["least_nbytes"] - 2**16)
+    _, document = answered(*given, "--budget", budget)
+    offered = [set(change) for change in document["changes"]]
+    assert {"--dtype"} in offered or {"--seq"} in offered
+    assert {"--seq"} in offered
 
 
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:

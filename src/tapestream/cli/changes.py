@@ -1,7 +1,8 @@
 """The least changes with which a training step fits that does not."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tapestream.errors import BudgetError, InputError
@@ -16,17 +17,55 @@ _QUICK = "revolve"  # where only the yes or no counts, one planner is enough
 _TRIES = 4
 
 
-def changes_that_fit(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Answer]]:
-    """Changes that make ``question`` fit, each tried, the cheapest kind first, each with a plan (not the fastest)."""
-    for change, asked in _candidates(question, refusal):
-        try:
-            yield change, asked.plan(_QUICK)
-        except (BudgetError, InputError):  # some do not go together, such as updates in RAM and all on the disk
-            continue
+@dataclass(frozen=True, slots=True)
+class Elsewise:
+    """The same step of a model of another kind. ``ask``: the question with other values of ``--dtype`` or ``--seq``,
+    which raises InputError where the model has none; ``dtype``, ``sequence``: as asked (None: no tokens)."""
+
+    ask: Callable[[Change], Question]
+    dtype: str
+    sequence: int | None
+
+    def changes(self) -> Iterator[tuple[Change, Question]]:
+        """16 bits, and the first of three shorter lengths that fits."""
+        if self.dtype != "bf16":
+            with suppress(InputError):
+                change = {"--dtype": "bf16"}
+                yield change, self.ask(change)
+        for shorter in () if self.sequence is None else (self.sequence >> k for k in range(1, 4)):
+            with suppress(InputError):
+                change = {"--seq": str(shorter)}
+                question = self.ask(change)
+                if shorter and _fits(question):
+                    yield change, question
+                    return
 
 
-def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Change, Question]]:
+def changes_that_fit(question: Question, refusal: BudgetError, elsewise: Elsewise) -> Iterator[tuple[Change, Answer]]:
+    """Changes that make ``question`` fit, each tried, the cheapest kind first; several options at once where no one
+    does. The first one's plan is that which the command makes once it is made, the others' are any that fit."""
+    found = False
+    for change, asked in _candidates(question, refusal, elsewise):
+        with suppress(BudgetError, InputError):  # some do not go together, as updates in RAM and all on the disk
+            yield change, _quickly(asked) if found else asked.plan()
+            found = True
+    for change, asked in () if found else _several(question):
+        with suppress(BudgetError, InputError):
+            yield change, asked.plan()
+            return
+
+
+def _quickly(question: Question) -> Answer:
+    """A plan, by one planner where that finds one."""
+    with suppress(BudgetError):
+        return question.plan(_QUICK)
+    return question.plan()
+
+
+def _candidates(question: Question, refusal: BudgetError, elsewise: Elsewise) -> Iterator[tuple[Change, Question]]:
     gpu, least = question.gpu, refusal.least_nbytes
+    if question.home is not None:
+        yield {"--home": "auto"}, replace(question, home=None)
     if gpu is not None and question.budget > gpu:
         yield {"--budget": _text(gpu)}, replace(question, budget=gpu)
     chunked = question.in_chunks
@@ -39,9 +78,37 @@ def _candidates(question: Question, refusal: BudgetError) -> Iterator[tuple[Chan
     smaller = _smaller_batch(question)
     if smaller is not None:
         yield {"--batch": str(smaller)}, replace(question, batch=smaller)
+    yield from elsewise.changes()
     yield from _more_room(question)
     if least is not None and least > question.budget:
         yield from _larger_device(question, least)
+
+
+def _several(question: Question) -> Iterator[tuple[Change, Question]]:
+    """As much of the device as the step takes, and of the disk, of RAM, or of both, with the home as it is, then with
+    any."""
+    for home in dict.fromkeys((question.home, None)):
+        for ram, disk in ((question.ram, None), (None, question.disk), (None, None)):
+            larger, change = replace(question, ram=ram, disk=disk, home=home), dict[str, str]()
+            missing = _refused(larger)
+            if missing is not None and missing.least_nbytes is not None:
+                change, larger = next(_larger_device(larger, missing.least_nbytes), (change, larger))
+            if home != question.home:
+                change["--home"] = "auto"
+            with suppress(BudgetError, InputError):
+                yield _with_rooms(change, larger, question, larger.plan())
+
+
+def _with_rooms(change: Change, larger: Question, question: Question, found: Answer) -> tuple[Change, Question]:
+    """``larger`` with the RAM and disk of ``question``, or with those that ``found`` takes where these are more."""
+    rooms: dict[str, int | None] = {}
+    for option, tier, room in (("--ram", Tier.HOST, question.ram), ("--disk", Tier.DISK, question.disk)):
+        text = _text(found.peak_nbytes(tier) * question.in_one)
+        taken = _mebibytes(text) // question.in_one
+        rooms[option] = room
+        if room is not None and taken > room:
+            change, rooms[option] = {**change, option: text}, taken
+    return change, replace(larger, ram=rooms["--ram"], disk=rooms["--disk"])
 
 
 def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Question]]:
@@ -59,11 +126,11 @@ def _larger_device(question: Question, least: int) -> Iterator[tuple[Change, Que
                 )
             if update != question.update:
                 change["--update"] = update
-            missing = refusal(larger)
+            missing = _refused(larger)
             if missing is None:
                 yield change, larger
                 return
-            # The least that was found is another planner's, and rounded; a split of it may take a little more.
+            # The least that was found is rounded; a split of it may take a little more.
             nbytes = max(missing.least_nbytes or 0, nbytes * 105 // 100)
 
 
@@ -115,8 +182,12 @@ def _fits(question: Question) -> bool:
 
 def refusal(question: Question) -> BudgetError | None:
     """Why the step does not fit, None where it does. One planner is asked."""
+    return _refused(question, _QUICK)
+
+
+def _refused(question: Question, planner: str = "auto") -> BudgetError | None:
     try:
-        question.plan(_QUICK)
+        question.plan(planner)
     except BudgetError as error:
         return error.to_keep()
     return None

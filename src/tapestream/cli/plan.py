@@ -9,7 +9,7 @@ import typer
 
 from tapestream.cli import checks, show
 from tapestream.cli.assumed import assumed_document, by_all, room, speeds
-from tapestream.cli.changes import Change, changes_that_fit
+from tapestream.cli.changes import Change, Elsewise, changes_that_fit
 from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
@@ -53,26 +53,39 @@ class PlanOptions:
 
 def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOptions) -> None:
     """Say whether the step fits. Raises typer.Exit(2) where it does not."""
-    where: Where = "host" if wanted.where == "host" else "device"
-    optimizer = checked(wanted.optimizer, wanted.update, where)
+    if hardware.device == "cpu" and wanted.where is not None:
+        checks.no_effect("--where", "--device cpu, where all is updated in RAM")
+    checked(wanted.optimizer, wanted.update, "host" if wanted.where == "host" else "device")
     subject = subject_of(target, wish)
     costs = costs_of(subject, hardware.device)
-    on_cpu = hardware.device == "cpu"
-    ranks = hardware.ranks
-    question = Question(
-        costs.outline, subject.batch, optimizer, wanted.update, hardware.device,
+    question = _asked(costs, subject, hardware, wanted)
+
+    def ask(change: Change) -> Question:
+        sequence = int(change["--seq"]) if "--seq" in change else wish.sequence
+        other = subject_of(target, replace(wish, dtype=change.get("--dtype", wish.dtype), sequence=sequence))
+        return _asked(costs_of(other, hardware.device), other, hardware, wanted)
+
+    if wanted.compare:
+        _compare(question, subject, costs, hardware, wanted)
+    else:
+        _answer(question, subject, costs, hardware, wanted, Elsewise(ask, wish.dtype, subject.sequence))
+
+
+def _asked(costs: Costs, subject: Subject, hardware: Hardware, wanted: PlanOptions) -> Question:
+    ranks, on_cpu = hardware.ranks, hardware.device == "cpu"
+    where: Where = "host" if wanted.where == "host" else "device"
+    return Question(
+        costs.outline, subject.batch, checked(wanted.optimizer, wanted.update, where), wanted.update, hardware.device,
         budget=hardware.budget, gpu=hardware.device_nbytes,
         ram=None if on_cpu else hardware.ram.nbytes // ranks.in_one, disk=hardware.disk.nbytes // ranks.in_one,
         home=_HOMES[wanted.home], speeds=hardware.machine, loss_chunks=wanted.loss_chunks,
-        lora=wanted.lora, tables=wanted.tables, shards=ranks.shards, in_one=ranks.in_one,
-        where=where,
+        lora=wanted.lora, tables=wanted.tables, shards=ranks.shards, in_one=ranks.in_one, where=where,
     )  # fmt: skip
-    if on_cpu and wanted.where is not None:
-        checks.no_effect("--where", "--device cpu, where all is updated in RAM")
-    (_compare if wanted.compare else _answer)(question, subject, costs, hardware, wanted)
 
 
-def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions) -> None:
+def _answer(
+    question: Question, subject: Subject, costs: Costs, hardware: Hardware, wanted: PlanOptions, elsewise: Elsewise
+) -> None:
     refusal: BudgetError | None = None
     helping: list[Helping] = []
     options: list[tuple[Change, Answer]] = []
@@ -80,7 +93,7 @@ def _answer(question: Question, subject: Subject, costs: Costs, hardware: Hardwa
         found: Answer | None = question.plan()
     except BudgetError as error:
         refusal = error
-        options = list(changes_that_fit(question, error))
+        options = list(changes_that_fit(question, error, elsewise))
         found = options[0][1] if options else None
     if found is not None and refusal is None:
         helping = remedies(question, found, every=wanted.suggest)
@@ -171,13 +184,14 @@ def _figures(
     question: Question, subject: Subject, found: Answer, changes: list[Change], hardware: Hardware
 ) -> dict[str, Any]:
     bounds = found.bounds(hardware.machine)
-    samples = int(changes[0].get("--batch", question.batch)) if changes else question.batch
+    change = changes[0] if changes else {}
+    samples, sequence = int(change.get("--batch", question.batch)), int(change.get("--seq", subject.sequence or 1))
     a_day = found.written_nbytes * DAY / found.seconds
     return {
         "planner": found.planner, "seconds_per_step": found.seconds, "overhead": found.overhead,
         "waiting_seconds": found.waiting_seconds, "forwards": found.forwards, "moved_nbytes": found.moved_nbytes,
         "bounds": {_bound_name(ends, question.device): seconds for ends, seconds in bounds.items()},
-        f"{subject.unit}_per_second": hardware.ranks.count * samples * (subject.sequence or 1) / found.seconds,
+        f"{subject.unit}_per_second": hardware.ranks.count * samples * sequence / found.seconds,
         "tiers": {
             tier.name.lower(): {"peak_nbytes": found.peak_nbytes(tier), "allowed_nbytes": found.allowed_nbytes(tier)}
             for tier in MEMORIES
@@ -219,17 +233,14 @@ def _print(
             show.line(f"The {format_nbytes(nbytes)} that it takes are filled by {_most(document['least_fills'])}.")
         texts = list(map(_text, document["changes"]))
         if not texts:
-            show.line(
-                "No change of --update, --batch, --budget, --gpu, --ram or --disk was found that makes it fit; "
-                "use a smaller model."
-            )
+            show.line("No change makes it fit, nor any amount of the device, RAM and disk; use a smaller model.")
             return
         show.line(f"The least change that fits: {texts[0]}", "bold")
         for text in texts[1:]:
             show.line(f"So does: {text}")
     if found is None:
         return
-    title = "With that change (one planner tried, not the fastest)" if refusal is not None else "It fits"
+    title = "With that change" if refusal is not None else "It fits"
     changed = hardware.changed(document["changes"][0]) if refusal is not None else hardware
     show.table(title, _rows(question, subject, document["answer"], changed))
     if refusal is None:
