@@ -85,7 +85,7 @@ class BlockStore:
     def wait(self, value: Value, tier: Tier) -> None:
         """Until that copy, or the updates of a block in HOST, have ended."""
         if tier is Tier.HOST and value.kind is Kind.PARAMETERS:
-            self.updates.on_host.end(value.index)
+            self.copies.end_updates(value.index)
         self.copies.wait(value, tier)
 
     def free(self, value: Value, tier: Tier) -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 from torch.autograd.graph import increment_version
 
-from tapestream.errors import InputError, StorageError
+from tapestream.errors import InputError, StorageError, TapestreamError
 from tapestream.executor.block_regions import BlockRegions, users_of
 from tapestream.executor.engines.protocol import CopyEngine, Ticket
 from tapestream.executor.on_host import UpdatesOnHost
@@ -41,6 +41,7 @@ class BlockCopies(BlockRegions):
         self.tickets: dict[tuple[Value, Tier], Ticket | Arrival] = {}
         self._begun: tuple[Value, Tier] | None = None  # not among them yet
         self.dirty: set[Value] = set()  # on the device, newer than at home
+        self._newer: set[Value] = set()  # on the host, written by updates there, newer than at home below
         self._shown: dict[Value, dict[int, int]] = {}  # addresses of what a block's parameters show, by their numbers
 
     def adopt(self, block: ParameterBlock) -> None:
@@ -91,6 +92,7 @@ class BlockCopies(BlockRegions):
             self.show(value, Tier.DEVICE)
         if tier is self.home_of(value):
             self.dirty.discard(value)
+            self._newer.discard(value)
             self.resident -= {value}
 
     def copy_now(self, value: Value, source: Tier, target: Tier) -> None:
@@ -110,6 +112,7 @@ class BlockCopies(BlockRegions):
             self.release(value, through)
         if target is self.home_of(value):
             self.dirty.discard(value)
+            self._newer.discard(value)
 
     def bytes_at(self, value: Value, tier: Tier) -> torch.Tensor:
         """The bytes of a copy: device memory, host memory, or a shared mapping of its file."""
@@ -188,7 +191,7 @@ class BlockCopies(BlockRegions):
         return [region for region in found if region is not None]
 
     def settle(self) -> None:
-        """Nothing in flight, every value at its home alone. Raises the first StorageError, after all that could be
+        """Nothing in flight, every value at its home alone. Raises the first error, after all that could be
         saved is."""
         under_way = [*self.tickets, *([] if self._begun is None else [self._begun])]
         arriving = {value for value, tier in under_way if tier is self.near}
@@ -200,7 +203,7 @@ class BlockCopies(BlockRegions):
             self.engine.abandon()
             self.tickets.clear()
             self._begun = None
-        failed: StorageError | None = None
+        failed: TapestreamError | None = None
         whole, near = self.shards is None, self.near  # gradients are tensors of their own where they are whole
         new = [v for v in self.staying - self.resident if not (whole and v.kind is Kind.GRADIENT)]
         self.resident |= {value for value in new if self.has(value, near)} - arriving
@@ -210,13 +213,18 @@ class BlockCopies(BlockRegions):
             if tier is self.home_of(value):
                 continue
             try:
-                if value in self.dirty and (tier is self.near or not self.has(value, self.near)):
+                if tier is Tier.HOST:
+                    self.end_updates(value.index)
+                between = tier is not near and not self.has(value, near)
+                if (value in self._newer and tier is Tier.HOST) or (value in self.dirty and (tier is near or between)):
                     self.copy_now(value, tier, self.home_of(value))
                 if tier is Tier.DEVICE and value.kind in SHOWN:
                     self.show(value, self.home_of(value))
             except StorageError as error:
                 failed = failed or error  # the copy on the device stays: it is the only one
                 continue
+            except TapestreamError as error:  # of an update, which has not happened
+                failed = failed or error
             self.release(value, tier)
         self.hand_over()
         for region in [region for region in self._left if users_of(region.memory) == 0]:
@@ -261,19 +269,46 @@ class BlockCopies(BlockRegions):
         return users_of(region.memory) > len(self._shown[value]) - len(but)
 
     def on_the_host(self, block: int, part: int) -> tuple[Callable[[], None], dict[Value, torch.Tensor]]:
-        """What waits until an update of a part may begin in HOST, and the bytes there that it reads and writes."""
+        """What waits until an update of a part may begin in HOST, and the bytes there that it reads and writes. What
+        lives below is brought where no plan has done so; it is newer there than at home when the update has ended."""
         values = [Value(Kind.PARAMETERS, block), Value(Kind.GRADIENT, block)]
         if self.blocks[block].nbytes_of(Kind.OPTIMIZER_STATE, part):
             values.append(Value(Kind.OPTIMIZER_STATE, block, part))
         regions: dict[Value, Region] = {}
         for value in values:
             self.wait(value, Tier.HOST)
-            if value.kind is not Kind.GRADIENT or self.has(value, Tier.HOST):  # a user's own may be used
-                regions[value] = self.region(value, Tier.HOST)
+            if value.kind is Kind.GRADIENT:  # a user's own may be used
+                if self.has(value, Tier.HOST):
+                    regions[value] = self.region(value, Tier.HOST)
+                continue
+            home = self.home_of(value)
+            if home is not Tier.HOST and not self.has(value, Tier.HOST):
+                if self.holds(value, home):
+                    self.copy_now(value, home, Tier.HOST)
+                else:
+                    self.reserve(value)
+            regions[value] = self.region(value, Tier.HOST)
+            if home is not Tier.HOST:
+                self._newer.add(value)
         return self.engine.on_host(list(regions.values())), {v: region.memory for v, region in regions.items()}
 
+    def end_updates(self, block: int) -> None:
+        """Wait for the updates of a block in HOST. Where one has failed, what lives below is there as it was before."""
+        try:
+            self.on_host.end(block)
+        except TapestreamError:
+            self._newer -= {value for value in self._newer if value.index == block}
+            raise
+
+    def end_on_host(self, block: int) -> None:
+        """The same; what they have written goes home, where that is below."""
+        self.end_updates(block)
+        for value in [value for value in self._newer if value.index == block]:
+            self.copy_now(value, Tier.HOST, self.home_of(value))
+            self.release(value, Tier.HOST)
+
     def _look(self, value: Value, source: Tier) -> None:
-        self.on_host.end(value.index)
+        self.end_updates(value.index)
         if source is self.tier_of(value):
             self.adopt_replaced(value)
 

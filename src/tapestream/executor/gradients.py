@@ -97,11 +97,12 @@ class GradientBook:
         own = self._own(block)
         return all(gradient.data_ptr() in own or not gradient.numel() for gradient in gradients)
 
-    def at_home(self, block: int) -> Found:
-        """Those, taken over for an update there."""
+    def sent(self, block: int) -> Found:
+        """Those, taken over for an update where they are: on the host, or else at home."""
         value = Value(Kind.GRADIENT, block)
         numbers = self._arrived.pop(block, [])
-        memory = self.copies.bytes_at(value, self.copies.home_of(value)) if numbers else None
+        tier = Tier.HOST if self.copies.has(value, Tier.HOST) else self.copies.home_of(value)
+        memory = self.copies.bytes_at(value, tier) if numbers else None
         views = {} if memory is None else self.copies.blocks[block].views(memory)
         return {i: views[i] for i in numbers}
 
@@ -132,15 +133,16 @@ class GradientBook:
         self._arrived[block] = arrived
         copies.engine.compute_ended([region])
 
-    def at_step(self, block: int) -> Found:
-        """Gradients for an update: those that users see, read from the device copy where one was fetched."""
+    def at_step(self, block: int, tier: Tier = Tier.DEVICE) -> Found:
+        """Gradients for an update in ``tier``: those that users see, read from the copy there where one was fetched."""
         this, value = self.copies.blocks[block], Value(Kind.GRADIENT, block)
-        region = self.copies.regions.get((value, Tier.DEVICE))
+        region = self.copies.regions.get((value, tier))
+        device = self.copies.device if tier is Tier.DEVICE else torch.device("cpu")
         fetched = None if region is None else this.views(region.memory)
         shown = self._gradients(block)
         own = self._own(block) if fetched is not None else ()
         return {
-            i: fetched[i] if fetched is not None and gradient.data_ptr() in own else gradient.to(self.copies.device)
+            i: fetched[i] if fetched is not None and gradient.data_ptr() in own else gradient.detach().to(device)
             for i, gradient in shown.items()
         }
 

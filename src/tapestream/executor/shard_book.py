@@ -88,7 +88,7 @@ class ShardBook(GradientBook):
         whole, shard = copies.region(value, Tier.DEVICE), copies.region(value, Tier.SHARD)
         return copies.used_by(lambda: copies.others.sum(whole.memory, shard.memory, addends), whole, shard)
 
-    def at_step(self, block: int) -> Found:
+    def at_step(self, block: int, tier: Tier = Tier.DEVICE) -> Found:
         """This rank's part of the gradients that ``.grad`` stands for."""
         numbers, value = self._own_gradients(block), Value(Kind.GRADIENT, block)
         self.forget_whole()

@@ -1,6 +1,7 @@
 """`Updates`: the optimizer's rule on parameter blocks, part by part of their state."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,8 +76,18 @@ class Updates:
         self.done: set[int] = set()
         self.pinned: frozenset[int] = frozenset()  # blocks that are plain tensors on the device
         self.on_host = copies.on_host
+        self._stepping = False  # whether the step phase of a plan is being run
         self._under_way: dict[int, tuple[int, Found]] = {}  # the part that is next, and the gradients
         self._views: dict[Value, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # where home is the device
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Inside, the step phase of a plan is being run."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     @property
     def eager(self) -> bool:
@@ -129,13 +140,14 @@ class Updates:
                 self._gradients.stepped(block, gradients)
 
     def run_on_host(self, block: int, part: int) -> None:
-        """Begin an update in RAM of a block whose gradient has come there in this backward. (Those of a step are begun
-        by that, and nothing is left to do where its plan has them.)"""
-        if not self.eager:
+        """Begin an update in RAM of a block whose gradient has come there in this backward, or, in a step phase, has
+        come before. (Late ones are begun by the step before, and nothing is left to do where a plan has them.)"""
+        if not self.eager and not self._stepping:
             return
         if part == 0:
             self._under_way.pop(block, None)
-            found = self._gradients.at_home(block)
+            self._copies.adopt_replaced(Value(Kind.PARAMETERS, block))
+            found = self._gradients.sent(block) if self.eager else self._gradients.at_step(block, Tier.HOST)
         else:
             _, found = self._under_way.pop(block, (part, {}))
         if not found:
@@ -146,6 +158,7 @@ class Updates:
         self._begin_on_host(block, part, found)
         if last:
             self.done.add(block)
+        if last and self.eager:
             self._gradients.stepped(block, found)
 
     def left_on_device(self, among: Collection[int] | None) -> list[int]:
@@ -173,7 +186,7 @@ class Updates:
                 if alone:
                     self.on_host.hide(block, [*(this.parameters[i] for i in this.trained), *given.values()])
                 else:
-                    self.on_host.end(block)
+                    copies.end_on_host(block)
 
     def _begin_on_host(self, block: int, part: int, found: Found) -> None:
         this, run = self._copies.blocks[block], self.updater
@@ -223,7 +236,7 @@ class Updates:
             first = self._under_way[block][0] if block in self._under_way else 0
             for part in range(first, self._copies.blocks[block].updates):
                 self.run_on_host(block, part)
-            self.on_host.end(block)
+            self._copies.end_on_host(block)
             return
         self._loans.bring_near(Value(Kind.PARAMETERS, block))
         first = self._under_way[block][0] if block in self._under_way else 0

@@ -20,7 +20,7 @@ class Steps:
     """``groups()`` gives the param_groups as users see them. ``rule`` updates blocks: with ``where="host"`` by an
     optimizer of their own, if nothing is common to all that it steps. ``inner`` updates what lies outside the blocks.
     ``late``: whether updates of blocks may go on after their step. ``device``: where they are otherwise; ``masters``:
-    see `Rule`."""
+    see `Rule`; ``go_on``: whether updates could, as nothing has to come from a disk."""
 
     def __init__(
         self,
@@ -31,6 +31,8 @@ class Steps:
         device: torch.device,
         where: Where,
         update: str,
+        *,
+        go_on: bool,
     ) -> None:
         tried = self.tried = Tried(cls, options, groups, masters, torch.device("cpu") if where == "host" else device)
         self.way, self._eager, self._hosted = tried.way(), update == "backward", where == "host"
@@ -42,7 +44,7 @@ class Steps:
             self._on_cpu = GroupsOnCpu(cls, options, groups)
             self._blocks_common = Common(cls.__name__, self._on_cpu, self.way)
             within = Inner(cls, options, self._blocks_common, self.way, tried.stand_ins)
-        self.late = self._on_cpu is not None and not self._eager and not self.way.writes_gradients
+        self.late = go_on and self._on_cpu is not None and not self._eager and not self.way.writes_gradients
         self.rule = Rule(within, groups if self._on_cpu is None else self._on_cpu, masters)
 
     @property

@@ -20,7 +20,7 @@ from tapestream.optim.outside import Outside
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
 from tapestream.optim.steps import Steps
-from tapestream.planning.where import check_where
+from tapestream.planning.where import check_where, go_on
 from tapestream.runner.stage import parameter_ids
 
 Update: TypeAlias = Literal["step", "backward"]
@@ -49,7 +49,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         where: str = "auto",
     ) -> None:
         check_choices(update, master)
-        self.where = check_where(where, handle.store.homes)
+        self.where = check_where(where, handle.store.homes, direct=handle.store.copies.direct)
         handle.check_idle("ts.optimizer()")
         self._handle, self._class, self.model = handle, optimizer_class, handle.model
         listed = as_groups(groups)
@@ -62,17 +62,17 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         self.update: Update = "step" if update == "step" else "backward"
         parameters = self._listed()
         self._mine, self._count = set(map(id, parameters)), len(parameters)
-        self._takes_all, self._adopted, self.behind = takes_all, set[int](), False
-        self._used = self._gone = False
+        self._takes_all, self._adopted = takes_all, set[int]()
+        self.behind = self._used = self._gone = False
         other = handle.optimizer
         check_alone(self._mine, None if other is None or other._used else other._mine)
-        self._master, self._masters = master, set[int]()
+        self._master, self._masters, self._options = master, set[int](), dict(options)
         self._widen(parameters)
-        self._options = dict(options)
         groups_now = lambda: self.param_groups  # noqa: E731
         self._steps = steps = Steps(
-            optimizer_class, self._options, groups_now, self._masters, handle.store.device, self.where, self.update
-        )
+            optimizer_class, self._options, groups_now, self._masters, handle.store.device, self.where, self.update,
+            go_on=go_on(handle.store.homes),
+        )  # fmt: skip
         self._tried, self._common, self._inner, self._rule = steps.tried, steps.common, steps.inner, steps.rule
         away = bool(self._masters) or handle.store.homes[Kind.GRADIENT] is not Tier.DEVICE
         self._leftover = Leftover(steps.way.writes_gradients and away and self.update == "step")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tapestream.costs import Budget, Machine, Profile
-from tapestream.errors import BudgetError
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
+from tapestream.passes.host_room import HostRoom
 from tapestream.passes.host_updates import HostUpdates, is_on_host
 from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
 from tapestream.passes.stays import Occupancy, Stay, successors
@@ -55,16 +55,13 @@ def issue(
     walk = _Walk(computation, stays, profile, base, machine, budget, across, living_nbytes)
     for position, action in enumerate(computation):
         if action in BARRIERS:
-            walk.settle()
+            walk.settle(position)
         elif not is_on_host(action):
             walk.bring(position)
-        walk.run(action, profile)
+        walk.run(action, position, profile)
         walk.send(position)
-    walk.settle()
-    if host_nbytes is not None and walk.most > host_nbytes:
-        raise BudgetError(
-            f"blocks and what passes through take {walk.most} bytes of HOST, {host_nbytes} are allowed; allow that much"
-        )
+    walk.settle(len(computation) - 1)
+    walk.room.check(host_nbytes)
     return Issued(walk.actions, walk.clock.now)
 
 
@@ -82,19 +79,16 @@ class _Walk:
         across: bool,
         living_nbytes: int,
     ) -> None:
-        self.living = living_nbytes
+        every, stays = stays, [stay for stay in stays if stay.tier is not Tier.HOST]
         self.stays, self.base, self.eager, self.across = stays, base, budget is not None, across
-        self.limits = {tier: _limit(budget, tier) for tier in (Tier.DEVICE, Tier.HOST)}
-        self.clock = Clock(machine, tracing=False)
+        self.limit, self.clock = _limit(budget, Tier.DEVICE), Clock(machine, tracing=False)
         self.occupied = Occupancy(base, stays).nbytes
-        self.host = base.host if base.host.any() else None  # what states and saved tensors take of it, if any do
+        out = max((stay.nbytes_in(Tier.HOST) for stay in stays if Tier.HOST in stay.leave[:-1]), default=0)
+        self.room = HostRoom(living_nbytes, base.host, _limit(budget, Tier.HOST), out)
         self.actions: list[Action] = []
-        self.updates = HostUpdates(profile, self.clock, self.actions)
+        self.updates = HostUpdates(profile, self.clock, self.actions, every, computation, self.room, self._land)
         self.moving: list[Transit] = []  # those that go on, see there; in order of their first copies
         self.leaving = 0  # device bytes of values on their way out
-        self.staged = 0  # host bytes of values that only pass through
-        self.most = living_nbytes + int(base.host.max(initial=0))  # host bytes so far
-        self.reserve = max((stay.nbytes_in(Tier.HOST) for stay in stays if Tier.HOST in stay.leave[:-1]), default=0)
         self.others: dict[Value, tuple[Tier, Tier, Job | None]] = {}
         self.done = bytearray(len(stays))
         self.transit: dict[int, Transit] = {}
@@ -117,11 +111,13 @@ class _Walk:
             if stay.due is not None:
                 self.due.setdefault(stay.due, []).append(i)
 
-    def run(self, action: Action, profile: Profile) -> None:
+    def run(self, action: Action, position: int, profile: Profile) -> None:
         """Let the clock run; copies of states and saved tensors pass through their lanes too."""
         if is_on_host(action):
             gradient = self.under_way.get(Value(Kind.GRADIENT, action.block))
-            self.updates.ask(action, landed=gradient is None or gradient.ended)
+            self.updates.ask(action, position, landed=gradient is None or gradient.ended)
+            if not self.eager:
+                self.updates.end_all(position)
             return
         self.actions.append(action)
         self.clock.compute(compute_seconds(action, profile), "", 0)
@@ -154,6 +150,7 @@ class _Walk:
             if len(self.actions) > before:  # else nothing has changed
                 self._retire(position)
                 self._look_ahead(position)
+            self.updates.fetch_ahead(position)
 
     def send(self, position: int) -> None:
         """Values whose stay ends with the action at ``position`` go home or are dropped."""
@@ -168,12 +165,18 @@ class _Walk:
             while not self.eager and not transit.ended:
                 self._advance(transit, position)
 
-    def settle(self) -> None:
+    def settle(self, position: int) -> None:
         """Wait for every copy under way."""
         for transit in [*(t for t in self.moving if t.outward), *self.transit.values()]:
             while not transit.ended:
                 self._advance(transit, len(self.occupied) - 1)
-        self.updates.end_all()
+        self.updates.end_all(position)
+
+    def _land(self, block: int, position: int) -> None:
+        """Wait until the gradient of a block is where it is used by an update on the host."""
+        gradient = self.under_way[Value(Kind.GRADIENT, block)]
+        while not gradient.ended:
+            self._advance(gradient, position)
 
     def _start(self, i: int, position: int) -> None:
         """Start the first copy of a stay; wait first until an older copy of the value has left, and until the shard is
@@ -212,7 +215,8 @@ class _Walk:
         if transit.outward or transit.hop > 1:
             self.actions.append(Free(value, source))
             if source is Tier.HOST:
-                self.staged, transit.staged = self.staged - transit.staged, 0
+                self.room.give(transit.staged)
+                transit.staged = 0
             elif transit.outward:
                 self.leaving, transit.leaving = self.leaving - transit.leaving, 0
             else:  # the shard that the whole came by
@@ -242,11 +246,10 @@ class _Walk:
             summed = stay.after_nbytes if target is Tier.SHARD else 0
             transit.leaving = stay.nbytes_in(source) + summed
             self.leaving += transit.leaving
-        if target is Tier.HOST and not transit.last:
+        if target is Tier.HOST and (not transit.last or stay.value in self.updates.passing):
             self._make_host_room(transit, position)
             transit.staged = stay.nbytes_in(target)
-            self.staged += transit.staged
-            self.most = max(self.most, self.living + int(self.base.host[position]) + self.staged)
+            self.room.take(transit.staged, position)
         elif target <= Tier.SHARD and not transit.outward:
             self.occupied[position : stay.start] += stay.nbytes_in(target)
             self.gathers.begins(stay, target)
@@ -301,7 +304,9 @@ class _Walk:
             shard is not None and (shard not in self.transit or not self.transit[shard].ended)
         ):
             return False
-        return self._stages(stay, position) if stay.arrive[1] is Tier.HOST else self._fits(stay, 1, position)
+        if stay.arrive[1] is Tier.HOST:  # with a value on its way out beside it
+            return self.room.allows(stay.nbytes_in(Tier.HOST), position, stay.start)
+        return self._fits(stay, 1, position)
 
     def _may_go_on(self, transit: Transit, position: int) -> bool:
         """Whether a stay half-way in may: the device has room, and nothing that is needed earlier waits for it."""
@@ -312,29 +317,24 @@ class _Walk:
         """Whether the device has room from now on until a stay's start for what comes with so many hops."""
         if stay.start <= position:
             return True
-        room = self.limits[Tier.DEVICE] - stay.nbytes_in(stay.arrive[hop])
+        room = self.limit - stay.nbytes_in(stay.arrive[hop])
         room -= self.gathers.before_nbytes(stay)
         if int(self.occupied[position]) + self.leaving > room or int(self.occupied[stay.start - 1]) > room:
             return False
         return int(np.maximum.reduce(self.occupied[position : stay.start])) <= room
 
-    def _stages(self, stay: Stay, position: int) -> bool:
-        """Whether the host has room to pass a stay through, with a value on its way out beside it."""
-        beside = 0 if self.host is None else int(self.host[position : stay.start + 1].max())
-        return self.living + beside + self.staged + stay.nbytes_in(Tier.HOST) + self.reserve <= self.limits[Tier.HOST]
-
     def _make_room(self, position: int) -> None:
         """Wait for copies out until what is left fits beside the action at ``position``."""
-        while self.leaving and self.occupied[position] + self.leaving > self.limits[Tier.DEVICE]:
+        while self.leaving and self.occupied[position] + self.leaving > self.limit:
             self._advance(next(t for t in self.moving if t.leaving), position)
 
     def _make_host_room(self, newcomer: Transit, position: int) -> None:
-        host = self.living + int(self.base.host[position]) + newcomer.stay.nbytes_in(Tier.HOST)
-        while host + self.staged > self.limits[Tier.HOST]:
+        while self.room.lacks(newcomer.stay.nbytes_in(Tier.HOST), position):
             movable = next(self._movable(newcomer, position), None)
-            if movable is None:
+            if movable is not None:
+                self._advance(movable, position)
+            elif not self.updates.make_progress(position):
                 return
-            self._advance(movable, position)
 
     def _movable(self, newcomer: Transit, position: int) -> Iterator[Transit]:
         """Values passing through the host that can leave it now."""

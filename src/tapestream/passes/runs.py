@@ -78,11 +78,15 @@ def with_updates(
     }
     if update is None or not last:
         return computation
+
+    def tier_of(block: int) -> Tier:
+        return Tier.HOST if block in hosted.blocks else Tier.DEVICE
+
     late = _in_order(computation, profile, last.keys() & hosted.late)
     first = [action for block in late for action in updates_of(block, profile, Tier.HOST)]
     computation = [computation[0], *first, *computation[1:]]
     if update == "step":
-        steps = (action for block in sorted(last.keys() - hosted.late) for action in updates_of(block, profile))
+        steps = (a for block in sorted(last.keys() - hosted.late) for a in updates_of(block, profile, tier_of(block)))
         return [*computation, Phase(PhaseKind.STEP), *steps]
     due = {position + len(first): block for block, position in last.items() if block not in hosted.late}
     found: list[Action] = []
@@ -94,8 +98,7 @@ def with_updates(
             summed = []
         if position in due:
             block = due[position]
-            tier = Tier.HOST if block in hosted.blocks else Tier.DEVICE
-            (found if profile.shards == 1 else summed).extend(updates_of(block, profile, tier))
+            (found if profile.shards == 1 else summed).extend(updates_of(block, profile, tier_of(block)))
     return found + summed
 
 

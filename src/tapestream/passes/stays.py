@@ -39,7 +39,8 @@ class Stay(NamedTuple):
     ``arrive``: the tiers it passes on its way in (empty: there from the beginning, or made by the action at
     ``start``). ``leave``: the tiers it passes on its way out, written back; ``free``: the tiers where it is
     dropped instead. Of a block that is divided among ranks: ``shard``: bytes of a shard; ``tier``: whether all of it is
-    there or a shard; ``due``: the action before which it must have left for the tier where it goes.
+    there or a shard; ``due``: the action before which it must have left for the tier where it goes. ``tier`` HOST: the
+    presence is there, for an update of what lives on the disk.
     """
 
     value: Value
@@ -114,7 +115,7 @@ class Occupancy:
 
     def add(self, stays: Iterable[Stay], sign: int = 1) -> None:
         """Count some stays more (``sign`` -1: fewer)."""
-        stays = tuple(stays)
+        stays = tuple(stay for stay in stays if stay.tier is not Tier.HOST)
         for stay in stays:
             if stay.shard and stay.divided:
                 self.before[stay.start] += sign * stay.before_nbytes
@@ -206,6 +207,7 @@ class _Draft:
     leave: tuple[Tier, ...] = ()
     free: tuple[Tier, ...] = ()
     ended: bool = False
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(slots=True)
@@ -234,8 +236,9 @@ class _Reader:
             case Offload(value, source, target) if not value.kind.by_stage:
                 draft = self.latest[value]
                 draft.leave = (*(draft.leave or (source,)), target)
+                draft.ended = draft.ended or draft.tier is Tier.HOST
             case Free(value, tier) if not value.kind.by_stage:
-                if value.kind is Kind.GRADIENT and tier is Tier.HOST and value.index in self.updated:
+                if value.kind is Kind.GRADIENT and tier >= Tier.HOST and value.index in self.updated:
                     return  # follows from the update there
                 self._free(self.latest[value], tier)
             case Wait(value) if not value.kind.by_stage:
@@ -245,7 +248,15 @@ class _Reader:
                     self._use(value)
                 if isinstance(action, Update) and action.tier is Tier.HOST:
                     self.updated.add(action.block)
+                    self._bring_to_host(action)
                 self.computation.append(action)
+
+    def _bring_to_host(self, action: Update) -> None:
+        """What has come to the host and goes no further is there for an update."""
+        position = len(self.computation)
+        for value in [value for value in self.coming if value.index == action.block]:
+            if value.kind is not Kind.OPTIMIZER_STATE or value.part == action.part:
+                self._open(_Draft(value, position, position, self.coming.pop(value), tier=Tier.HOST))
 
     def _open(self, draft: _Draft) -> None:
         self.drafts.append(draft)
@@ -272,18 +283,26 @@ class _Reader:
         end = len(self.computation) - 1
         found = []
         for draft in self.drafts:
-            stop = draft.stop if draft.ended else end
+            stop = draft.stop if draft.ended or draft.tier is Tier.HOST else end
             if draft.start is None or stop is None:
                 continue
             nbytes = sizes.get(draft.value, 0)
-            found.append(Stay(draft.value, nbytes, draft.start, stop, draft.arrive, draft.leave, draft.free))
+            found.append(
+                Stay(draft.value, nbytes, draft.start, stop, draft.arrive, draft.leave, draft.free, tier=draft.tier)
+            )
         return sorted(found, key=lambda stay: stay.start)
 
 
 def living_on_host(resident: Iterable[tuple[Value, Tier]], stays: Iterable[Stay]) -> frozenset[Value]:
     """Values that have a place there, where they lie when a step begins (``resident``) or are sent home to."""
     there = {value for value, tier in resident if tier is Tier.HOST}
-    return frozenset(there | {stay.value for stay in stays if stay.leave and stay.leave[-1] is Tier.HOST})
+    sent, passing = set[Value](), set[Value]()
+    for stay in stays:
+        if stay.tier is Tier.HOST:
+            passing.add(stay.value)
+        elif stay.leave and stay.leave[-1] is Tier.HOST:
+            sent.add(stay.value)
+    return frozenset(there | (sent - passing))
 
 
 def successors(stays: Sequence[Stay]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from tapestream.ir import (
 )
 from tapestream.ir.homes import KINDS, HomeLike, HomeTiers, home_tiers
 from tapestream.passes.divided import Divided
-from tapestream.passes.host_updates import NONE_HOSTED, Hosted
+from tapestream.passes.host_updates import NONE_HOSTED, Hosted, is_on_host
 from tapestream.passes.issue import issue
 from tapestream.passes.memory import Footprint, block_values, compute_seconds, footprint, stage_nbytes
 from tapestream.passes.residency import UpdateMode
@@ -37,7 +37,8 @@ class Streaming:
     ``routes``: of the values of each kind from their home to the device (of blocks that are divided among ranks, to
     SHARD there); ``from_disk``: of those that overflow. ``sizes``: between uses. ``seconds``: of all
     computation before each action, and at the end. ``forwards``: runs of stages, recorded ones included;
-    ``passing_nbytes``: of states and saved tensors that cross links. ``hosted``: what is updated in HOST.
+    ``passing_nbytes``: of states and saved tensors that cross links. ``hosted``: what is updated in HOST; ``in_host``:
+    the positions of these updates, by block, part after part.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class Streaming:
     forwards: int
     passing_nbytes: int
     hosted: Hosted
+    in_host: Mapping[int, list[int]]
     moving: dict[Value, tuple[Stay, ...]] = field(default_factory=dict, compare=False)  # as asked for so far
 
     @classmethod
@@ -89,9 +91,13 @@ class Streaming:
         forwards = sum(map(_forwards, computation))
         copies = (action.value for action in computation if isinstance(action, Offload | Prefetch))
         passing = sum(stage_nbytes(value, profile) for value in copies)
+        in_host: dict[int, list[int]] = {}
+        for position, action in enumerate(computation):
+            if is_on_host(action):
+                in_host.setdefault(action.block, []).append(position)
         return cls(
             schedule, profile, machine, routes, below, update, accumulate, computation, base, runs, sizes, seconds,
-            forwards, passing, hosted,
+            forwards, passing, hosted, in_host,
         )  # fmt: skip
 
     def stays(self, resident: frozenset[Value]) -> list[Stay]:
@@ -113,11 +119,11 @@ class Streaming:
         whatever their kind's home. Raises BudgetError where the host has to hold more than ``host_nbytes``.
         """
         where = self._lying(stays, on_disk)
-        lives = living_on_host(where, stays)
+        living = sum(self.sizes[value] for value in living_on_host(where, stays))
+        living += max((self.profile.blocks[block].update_extra_nbytes for block in self.in_host), default=0)
         actions, seconds = issue(
             self.computation, stays, self.profile, self.base, self.machine,
-            budget=budget, across=across, living_nbytes=sum(self.sizes[value] for value in lives),
-            host_nbytes=host_nbytes,
+            budget=budget, across=across, living_nbytes=living, host_nbytes=host_nbytes,
         )  # fmt: skip
         schedule = Schedule.of(actions, self.schedule.stages, resident=where, planner=self.schedule.planner)
         return schedule, seconds
@@ -169,6 +175,7 @@ class Streaming:
         elif resident:
             yield Stay(value, nbytes, 0, end)
         else:
+            yield from self._stays_in_host(value)
             for run in self.runs.get(value, ()):
                 if run.updates:
                     yield Stay(value, nbytes, run.start, run.stop, route, leave=route[::-1])
@@ -190,7 +197,9 @@ class Streaming:
         elif self.update is None:
             yield Stay(value, nbytes, first, last, route if self.accumulate else (), leave=route[::-1])
         elif value.index in self.hosted.blocks:
-            yield Stay(value, nbytes, first, last, leave=route[::-1])
+            passing = route[0] is Tier.DISK and self.update == "backward"
+            yield Stay(value, nbytes, first, last, leave=route[:0:-1] if passing else route[::-1])
+            yield from self._stays_in_host(value, made=passing)
         elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
         elif resident:  # users see it as .grad until the step has ended
@@ -198,6 +207,19 @@ class Streaming:
         else:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
             yield Stay(value, nbytes, runs[-1].start, last, route, free=(Tier.DEVICE, route[0]))
+
+    def _stays_in_host(self, value: Value, *, made: bool = False) -> Iterator[Stay]:
+        """While a block is updated there, of a value that lives on the disk; ``made``: it has come from the device."""
+        if self.routes[value.kind][0] is not Tier.DISK or value.kind is Kind.BUFFERS:
+            return
+        there = self.in_host.get(value.index, [])
+        if value.kind is Kind.OPTIMIZER_STATE:
+            there = there[value.part : value.part + 1]
+        if there:
+            way = (Tier.DISK, Tier.HOST)
+            leave = () if value.kind is Kind.GRADIENT else way[::-1]
+            nbytes, arrive = self.sizes[value], () if made else way
+            yield Stay(value, nbytes, there[0], there[-1], arrive, leave, tier=Tier.HOST)
 
     def _divided(self) -> "Divided":
         return Divided(self.profile, self.routes, self.runs, self.update, self.accumulate, len(self.computation) - 1)

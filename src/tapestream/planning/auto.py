@@ -19,7 +19,7 @@ from tapestream.planning.fastest import Found, judged_as, leanest, refined, spar
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.shortened import shortened
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
-from tapestream.planning.where import Where, hosted_blocks
+from tapestream.planning.where import Where, go_on, hosted_blocks
 from tapestream.simulate import simulate
 from tapestream.system.collector import collector_off
 from tapestream.units import format_nbytes
@@ -119,8 +119,8 @@ def make_plan(
         resident = frozenset(value for value, _ in block_values(profile))  # shards, all the time
     hosted = NONE_HOSTED
     if where == "host" and update is not None and not accumulate:
-        blocks = hosted_blocks(profile, homes)
-        hosted = Hosted(blocks, blocks if update == "step" else frozenset())
+        blocks = hosted_blocks(profile, homes, machine)
+        hosted = Hosted(blocks, blocks if update == "step" and go_on(homes) else frozenset())
     if resident is not None:
         resident = frozenset(v for v in resident if v.index not in hosted.blocks or v.kind is Kind.BUFFERS)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends

@@ -2,7 +2,7 @@
 
 from typing import Literal, TypeAlias
 
-from tapestream.costs import Profile
+from tapestream.costs import Machine, Profile
 from tapestream.errors import InputError
 from tapestream.ir import Tier
 from tapestream.ir.homes import KINDS, HomeTiers
@@ -10,22 +10,29 @@ from tapestream.ir.homes import KINDS, HomeTiers
 Where: TypeAlias = Literal["device", "host"]
 
 
-def check_where(where: str, homes: HomeTiers) -> Where:
-    """Where blocks with these homes are updated if "auto", "device" or "host" was asked for. Raises InputError."""
+def check_where(where: str, homes: HomeTiers, *, direct: bool) -> Where:
+    """Where blocks with these homes are updated if "auto", "device" or "host" was asked for; ``direct``: nothing is
+    between the device and the disk. Raises InputError."""
     if where not in ("auto", "device", "host"):
         raise InputError(f"where={where!r} was asked for; it is 'auto', 'device' or 'host'")
     if where != "host":
         return "device"  # whose bits the CPU's kernels were measured to give of no optimizer yet
-    _check_homes(homes)
+    _check_homes(homes, direct=direct)
     return "host"
 
 
-def hosted_blocks(profile: Profile, homes: HomeTiers) -> frozenset[int]:
-    """The blocks that are updated in HOST: all that are trained. Raises InputError where they do not live there, where
-    ranks divide them, or where nobody knows how long it takes."""
+def go_on(homes: HomeTiers) -> bool:
+    """Whether updates in HOST may go on after their step. What lives on the disk is brought for them within it: reading
+    and writing takes so long that little of it would be hidden by the next forward."""
+    return all(homes[kind] is Tier.HOST for kind in KINDS)
+
+
+def hosted_blocks(profile: Profile, homes: HomeTiers, machine: Machine | None) -> frozenset[int]:
+    """The blocks that are updated in HOST: all that are trained. Raises InputError where they do not live there or
+    below, where ranks divide them, or where nobody knows how long it takes."""
     trained = {block: cost for block, cost in enumerate(profile.blocks) if cost.gradient_nbytes}
     if trained:
-        _check_homes(homes)
+        _check_homes(homes, direct=machine is not None and (Tier.DISK, Tier.HOST) not in machine.links)
     if trained and profile.shards > 1:
         raise InputError(
             "updates in HOST (where='host') were asked for, but ranks divide each block among them: use "
@@ -40,11 +47,12 @@ def hosted_blocks(profile: Profile, homes: HomeTiers) -> frozenset[int]:
     return frozenset(trained)
 
 
-def _check_homes(homes: HomeTiers) -> None:
-    elsewhere = next((kind for kind in KINDS if homes[kind] is not Tier.HOST), None)
+def _check_homes(homes: HomeTiers, *, direct: bool) -> None:
+    elsewhere = next((kind for kind in KINDS if homes[kind] is Tier.DEVICE), None)
+    elsewhere = next((kind for kind in KINDS if direct and homes[kind] is Tier.DISK), elsewhere)
     if elsewhere is not None:
         raise InputError(
             f"updates in RAM (where='host') were asked for, but {elsewhere.value} of blocks live in "
-            f"{homes[elsewhere].name}: where='host' is for blocks at home in RAM below a GPU (home='host'); else use "
-            "where='device'"
+            f"{homes[elsewhere].name}{' and RAM is the device' * direct}: where='host' is for blocks at home in RAM or "
+            "on disk below a GPU (home='host', home='disk'); else use where='device'"
         )

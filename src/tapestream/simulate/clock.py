@@ -183,6 +183,14 @@ class Clock:
             self.copies.append((HOST_LANE, f"Update {name}", job))
         return job
 
+    def is_idle(self, source: Tier, target: Tier) -> bool:
+        """Whether the lane of such copies has none to make now."""
+        if self.machine is None:
+            return True
+        _, pair, back = self._way(source, target)
+        pair.advance(self.now)
+        return not pair.lanes[back]
+
     def _way(self, source: Tier, target: Tier) -> tuple[Link, LanePair, bool]:
         """The link of a copy, the lanes that it takes one of, and whether it is that back."""
         found = self.ways.get((source, target))

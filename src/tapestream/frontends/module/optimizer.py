@@ -35,13 +35,13 @@ def optimizer(
     GradScaler raise GradientError. ``master="auto"``: 16-bit parameters get fp32 masters; None updates them as they
     are. The updates equal those of the same torch implementation on the plain model, bit for bit.
 
-    ``where="host"``: blocks that live in RAM below a GPU are updated there, beside the GPU's work: neither masters nor
-    state pass the link, only gradients down and weights up. The updates equal those of the same torch optimizer on
-    copies of parameters and gradients on the CPU, bit for bit, with torch's fused kernel where it has one there
-    (``fused=False`` leaves that out). With ``update="step"`` they go on under the next forward: whoever looks at a
-    parameter, its gradient or its state waits for its update. ``"device"``: on the device; ``"auto"``: too, as the
-    CPU's kernels were not measured to give the bits of the GPU's. What lies outside the blocks is updated on the
-    device.
+    ``where="host"``: blocks that live in RAM or on disk below a GPU are updated in RAM, beside the GPU's work: neither
+    masters nor state pass the link, only gradients down and weights up. The updates equal those of the same torch
+    optimizer on copies of parameters and gradients on the CPU, bit for bit, with torch's fused kernel where it has one
+    there (``fused=False`` leaves that out). With ``update="step"`` they go on under the next forward, if nothing is at
+    home on disk: whoever looks at a parameter, its gradient or its state waits for its update. ``"device"``: on the
+    device; ``"auto"``: too, as the CPU's kernels were not measured to give the bits of the GPU's. What lies outside the
+    blocks is updated on the device.
 
     Raises InputError for sparse gradients (``nn.Embedding(..., sparse=True)``) and an optimizer that takes none, for
     unknown options, for an optimizer that looks across tensors or cannot be tried, and for other

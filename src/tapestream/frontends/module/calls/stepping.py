@@ -47,7 +47,8 @@ def run_step(handle: "Streamed", *, anew: bool) -> None:
                 handle.store.copies.staying = prepared.resident
                 for plan in prepared.plans:
                     blocks = SegmentView(handle.store, [])
-                    Interpreter(plan.schedule, Runner([], [], handle.device), blocks=blocks).run_step()
+                    with handle.store.updates.in_step():
+                        Interpreter(plan.schedule, Runner([], [], handle.device), blocks=blocks).run_step()
                 handle.store.settle()
             handle.store.update_left(handle.pinned.blocks if handle.update == "backward" else None)
         finally:
