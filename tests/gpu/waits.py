@@ -13,7 +13,8 @@ from typing import Any
 import tapestream
 
 ROOT = Path(tapestream.__file__).parent
-_ANYWHERE = {"wait_event", "wait_stream", "synchronize", "settle_uses", "hand_over"}
+_FOR_UPDATES = {"end_updates", "end_on_host"}
+_ANYWHERE = {"wait_event", "wait_stream", "synchronize", "settle_uses", "hand_over", *_FOR_UPDATES}
 _OF = {
     "wait": {"api", "engine"},
     "settle": {"use"},
@@ -76,7 +77,7 @@ def _is_wait(node: ast.AST) -> bool:
 
 def is_for_updates(wait: Wait) -> bool:
     """Whether it is for an update in RAM, or asked by one."""
-    return wait.text == "ready()" or "on_host." in wait.text
+    return wait.text == "ready()" or "on_host." in wait.text or any(f"{name}(" in wait.text for name in _FOR_UPDATES)
 
 
 @contextmanager
