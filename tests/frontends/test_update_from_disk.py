@@ -95,7 +95,7 @@ def test_state_is_read_and_written_once_a_step_in_little_ram(home: str, update: 
 
 
 def clipped(model: nn.Module, optimizer: Any) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)  # norms are added by device
 
 
 def weights_replaced(model: nn.Module, optimizer: Any) -> None:
