@@ -110,7 +110,7 @@ clean:
 	rm -f .lint-imports.tmp
 
 # Half an hour; then some hours, about three of them for million_layers, which takes 32 GB of disk.
-BENCHMARKS := memory_over_a_step first_seconds everything_fits equal_peak kept_attention from_disk accumulate beside_ramtorch random_lengths forward_only planning_speed planned_seconds \
+BENCHMARKS := memory_over_a_step first_seconds everything_fits equal_peak kept_attention from_disk accumulate beside_ramtorch random_lengths forward_only planning_speed planned_seconds plans_kept \
   beside_schedules least_again ablation \
   async_disk beside_compiled beside_trainer loop_overhead offload_and_recompute program_long program_networks program_speed save_speed supernets \
   what_to_expect streaming_on_paper ranks_scaling ranks_gloo million_layers

@@ -15,23 +15,19 @@ PUBLIC = {"tapestream", "tapestream.errors", "tapestream.units"}
 
 INSIDE: dict[str, set[str]] = {
     "cli": {
-        "accelerator.device", "accelerator.memory", "costs", "costs.rates", "frontends.available", "frontends.loss",
-        "frontends.module.blocks", "frontends.module.plans.divide", "frontends.module.plans.prepare",
-        "frontends.module.plans.shared", "frontends.module.stream", "frontends.program.explanation",
-        "frontends.program.program", "frontends.saving.folder", "frontends.saving.manifest", "frontends.saving.save",
-        "ir.actions", "ir.homes", "optim.parts", "passes.memory", "planners", "planning.auto", "planning.bound",
-        "planning.compare", "planning.measure", "planning.plan", "planning.plan_file", "planning.remedy",
-        "planning.tradeoff", "planning.where", "storage.disk", "storage.locked", "storage.meter", "system.collector",
-        "system.files", "system.limits", "system.locks", "system.signals",
+        "accelerator.device", "accelerator.memory", "costs", "costs.machine", "costs.rates",
+        "frontends.available", "frontends.loss", "frontends.module.blocks", "frontends.module.plans.divide",
+        "frontends.module.plans.prepare", "frontends.module.stream", "frontends.outlines.answer",
+        "frontends.outlines.fake", "frontends.outlines.lengthened", "frontends.outlines.optimizers",
+        "frontends.outlines.outline", "frontends.outlines.outlining", "frontends.outlines.question",
+        "frontends.program.explanation", "frontends.program.program", "frontends.saving.folder",
+        "frontends.saving.manifest", "frontends.saving.save", "ir.actions", "planners", "planning.auto",
+        "planning.compare", "planning.measure", "planning.plan_file", "planning.remedy", "planning.tradeoff",
+        "planning.where", "storage.disk", "storage.locked", "storage.meter", "system.collector", "system.files",
+        "system.limits", "system.locks", "system.signals",
     },
     "models": {
-        "costs", "costs.rates", "frontends.loss", "frontends.module.blocks", "frontends.module.homes.adopt",
-        "frontends.module.homes.tables", "frontends.module.homes.wide", "frontends.module.lazy_logits",
-        "frontends.module.observing.arguments", "frontends.module.plans.shared", "frontends.module.plans.step",
-        "frontends.module.plans.terms", "frontends.saving.state", "ir.actions", "ir.homes", "late", "optim.parts",
-        "optim.state", "planning.where", "runner.ambient", "runner.guards", "runner.private", "runner.stage",
-        "runner.state", "storage.blocks", "storage.layout", "storage.meter", "storage.transfer", "system.collector",
-        "system.signals",
+        "frontends.saving.state", "late", "system.signals",
     },
 }  # fmt: skip
 """By package: modules from inside that it imports beside what users have."""

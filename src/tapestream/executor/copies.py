@@ -203,35 +203,38 @@ class BlockCopies(BlockRegions):
             self.engine.abandon()
             self.tickets.clear()
             self._begun = None
-        failed: TapestreamError | None = None
         whole, near = self.shards is None, self.near  # gradients are tensors of their own where they are whole
         new = [v for v in self.staying - self.resident if not (whole and v.kind is Kind.GRADIENT)]
         self.resident |= {value for value in new if self.has(value, near)} - arriving
         self.dirty -= self.resident
         self._lived |= self.resident
-        for value, tier in [(v, tier) for v, tier in self.regions if tier is not near or v not in self.resident]:
-            if tier is self.home_of(value):
-                continue
-            try:
-                if tier is Tier.HOST:
-                    self.end_updates(value.index)
-                between = tier is not near and not self.has(value, near)
-                if (value in self._newer and tier is Tier.HOST) or (value in self.dirty and (tier is near or between)):
-                    self.copy_now(value, tier, self.home_of(value))
-                if tier is Tier.DEVICE and value.kind in SHOWN:
-                    self.show(value, self.home_of(value))
-            except StorageError as error:
-                failed = failed or error  # the copy on the device stays: it is the only one
-                continue
-            except TapestreamError as error:  # of an update, which has not happened
-                failed = failed or error
-            self.release(value, tier)
+        moved = [(v, tier) for v, tier in self.regions if tier is not near or v not in self.resident]
+        away = [(value, tier) for value, tier in moved if tier is not self.home_of(value)]
+        failed = [error for value, tier in away if (error := self._taken_home(value, tier)) is not None]
         self.hand_over()
         for region in [region for region in self._left if users_of(region.memory) == 0]:
             self._left.remove(region)
             self.pool.release(region)
-        if failed is not None:
-            raise failed
+        if failed:
+            raise failed[0]
+
+    def _taken_home(self, value: Value, tier: Tier) -> TapestreamError | None:
+        """Let the home alone have a value of which there is a copy in ``tier``; what has kept it from that."""
+        failed, near = None, self.near
+        try:
+            if tier is Tier.HOST:
+                self.end_updates(value.index)
+            between = tier is not near and not self.has(value, near)
+            if (value in self._newer and tier is Tier.HOST) or (value in self.dirty and (tier is near or between)):
+                self.copy_now(value, tier, self.home_of(value))
+            if tier is Tier.DEVICE and value.kind in SHOWN:
+                self.show(value, self.home_of(value))
+        except StorageError as error:
+            return error  # the copy on the device stays: it is the only one
+        except TapestreamError as error:  # of an update, which has not happened
+            failed = error
+        self.release(value, tier)
+        return failed
 
     def hand_over(self) -> None:
         """The one place that lets users have what they can touch: until it is called again they read and write what
