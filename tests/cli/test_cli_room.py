@@ -84,8 +84,10 @@ def test_a_change_is_named_by_the_option_that_was_given_and_its_room_is_shown() 
     result = ask(*words)
     assert result.exit_code == 2
     assert "give more there (--host-budget)" in result.stdout
-    assert "The least change that fits: --host-budget " in result.stdout
-    assert "MiB (with that change), disk" in result.stdout
+    assert "The least change that fits: --home auto" in result.stdout
+    assert "So does: --host-budget 61MiB" in result.stdout
+    result = ask(*MODEL, "--budget", "30MiB", "--host-budget", "10MiB", "--disk", "0")
+    assert "MiB (with that change)" in result.stdout
     assert "--ram" not in result.stdout.replace("--gpu, --ram or --disk", "")
 
 

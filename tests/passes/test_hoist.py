@@ -1,5 +1,7 @@
 """Hoisting: never slower, never more bytes, never over the budget, and it does hide copies."""
 
+import gc
+
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed_chains import DEVICE, HOST, UPDATES, chains, computations, machines
@@ -76,3 +78,17 @@ def test_schedules_without_parameter_copies_are_returned_as_they_are() -> None:
     profile, machine = chain()
     schedule = planners["periodic"](profile.without_blocks())
     assert hoist(schedule, profile.without_blocks(), None, machine) is schedule
+
+
+def test_nothing_of_a_walk_stays() -> None:
+    """Planning makes thousands, often with the collector off: what they hold must go with them."""
+    profile, machine = chain()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(one).__name__ == "_Walk" for one in gc.get_objects())
+        streamed(profile, machine, "backward")
+        after = sum(type(one).__name__ == "_Walk" for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after == before

@@ -142,7 +142,7 @@ class GradientBook:
         shown = self._gradients(block)
         own = self._own(block) if fetched is not None else ()
         return {
-            i: fetched[i] if fetched is not None and gradient.data_ptr() in own else gradient.detach().to(device)
+            i: fetched[i] if fetched is not None and gradient.data_ptr() in own else gradient.to(device)
             for i, gradient in shown.items()
         }
 

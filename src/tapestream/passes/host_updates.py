@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
+from weakref import WeakMethod
 
 from tapestream.costs import Profile
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Update, Value, Wait
@@ -67,7 +68,8 @@ class HostUpdates:
         self, profile: Profile, clock: Clock, actions: list[Action], stays: Sequence[Stay],
         computation: Sequence[Action], room: HostRoom, land: Callable[[int, int], None],
     ) -> None:  # fmt: skip
-        self._profile, self._clock, self._actions, self._room, self._land = profile, clock, actions, room, land
+        self._profile, self._clock, self._actions, self._room = profile, clock, actions, room
+        self._land = WeakMethod(land)  # else each of many walks would stay, with all it holds, until a collection
         self._asked: dict[int, _Window] = {}  # by block: something that they need is on its way
         self._under_way: dict[int, Job] = {}  # by block, in order
         self._leaving: dict[Value, tuple[Stay, Job | None]] = {}
@@ -155,7 +157,9 @@ class HostUpdates:
         coming = next((window for window in self._asked.values() if window.coming), None)
         needy = next((window for window in self._asked.values() if not window.landed or not window.started), None)
         if needy is not None and not needy.landed:
-            self._land(needy.block, position)
+            land = self._land()
+            assert land is not None
+            land(needy.block, position)
         elif coming is not None:
             self._has_come(coming, next(iter(coming.coming)))
             self._begin_where_ready(coming)

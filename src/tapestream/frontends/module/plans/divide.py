@@ -22,7 +22,7 @@ from tapestream.frontends.module.plans.needs import (
 )
 from tapestream.frontends.module.plans.offered import PlannedCall, ample_nbytes, offering
 from tapestream.frontends.module.plans.shared import Shared
-from tapestream.frontends.module.plans.stored import all_stored, stored_nbytes
+from tapestream.frontends.module.plans.stored import stored_nbytes, too_little_stored
 from tapestream.frontends.module.plans.terms import Positioned, Terms
 from tapestream.ir.actions import Kind, Tier, Value
 from tapestream.ir.homes import home_tiers
@@ -61,8 +61,8 @@ class Division:
         except BudgetError as error:
             if self.terms.given is not None:
                 raise
-            refused = offering(error.to_keep(), self._planned_within, self.profiles)
-        raise refused
+            # Never a variable: with its traceback it would keep every frame, and what a caller has, until a collection.
+            raise offering(error.to_keep(), self._planned_within, self.profiles) from None
 
     def _planned_within(self, nbytes: int | None) -> PlannedCall:
         within = replace(self, allowed=ample_nbytes(self.profiles) if nbytes is None else nbytes)
@@ -239,7 +239,13 @@ class Division:
         except BudgetError as error:
             if not self._may_store() or len(chosen) == 1:
                 raise
-            return all_stored(error.to_keep(), self._stored(chosen, resident), allowed, outside)
+            stored = self._stored(chosen, resident)
+            needed = stored_nbytes(stored, outside)
+            if needed <= allowed:  # although the chains' least, added up, is not
+                return stored
+            if error.least_nbytes is None or error.least_nbytes <= needed:
+                raise
+            raise too_little_stored(allowed, needed, len(stored)) from None
         lying = [None] * len(chosen) if idle is None or resident is not None else shares_of(chosen, idle)
         return [
             self._plan(profile, outside + nbytes, resident, left)

@@ -32,16 +32,10 @@ def stored_nbytes(plans: Sequence[Plan], outside: int) -> int:
     return outside + sum(always) + max(*running, sum(made) + updating)
 
 
-def all_stored(refused: BudgetError, plans: list[Plan], allowed: int, outside: int) -> list[Plan]:
-    """``plans``, which store everything, where that fits although the chains' least, added up, does not. Raises
-    ``refused``, or with fewer bytes where everything stored takes fewer."""
-    needed = stored_nbytes(plans, outside)
-    if needed <= allowed:
-        return plans
-    if refused.least_nbytes is None or refused.least_nbytes <= needed:
-        raise refused
-    raise BudgetError(
-        f"a budget of {format_nbytes(allowed)} was asked for; with {len(plans)} chains of blocks, to store everything "
+def too_little_stored(allowed: int, needed: int, chains: int) -> BudgetError:
+    """``allowed`` bytes are too few for several chains, which take ``needed`` at least, with everything stored."""
+    return BudgetError(
+        f"a budget of {format_nbytes(allowed)} was asked for; with {chains} chains of blocks, to store everything "
         f"as plain PyTorch does takes least: allow {needed} bytes ({format_nbytes(needed)}), use a smaller "
         "batch, or make what lies between the blocks a part of them, so that they are one chain",
         least_nbytes=needed,
