@@ -59,15 +59,13 @@ class Division:
         try:
             return self._plans()
         except BudgetError as error:
-            if self.terms.given is not None:
-                raise
+            finds = self.terms.given is None
             # Never a variable: with its traceback it would keep every frame, and what a caller has, until a collection.
-            raise offering(error.to_keep(), self._planned_within, self.profiles) from None
+            raise (offering(error.to_keep(), self._planned_within, self.profiles) if finds else error) from None
 
     def _planned_within(self, nbytes: int | None) -> PlannedCall:
         within = replace(self, allowed=ample_nbytes(self.profiles) if nbytes is None else nbytes)
-        plans = within._plans()
-        return PlannedCall(plans, within.peak_nbytes(plans))
+        return PlannedCall(plans := within._plans(), within.peak_nbytes(plans))
 
     def _plans(self) -> list[Plan]:
         if not self._guests:
@@ -239,13 +237,10 @@ class Division:
         except BudgetError as error:
             if not self._may_store() or len(chosen) == 1:
                 raise
-            stored = self._stored(chosen, resident)
-            needed = stored_nbytes(stored, outside)
-            if needed <= allowed:  # although the chains' least, added up, is not
-                return stored
-            if error.least_nbytes is None or error.least_nbytes <= needed:
-                raise
-            raise too_little_stored(allowed, needed, len(stored)) from None
+            stored, least = self._stored(chosen, resident), error.least_nbytes or 0
+            if (needed := stored_nbytes(stored, outside)) <= allowed:
+                return stored  # although the chains' least, added up, does not fit
+            raise (error if least <= needed else too_little_stored(allowed, needed, len(stored))) from None
         lying = [None] * len(chosen) if idle is None or resident is not None else shares_of(chosen, idle)
         return [
             self._plan(profile, outside + nbytes, resident, left)
