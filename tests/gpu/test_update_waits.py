@@ -190,7 +190,7 @@ RUNS = (from_disk, from_disk_without_a_plan, from_disk_and_interrupted, looked_a
 ALL = tuple(filter(is_for_updates, every_wait()))
 # Ranks come to the first, for blocks that they leave out. Of the second nothing is seen: what it waits for is a
 # gradient whose memory nobody takes before the copies that follow, which wait too.
-_UNSEEN = ("Updates.now", "BlockCopies.settle")
+_UNSEEN = ("Updates.now", "BlockCopies._taken_home")
 WAITS = tuple(wait for wait in ALL if wait.function not in _UNSEEN)
 
 
