@@ -122,6 +122,17 @@ def test_planning_for_the_longest_call_changes_nothing(home: str, tmp_path: Path
         assert_same(without, with_it)
 
 
+def refused_at_the_first(model: Any, optimizer: Any, least: int) -> ts.BudgetError:
+    """The first call says that the longest one needs ``least`` bytes, and changes nothing."""
+    seed(3)
+    before = all_there_is(model, optimizer)
+    with pytest.raises(ts.BudgetError, match="the longest call") as refused:
+        model(*batch(SHORT))
+    assert refused.value.least_nbytes == least
+    assert_same(before, all_there_is(model, optimizer))
+    return refused.value
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_what_does_not_fit_the_longest_call_is_refused_at_the_first(home: str, tmp_path: Path) -> None:
     options = options_of("auto", tmp_path, home)
@@ -129,13 +140,7 @@ def test_what_does_not_fit_the_longest_call_is_refused_at_the_first(home: str, t
     assert short < long
     model = ts.stream(net(), budget=(short + long) // 2, longest=batch(LONG), **options)
     optimizer = adam(model, streamed=True)
-    seed(3)
-    before = all_there_is(model, optimizer)
-    with pytest.raises(ts.BudgetError, match="the longest call") as refused:
-        model(*batch(SHORT))
-    assert refused.value.least_nbytes == long
-    assert refused.value.split is not None
-    assert_same(before, all_there_is(model, optimizer))
+    assert refused_at_the_first(model, optimizer, long).split is not None
     ts.unstream(model)
     model = ts.stream(net(), budget=long, longest=batch(LONG), **options)
     optimizer = adam(model, streamed=True)
@@ -271,12 +276,7 @@ def test_a_shape_stands_for_a_call_like_the_first_one(home: str, tmp_path: Path)
     for shape in ((LONG, WIDTH), [LONG, WIDTH], torch.Size((LONG, WIDTH))):
         model = ts.stream(net(), budget=needed - 1, longest=shape, **options)
         optimizer = adam(model, streamed=True)
-        seed(3)
-        before = all_there_is(model, optimizer)
-        with pytest.raises(ts.BudgetError, match="the longest call") as refused:
-            model(*batch(SHORT))
-        assert refused.value.least_nbytes == needed
-        assert_same(before, all_there_is(model, optimizer))
+        refused_at_the_first(model, optimizer, needed)
         ts.unstream(model)
     model = ts.stream(net(), budget=needed, longest=(LONG, WIDTH), **options)
     optimizer = adam(model, streamed=True)

@@ -110,7 +110,7 @@ class Tape:
 
 class _Asked:
     """The operation that asked last (-1: none), what it has saved, and a bit for each place that it has not asked for
-    (0: see `Tape`). One is made for each operation of a backward: a constructor would take as long as all the rest."""
+    (0: see `Tape`). One is made for each operation of a backward; a constructor would be one call more."""
 
     operation = -1
     saved: Saved = []  # noqa: RUF012 - nobody's
