@@ -5,7 +5,7 @@ Nodes are immutable and may be shared; every walk here is iterative, since trees
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tapestream.errors import ScheduleError
@@ -61,6 +61,8 @@ class Schedule:
     stages: int
     resident: tuple[tuple[Value, Tier], ...] = ()
     planner: str = ""
+    rows: list[object] = field(default_factory=list, init=False, repr=False)
+    """What `lowering.lowered` has made of it."""
 
     @classmethod
     def of(cls, actions: Iterable[Action], stages: int, **rest: object) -> "Schedule":
@@ -74,7 +76,7 @@ class Schedule:
     def size(self) -> int:
         """How many actions iteration yields, counted on the tree."""
         sizes: dict[int, int] = {}
-        for node in _trees(self.root):
+        for node in distinct_trees(self.root):
             below = sum(sizes[id(one)] if type(one) in _TREES else 1 for one in children_of(node))
             sizes[id(node)] = below * node.count if isinstance(node, Repeat) else below
         return sizes.get(id(self.root), 1)
@@ -131,7 +133,7 @@ def distinct_nodes(root: Node) -> Iterator[Node]:
     if type(root) not in _TREES:
         yield root
     seen: set[int] = set()
-    for node in _trees(root):
+    for node in distinct_trees(root):
         for child in children_of(node):
             if type(child) not in _TREES and id(child) not in seen:
                 seen.add(id(child))
@@ -139,7 +141,7 @@ def distinct_nodes(root: Node) -> Iterator[Node]:
         yield node
 
 
-def _trees(root: Node) -> Iterator[Node]:
+def distinct_trees(root: Node) -> Iterator[Node]:
     """Every distinct node object that is no action once, children before parents. Of a flat schedule that is one."""
     seen: set[int] = set()
     stack: list[tuple[Node, bool]] = [(root, False)] if type(root) in _TREES else []
