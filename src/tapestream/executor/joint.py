@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tapestream.executor.accumulation import is_held
-from tapestream.executor.moves import Sums
+from tapestream.executor.segments import Sums
 from tapestream.runner.guards import Pack, Unpack
 from tapestream.runner.runner import Gradients, Runner
 from tapestream.runner.stage import Stage

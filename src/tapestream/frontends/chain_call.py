@@ -118,14 +118,18 @@ class Call:
     def _run_forward(self, interpreter: Interpreter) -> State:
         interpreter.begin(self.initial)
         interpreter.run_phase(PhaseKind.FORWARD)
-        return interpreter.hand_over(len(interpreter.runner.stages))
+        state: State = interpreter.hand_over(interpreter.stages)
+        return state
 
     def _run_backward(self, interpreter: Interpreter, cotangents: Gradients) -> Gradients:
-        interpreter.cotangents[len(interpreter.runner.stages)] = cotangents
+        interpreter.cotangents[interpreter.stages] = cotangents
         if self._inputs:
-            interpreter.begun = lambda k: [] if k else [self.begun(i) for i in range(len(self.initial.tensors))]
+            interpreter.segments.begun = lambda k: (
+                [] if k else [self.begun(i) for i in range(len(self.initial.tensors))]
+            )
         interpreter.run_phase(PhaseKind.BACKWARD)
-        return interpreter.cotangents[0]
+        found: Gradients = interpreter.cotangents[0]
+        return found
 
     def release(self) -> None:
         """Give the budget back and drop what is held."""

@@ -180,7 +180,8 @@ class _JoinCall(Call):
         totals: Gradients = [None] * len(self.initial.tensors)
         numbers = {start: numbers for (start, _), numbers in zip(spans, inputs, strict=True)}
         # What is the input of several branches: a later branch's gradient is where an earlier one's sum begins.
-        interpreter.begun = lambda k: [self._begun(i, numbers, interpreter.cotangents) for i in numbers.get(k, ())]
+        cotangents_of = interpreter.cotangents
+        interpreter.segments.begun = lambda k: [self._begun(i, numbers, cotangents_of) for i in numbers.get(k, ())]
         interpreter.run_phase(PhaseKind.BACKWARD)
         for start, found in numbers.items():
             for i, gradient in zip(found, interpreter.cotangents[start], strict=True):

@@ -213,7 +213,7 @@ def test_a_dropped_result_gives_its_budget_and_its_memory_back_at_once():
     run = ts.Loop(step, budget="100KiB")
     waiting = run(h, steps=2000)
     assert run._live_nbytes > 0
-    driver = weakref.ref(waiting.grad_fn.call.driver)
+    driver = weakref.ref(waiting.grad_fn.call.engine)
     gc.collect()  # which is not due again so soon
     del waiting
     assert driver() is None

@@ -33,8 +33,9 @@ class ArraySteps(TensorSteps):
         leaves = [leaf.detach().numpy() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.form.leaves(state)]
         return self.form.build(leaves)
 
-    def record(self, state: Any, stage: int) -> tuple[Any, Any]:
+    def record(self, live: list[Any], stage: int, *, output_needed: bool) -> tuple[Any, Any]:
         """Keep the state before each step of the stage."""
+        state = live.pop()
         first, last = stage * self.body.chunk, self._end(stage + 1)
         source = self.body.source
         given = [()] * (last - first) if source is None else [(x,) for x in source.read(first, last)]

@@ -1,11 +1,11 @@
 """`ParcelStates`: restart checkpoints of a loop on their way to a slower tier and back."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import torch
 
+from tapestream.errors import ScheduleError
 from tapestream.executor.loop.form import ARRAYS, Form
 from tapestream.executor.loop.keep import Kept, versions
 from tapestream.executor.travel.parcel import Parcels
@@ -13,20 +13,24 @@ from tapestream.ir.actions import Kind, Tier, Value
 
 
 class ParcelStates:
-    """See `driver.States`. Buffers travel with the state's tensors, and so do states of generators that have changed
-    since the first: of a program that draws nothing, all are one."""
+    """See `StageMover`. Buffers travel with the state's tensors, and so do states of generators that have changed
+    since the first: of a program that draws nothing, all are one. ``kept``: the engine's."""
 
     def __init__(self, parcels: Parcels, form: Form) -> None:
         self._parcels, self._form = parcels, form
+        self.kept: dict[int, Kept] = {}
         self._unchanged: torch.Tensor | None = None
         self._rest: dict[int, Kept] = {}
 
-    def start(self, kept: dict[int, Any], stage: int, source: Tier, target: Tier) -> None:
-        """Start a copy of restart checkpoint ``stage``. Raises StorageError or BudgetError where ``target`` is full."""
-        value = Value(Kind.STATE, stage)
+    def holds(self, value: Value) -> bool:
+        """See `StageMover`."""
+        return self._parcels.holds(value)
+
+    def start(self, value: Value, source: Tier, target: Tier) -> None:
+        """Start a copy of a restart checkpoint. Raises StorageError or BudgetError where ``target`` is full."""
+        stage = _stage_of(value)
         if source is Tier.DEVICE:
-            item: Kept = _aligned(kept[stage], self._form)
-            kept[stage] = item
+            item = self.kept[stage] = _aligned(self.kept[stage], self._form)
             generators = item.torch_generators
             if self._unchanged is None and generators is not None:
                 self._unchanged = generators.cpu
@@ -35,16 +39,19 @@ class ParcelStates:
             self._rest[stage] = _without(item, self._form, drawn)
         self._parcels.start(value, source, target)
 
-    def wait(self, kept: dict[int, Any], stage: int, tier: Tier) -> None:
+    def wait(self, value: Value, tier: Tier) -> None:
         """Until the copy is there; on DEVICE it is a restart checkpoint again. Raises StorageError if it failed."""
-        value = Value(Kind.STATE, stage)
+        stage = _stage_of(value)
         self._parcels.wait(value, tier)
         if tier is Tier.DEVICE:
-            kept[stage] = _with(self._rest[stage], self._form, list(self._parcels.unpack(value)))
+            self.kept[stage] = _with(self._rest[stage], self._form, list(self._parcels.unpack(value)))
 
-    def free(self, stage: int, tier: Tier) -> None:
+    def free(self, value: Value, tier: Tier) -> None:
         """Drop the copy in ``tier``."""
-        value = Value(Kind.STATE, stage)
+        stage = _stage_of(value)
+        if tier is Tier.DEVICE:
+            del self.kept[stage]
+            return
         self._parcels.free(value, tier)
         if not self._parcels.holds(value):
             del self._rest[stage]
@@ -53,6 +60,12 @@ class ParcelStates:
         """Drop all copies: the call has ended, or nobody will differentiate it."""
         self._rest.clear()
         self._parcels.close()
+
+
+def _stage_of(value: Value) -> int:
+    if value.kind is not Kind.STATE:
+        raise ScheduleError(f"a loop moves only states, so it cannot obey a plan that moves {value}")
+    return value.index
 
 
 def _aligned(kept: Kept, form: Form) -> Kept:

@@ -39,7 +39,7 @@ class _Tape:
 
 
 class TensorSteps(Sweeps):
-    """See `driver.Steps`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
+    """See `segments.Segments`. ``steps`` is the number of all steps; ``tick`` hears of steps done.
 
     ``reversing``: enters what the user's backward runs in, where that is other than what steps run in. ``sums``: by
     place in ``traits.leaves``, the gradient accumulated so far; ``begun``: by leaf of state 0, where that of others
@@ -59,12 +59,13 @@ class TensorSteps(Sweeps):
         self.reversing: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self._marks = [mark(leaf) for leaf in body.traits.leaves]
 
-    def forward(self, state: Any, start: int, stop: int) -> Any:
+    def forward(self, live: list[Any], start: int, stop: int) -> Any:
         """Stages start .. stop-1, keeping nothing."""
-        return self.sweep(state, start * self.body.chunk, self._end(stop))
+        return self.sweep(live.pop(), start * self.body.chunk, self._end(stop))
 
-    def record(self, state: Any, stage: int) -> tuple[Any, _Tape]:
+    def record(self, live: list[Any], stage: int, *, output_needed: bool) -> tuple[Any, _Tape]:
         """Run a stage and keep its graph."""
+        state = live.pop()
         first, last = stage * self.body.chunk, self._end(stage + 1)
         with torch.enable_grad(), numbered_here(self.body.device), self.stands.standing_in():
             since = next_sequence_number()
@@ -139,11 +140,11 @@ class TensorSteps(Sweeps):
         pairs = [*first, *outputs, *own] if sink.early else [*own, *outputs]
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
-    def keep(self, state: Any) -> Kept:
+    def keep(self, state: Any, stage: int) -> Kept:
         """A restart checkpoint."""
         return self.keeper.keep(state)
 
-    def restore(self, kept: Kept, last: bool) -> Any:
+    def restore(self, kept: Kept, stage: int, *, last: bool) -> Any:
         """The live state of a restart checkpoint."""
         return self.keeper.restore(kept, last)
 

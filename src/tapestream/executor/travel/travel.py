@@ -2,13 +2,13 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tapestream.errors import ScheduleError
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.saved import SavedTensors
 from tapestream.ir.actions import Kind, Offload, Prefetch, Tier, Value
 from tapestream.ir.schedule import Schedule, distinct_nodes
-from tapestream.runner.entry import Tape
 from tapestream.runner.guards import Pack, Unpack, check_versions
 from tapestream.runner.stage import Stage
 from tapestream.runner.state import State
@@ -20,6 +20,11 @@ class Kept:
 
     state: State
     versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, state: State) -> "Kept":
+        """Keep ``state`` as it is now."""
+        return cls(state, state.versions)
 
 
 def moved_saved(schedule: Schedule, most: int = 100_000) -> Container[int]:
@@ -42,14 +47,15 @@ def moves_tape(schedule: Schedule) -> bool:
 class Travel:
     """What of one live call is kept on the device or moves below it.
 
-    ``kept`` and ``tapes`` are on the device. ``parcels`` (None: this program has no tier below) owns what is not.
+    ``kept`` and ``tapes`` are the engine's: what is on the device. ``parcels`` (None: this program has no tier below)
+    owns what is not.
     ``moving``: stages whose saved tensors will move; they are recorded under `hooks`.
     """
 
     def __init__(self, parcels: Parcels | None, stages: Sequence[Stage], moving: Container[int] = frozenset()) -> None:
         self._own, self._stages, self._moving = parcels, stages, moving
         self.kept: dict[int, Kept] = {}
-        self.tapes: dict[int, Tape] = {}
+        self.tapes: dict[int, Any] = {}
         self._saved: dict[int, SavedTensors] = {}
         self._bare: dict[int, State] = {}  # states that move, without their tensors
 
@@ -62,39 +68,34 @@ class Travel:
         self._saved[k] = SavedTensors(stage.name)
         return self._saved[k].hooks()
 
-    def recorded(self, k: int, tape: Tape) -> None:
+    def recorded(self, k: int) -> None:
         """Stage ``k`` has been recorded; its input and output are still held."""
-        self.tapes[k] = tape
         if k in self._saved:
             self._saved[k].settle(self._parcels().stays)
 
-    def consume(self, k: int) -> Tape:
-        """The tape of stage ``k`` for its backward, which drops every copy of its saved tensors."""
+    def consumed(self, k: int) -> None:
+        """The backward of stage ``k`` is about to run: every copy of its saved tensors goes."""
         if k in self._saved:
             self._saved.pop(k).let_go()
             self._parcels().drop(Value(Kind.SAVED, k))
-        return self.tapes.pop(k)
 
-    def keep(self, k: int, state: State) -> None:
-        """Keep state ``k``."""
-        self.kept[k] = Kept(state, state.versions)
-
-    def restored(self, k: int, name: str) -> State:
-        """The kept state ``k``, input of the stage ``name``. Raises GradientError when it was written into."""
-        kept = self.kept[k]
+    def check(self, k: int, kept: Kept) -> None:
+        """Raise GradientError if ``kept``, state ``k``, was written into."""
+        name = self._stages[k].name if k < len(self._stages) else "the result"
         check_versions(name, kept.versions, kept.state.versions)
-        return kept.state
 
     def clear(self) -> None:
-        """Drop everything."""
-        self.kept.clear()
-        self.tapes.clear()
+        """Drop everything below the device."""
         self._saved.clear()
         self._bare.clear()
         if self._own is not None:
             self._own.close()
 
     # -- transfers --------------------------------------------------------------------------------------------------
+
+    def holds(self, value: Value) -> bool:
+        """See `StageMover`."""
+        return self._own is not None and self._own.holds(value)
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Offload, Prefetch. Raises GradientError when what leaves was written into since it was made."""
@@ -109,8 +110,7 @@ class Travel:
         if tier is not Tier.DEVICE:
             self._check_unchanged(value)
         elif value.kind is Kind.STATE:
-            bare = self._bare[k]
-            self.keep(k, replace(bare, tensors=parcels.unpack(value)))
+            self.kept[k] = Kept.of(replace(self._bare[k], tensors=parcels.unpack(value)))
         else:
             self._saved[k].come(parcels.unpack(value))
 
@@ -120,7 +120,7 @@ class Travel:
             self._parcels().free(value, tier)
         elif value.kind is Kind.STATE:
             del self.kept[value.index]
-        elif value.kind is Kind.SAVED and self._own is not None and self._own.holds(value):
+        elif value.kind is Kind.SAVED and self.holds(value):
             self._saved[value.index].leave()
         elif value.kind is Kind.SAVED:
             self._saved.pop(value.index, None)
@@ -132,7 +132,7 @@ class Travel:
         parcels, k = self._parcels(), value.index
         if value.kind is Kind.STATE:
             kept = self.kept[k]
-            check_versions(self._name(k), kept.versions, kept.state.versions)
+            self.check(k, kept)
             parcels.pack(value, kept.state.tensors)
             self._bare[k] = replace(kept.state, tensors=())
         elif value.kind is Kind.SAVED and k in self._saved:
@@ -146,11 +146,7 @@ class Travel:
         if value.kind is Kind.SAVED:
             self._saved[value.index].check()
         elif value.index in self.kept:
-            self.restored(value.index, self._name(value.index))
-
-    def _name(self, k: int) -> str:
-        """What state ``k`` is kept for."""
-        return self._stages[k].name if k < len(self._stages) else "the result"
+            self.check(value.index, self.kept[value.index])
 
     def _parcels(self) -> Parcels:
         if self._own is None:

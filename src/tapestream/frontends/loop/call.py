@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tapestream.capture.buffers import BufferSnapshot
 from tapestream.capture.cells import Contents
 from tapestream.errors import GradientError
-from tapestream.executor.loop.driver import LoopDriver
-from tapestream.executor.loop.program import Program
+from tapestream.executor.engine import Engine
 from tapestream.executor.loop.states import ParcelStates
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
@@ -22,6 +21,8 @@ from tapestream.frontends.loop.outputs import Collected
 from tapestream.frontends.loop.progress import Progress
 from tapestream.frontends.loop.watch import copied
 from tapestream.frontends.together import Key, Together, region_of_autocast
+from tapestream.ir.actions import PhaseKind
+from tapestream.ir.schedule import Schedule
 from tapestream.runner.ambient import Autocast, as_recompute, unchanged_generators
 from tapestream.runner.belongings import unchanged
 from tapestream.runner.counts import Counted, digest_of, kinds_of
@@ -59,15 +60,15 @@ class Task:
 class TensorCall:
     """See `node.Call`. ``held`` is called once, when nothing is held any more."""
 
-    def __init__(self, task: Task, orders: Program | None, steps: int | None, held: Callable[[], None]) -> None:
-        self.task, self.orders, self.steps, self._held = task, orders, steps, held
+    def __init__(self, task: Task, schedule: Schedule | None, steps: int | None, held: Callable[[], None]) -> None:
+        self.task, self._schedule, self.steps, self._held = task, schedule, steps, held
         self.autocast = Autocast.capture(task.body.device)
         self._stage = task.stage or Stage(0, task.body.function)
         self._modules = self._stage.modules
         self._seen: Look | None = None
         self._surrounded = Surroundings(on_cpu=task.body.device.type == "cpu")
         self.runner: TensorSteps | None = None
-        self.driver: LoopDriver | None = None
+        self.engine: Engine | None = None
         self.states: ParcelStates | None = None
         self.together: Together | None = None
         self.given_up: Reason | None = None
@@ -98,9 +99,13 @@ class TensorCall:
             raise
 
     def _forward(self, runner: TensorSteps, state: Any) -> Any:
-        assert self.orders is not None
-        self.driver = LoopDriver(self.orders, runner, self.states)
-        return self.driver.forward(state)
+        assert self._schedule is not None
+        self.engine = engine = Engine(self._schedule, runner, states=self.states)
+        if self.states is not None:
+            self.states.kept = engine.kept
+        engine.begin(state)
+        engine.run_phase(PhaseKind.FORWARD)
+        return engine.hand_over(engine.stages)
 
     def _result(self, runner: TensorSteps, final: Any) -> tuple[list[torch.Tensor], list[bool]]:
         """The tensors to return, each once and none that anything here holds (it would hold the node)."""
@@ -129,9 +134,9 @@ class TensorCall:
         """The backward phase."""
         if self.awaiting is not None:
             self.awaiting.ends(self)
-        runner, driver, task = self.runner, self.driver, self.task
+        runner, engine, task = self.runner, self.engine, self.task
         assert runner is not None
-        assert driver is not None
+        assert engine is not None
         arrived: list[torch.Tensor | None] = [None] * len(task.body.form.parts)
         for place, cotangent in zip(self._places, cotangents, strict=False):
             arrived[place] = cotangent
@@ -146,7 +151,9 @@ class TensorCall:
         with hooks, self._recomputing():
             runner.begin_backward()
             self._go_on(runner)
-            initial = driver.backward(arrived)
+            engine.cotangents[engine.stages] = arrived
+            engine.run_phase(PhaseKind.BACKWARD)
+            initial = engine.cotangents.pop(0)
             runner.end_backward()
         if task.progress is not None:
             task.progress.end()
@@ -264,9 +271,9 @@ class TensorCall:
         """Drop what is held, once."""
         if self.awaiting is not None:
             self.awaiting.ends(self)
-        driver, self.runner, self.driver = self.driver, None, None
-        if driver is not None:
-            driver.close()
+        engine, self.runner, self.engine = self.engine, None, None
+        if engine is not None:
+            engine.close()
         if self.states is not None:
             self.states.close()
         held, self._held = self._held, _nothing

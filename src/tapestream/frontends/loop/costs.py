@@ -161,7 +161,7 @@ def _reversed(runner: TensorSteps, state: Any, number: int, watch: MemoryWatch) 
     """Record and reverse one step, measured; and the bytes of its record and its state."""
     before = next_sequence_number()
     with watch.measured() as recording:
-        seconds, (out, tape) = timed(watch.device, lambda: runner.record(state, number))
+        seconds, (out, tape) = timed(watch.device, lambda: runner.record([state], number, output_needed=True))
     nodes = 0 if is_accelerator(watch.device) else next_sequence_number() - before
     inputs, outputs = _storages(runner, state), _storages(runner, out)
     output_nbytes = sum(nbytes for address, nbytes in outputs.items() if address not in inputs)
@@ -189,7 +189,7 @@ def _between_nbytes(runner: TensorSteps, state: Any, state_nbytes: int, one_nbyt
     runner.first_run = False
     try:
         with watch.measured() as meter:
-            made = runner.record(state, 0)
+            made = runner.record([state], 0, output_needed=True)
         del made
     except GradientError:  # the loop itself will say so, where it comes to that step
         return state_nbytes
@@ -201,7 +201,7 @@ def _fastest_reversal(runner: TensorSteps, state: Callable[[], Any], number: int
     device = runner.body.device
     recording = reversing = float("inf")
     for _ in range(_SAMPLES):
-        seconds, (out, tape) = timed(device, lambda: runner.record(state(), number))
+        seconds, (out, tape) = timed(device, lambda: runner.record([state()], number, output_needed=True))
         recording = min(recording, seconds)
         given = _cotangents(runner, out, tape)
         seconds, _ = timed(device, partial(runner.backward, tape, number, given))

@@ -148,13 +148,13 @@ class _MeasuredSteps(TensorSteps):
         super().__init__(body, steps, tick)
         self._growth = growth
 
-    def record(self, state: Any, stage: int) -> tuple[Any, Any]:
+    def record(self, live: list[Any], stage: int, *, output_needed: bool) -> tuple[Any, Any]:
         growth = self._growth
         if not growth.due():
-            return super().record(state, stage)
-        before = storages(self._tensors(state))
+            return super().record(live, stage, output_needed=output_needed)
+        before = storages(self._tensors(live[0]))
         with watch_memory(self.body.device) as watch, watch.measured() as meter:
-            found = super().record(state, stage)
+            found = super().record(live, stage, output_needed=output_needed)
         made = storages(self._tensors(found[0]))
         output = sum(nbytes for address, nbytes in made.items() if address not in before)
         growth.measured(self._end(stage + 1) - 1, meter.peak_nbytes - output)

@@ -212,7 +212,7 @@ class Loop(nn.Module):
 
     def _closed(self, task: Task, chosen: Chosen, count: int) -> Any:
         task = replace(task, body=replace(task.body, chunk=chosen.chunk), progress=self._progressing(chosen))
-        call = TensorCall(task, chosen.orders, count, self._holding(chosen.plan.peak_nbytes))
+        call = TensorCall(task, chosen.plan.schedule, count, self._holding(chosen.plan.peak_nbytes))
         below = self._below_on(task.body.device)
         moves = any(chosen.plan.simulation.bytes_moved.values())
         check_room(self._tiers["folder"], chosen.plan.simulation)

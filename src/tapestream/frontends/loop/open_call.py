@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tapestream.errors import InputError
-from tapestream.executor.loop.driver import LoopDriver
-from tapestream.executor.loop.program import Program
+from tapestream.executor.engine import Engine
 from tapestream.executor.loop.steps import TensorSteps
 from tapestream.frontends.loop.arguments import ended_by
 from tapestream.frontends.loop.call import Task, TensorCall
@@ -32,7 +31,7 @@ class OpenCall(TensorCall):
                 if isinstance(action, Free):
                     del kept[action.value.index]
                 elif isinstance(action, Keep):
-                    kept[action.stage] = runner.keep(state)
+                    kept[action.stage] = runner.keep(state, action.stage)
             stop = start + chunk if self._most is None else min(start + chunk, self._most)
             if stop == start:
                 raise exhausted(start)
@@ -40,9 +39,9 @@ class OpenCall(TensorCall):
             start = runner.reached
         self.steps = runner.steps = start
         root = Series((Phase(PhaseKind.FORWARD), online.backward()))
-        self.driver = LoopDriver(Program(Schedule(root, online.steps)), runner)
-        self.driver.forward(None)
-        self.driver.kept.update(kept)
+        self.engine = Engine(Schedule(root, online.steps), runner)
+        self.engine.run_phase(PhaseKind.FORWARD)
+        self.engine.kept.update(kept)
         return state
 
 

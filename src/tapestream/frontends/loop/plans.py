@@ -2,13 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tapestream.costs import Budget, Profile, UniformStages
 from tapestream.errors import Allowance, BudgetError, InputError
-from tapestream.executor.loop.program import Program
 from tapestream.frontends.given import fit_given_plan
 from tapestream.frontends.loop.costs import StepCost
 from tapestream.planners import planners
@@ -29,10 +28,6 @@ class Chosen:
 
     plan: Plan
     chunk: int
-    orders: Program = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "orders", Program(self.plan.schedule))
 
 
 def profile_of(cost: StepCost, steps: int, chunk: int, outside_nbytes: int = 0) -> Profile:

@@ -217,7 +217,7 @@ class StreamCall:
         if not self._differentiating:
             self._begin_backward()
         self._seed(segment, k, interpreter.sums)
-        interpreter.begun = lambda stage: begun if stage == k else []
+        interpreter.segments.begun = lambda stage: begun if stage == k else []
         try:
             with checkpointing_off():
                 given = interpreter.run_backward(k, cotangents)
@@ -227,7 +227,7 @@ class StreamCall:
             self.abort()
             raise
         finally:
-            interpreter.begun = None
+            interpreter.segments.begun = None
 
     def _seed(self, segment: int, k: int, sums: Sums) -> None:
         """Let the backward of a block go on from what others of this backward have added up."""
