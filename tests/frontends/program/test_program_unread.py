@@ -201,7 +201,7 @@ def test_restart_checkpoints_hold_none_of_it_and_counters_are_not_counted_again(
         y = run(x * 1.0)
         replays = run._replays() if run._replays is not None else None
         assert replays is not None
-        assert all(number >= 0 for kept in replays._kept.values() for number in kept.entries)
+        assert all(number >= 0 for kept in replays.engine.kept.values() for number in kept.entries)
         with Counting() as counting:
             y.sum().backward()
     assert run.report is not None

@@ -11,6 +11,7 @@ import torch
 
 from tapestream.accelerator.memory import storage_nbytes
 from tapestream.errors import GradientError, ScheduleError
+from tapestream.executor.engine import Engine
 from tapestream.executor.program.calls.seams import Deaf, heard_by
 from tapestream.executor.program.noting.recorder import Recorder
 from tapestream.executor.program.record.aliases import unseen
@@ -18,26 +19,12 @@ from tapestream.executor.program.record.keeper import Keeper, Kept, held_nbytes
 from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import External, Record
 from tapestream.executor.program.record.tape import Tape
-from tapestream.executor.program.replay.moves import Moves
+from tapestream.executor.program.replay.moves import Moves, Spoilt
 from tapestream.executor.program.replay.steps import ProgramSteps
-from tapestream.frontends.program.orders import Reversal, with_following
+from tapestream.frontends.program.orders import Reversal
 from tapestream.frontends.program.results import found_in
 from tapestream.frontends.program.waiting import Waiting
-from tapestream.ir import (  # fmt: skip
-    Action,
-    Backward,
-    Forward,
-    Free,
-    Keep,
-    Kind,
-    Offload,
-    Prefetch,
-    Restore,
-    Tier,
-    Value,
-    Wait,
-)
-from tapestream.ir import Record as RecordStage
+from tapestream.ir import Action, Schedule
 from tapestream.runner.ambient import HostGenerators, TorchGenerators, as_recompute, unchanged_generators
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.modes import hooks_allowed
@@ -119,20 +106,20 @@ class Replays:
     ) -> None:
         kept = found.keeper.kept
         self.record, self._again = found.record, again
-        self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved, lessons)
+        self.steps = ProgramSteps(found.record, cuts, found.keeper.device, tape.saved, lessons, moves)
         tape.often = self.steps.of_users
         stage_of = {operation: stage for stage, operation in enumerate(cuts)}
-        self._kept = {stage_of[operation]: one for operation, one in kept.items()}
-        self._first, self._moves, self._tape = kept[0], moves, weakref.ref(tape)
+        self._first, self._tape = kept[0], weakref.ref(tape)
+        self.engine = Engine(reversal.rerun, self.steps, states=moves)
+        self.engine.kept.update({stage_of[operation]: one for operation, one in kept.items()})
         if moves is not None:
-            moves.kept, tape.heed = self._kept.get, len(found.record)
-        self._running = _obeyed((*reversal.before, *reversal.backward), self.steps, self._kept, moves)
+            moves.kept, tape.heed = self.engine.kept.get, len(found.record)
         self.waiting: Waiting | None = None
         self._last: int | None = None
         self._generators: TorchGenerators | None = None
         if reversal.before:
             with self._again_as_before():
-                self._last = next(self._running)
+                self._last = self.engine.bring()
 
     def begins(self) -> None:
         """A backward asks for something: when it has ended, see what is left."""
@@ -143,18 +130,19 @@ class Replays:
     def _ended(self) -> None:
         tape = self._tape()
         if tape is not None and self.waiting is not None:  # somebody holds a result that it has not reached
-            self.waiting.ended(held_by((*self._kept.values(), self._first), self.record, tape, self.steps.state()))
+            live = [] if self.engine.live is None else self.engine.live.tensors
+            self.waiting.ended(held_by((*self.engine.kept.values(), self._first), self.record, tape, live))
 
     def bring(self, operation: int) -> None:
         """Record the stretch of ``operation`` again."""
         stage = bisect_right(self.steps.cuts, operation) - 1
         with self._again_as_before():
             if not self._reached(stage, operation):
-                self._kept, self._last = {0: self._first}, None
-                if self._moves is not None:
-                    self._moves.abandon()
-                    self._moves = None
-                self._running = _obeyed(self._again(stage + 1), self.steps, self._kept, None)
+                if self.steps.moves is not None:
+                    self.steps.moves.abandon()
+                self._last = self.steps.moves = None
+                self.engine = Engine(Schedule.of(self._again(stage + 1), stage + 1), self.steps)
+                self.engine.kept[0] = self._first
                 if not self._reached(stage, operation):
                     raise ScheduleError(f"the schedule never records stage {stage}")
             self._heed()
@@ -189,17 +177,22 @@ class Replays:
         """What moves has to go on when backward comes to another stretch, even if all is there for that."""
         tape = self._tape()
         if tape is not None:
-            tape.heed = 0 if self._moves is None or self._last is None else self.steps.cuts[self._last]
+            tape.heed = 0 if self.steps.moves is None or self._last is None else self.steps.cuts[self._last]
 
     def _reached(self, stage: int, operation: int) -> bool:
         """Go on until ``stage`` is to be reversed; False where that has been already."""
         while self._last is None or self._last > stage or operation not in self.steps.saved:
             if self._last is not None:
                 self.steps.forget(self._last)
-            following = next(self._running, None)
+            try:
+                following = self.engine.bring()
+            except Spoilt:  # all is run again from the first state
+                return False
             if following is None or following < stage:
                 return False
             self._last = following
+            if self.steps.moves is not None:
+                self.steps.moves.reversed(following)
         return True
 
 
@@ -226,39 +219,3 @@ def _nothing_drawn() -> Iterator[None]:
             "Program: an autograd.Function, or a function that a torch call is given, draws from Python's or NumPy's "
             "generator, so its replay gave other numbers; draw outside and pass the numbers as arguments"
         )
-
-
-def _obeyed(
-    actions: Sequence[Action], steps: ProgramSteps, kept: dict[int, Kept], moves: Moves | None
-) -> Iterator[int]:
-    """Obey the actions; gives each stage that is to be reversed, when what it has saved is there."""
-    for action, following in with_following(actions):
-        match action:
-            case Forward(start, stop):
-                steps.forward(start, stop)
-            case RecordStage(stage):
-                leaving = moves is not None and stage in moves.reads
-                if leaving and moves is not None:
-                    moves.border(stage, steps.state())
-                steps.record(stage, go_on=not isinstance(following, Backward))
-                if leaving and moves is not None:
-                    moves.border(stage + 1, steps.state())
-            case Backward(stage):
-                steps.leave(stage + 1)
-                if moves is not None:
-                    moves.reversed(stage)
-                yield stage
-            case Keep(stage):
-                kept[stage] = steps.keep(stage)
-            case Restore(stage):
-                steps.restore(kept[stage])
-            case Free(Value(Kind.STATE, stage) as value, Tier.DEVICE) if moves is None or not moves.holds(value):
-                if stage:  # the first one stays anyway, and has not left where a plan says that it has
-                    kept.pop(stage, None)
-            case Free(value, Tier.DEVICE) if moves is None or not moves.holds(value):
-                pass  # saved tensors go when backward has used them
-            case Offload() | Prefetch() | Wait() | Free() if moves is not None:
-                if not moves.obey(action):
-                    return  # somebody has written into what was on its way: all is run again from the first state
-            case _:
-                raise ScheduleError(f"the backward of a program met {action}")

@@ -1,7 +1,7 @@
 """What the first sweep of a program keeps and what backward runs again, from a planner's schedule."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -30,6 +30,7 @@ from tapestream.ir import (  # fmt: skip
     Wait,
 )
 from tapestream.ir.actions import renumbered as at_places
+from tapestream.ir.lowering import FORWARD, RECORD, RECORD_LAST, lowered
 
 Plan = Callable[[Profile, Budget], Schedule]
 Transfer: TypeAlias = Offload | Prefetch | Wait | Free
@@ -57,31 +58,26 @@ class Reversal:
         first = next((k for k, action in enumerate(actions) if isinstance(action, Restore)), len(actions))
         return actions[first:]
 
+    @functools.cached_property
+    def rerun(self) -> Schedule:
+        """What runs again, before the call returns and in backward."""
+        return Schedule.of((*self.before, *self.backward), self.schedule.stages)
+
     def again(self, whole: Sequence[float], saves: Sequence[float]) -> float:
         """Seconds of what backward runs again: ``whole`` by stage, ``saves`` where only what it saves is asked for."""
-        found, actions = 0.0, (*self.before, *self.backward)
-        for action, following in with_following(actions):
-            if isinstance(action, Forward):
-                found += sum(whole[action.start : action.stop])
-            elif isinstance(action, Record):
-                found += (saves if isinstance(following, Backward) else whole)[action.stage]
+        found = 0.0
+        for row, offset in lowered(self.rerun):
+            for what, place, stop, _ in row:
+                if what == FORWARD:
+                    found += sum(whole[place + offset : stop + offset])
+                elif what in (RECORD, RECORD_LAST):
+                    found += (saves if what == RECORD_LAST else whole)[place + offset]
         return found
 
     @functools.cached_property
     def reruns(self) -> int:
         """Stages that run again."""
-        actions = (*self.before, *self.backward)
-        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in actions)
-
-
-def with_following(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
-    """Actions, each with the next one that is no copy and frees nothing."""
-    following = iter([action for action in actions if not isinstance(action, Transfer)])
-    coming = next(following, None)
-    for action in actions:
-        if not isinstance(action, Transfer):
-            coming = next(following, None)
-        yield action, coming
+        return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in self.rerun)
 
 
 def renumbered(action: Action, place: Sequence[int]) -> Action:

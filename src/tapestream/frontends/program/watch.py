@@ -11,7 +11,7 @@ from tapestream.executor.program.record.keeper import Keeper
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Tape
 from tapestream.executor.program.replay.moves import Moves
-from tapestream.ir import Action
+from tapestream.frontends.program.orders import Transfer
 
 
 class Watch(Protocol):
@@ -142,7 +142,7 @@ class Turn(NamedTuple):
     take: bool
     stage: int = 0
     state: frozenset[int] | None = None
-    moves: Sequence[Action] = ()
+    moves: Sequence[Transfer] = ()
 
 
 _AT_MOST = 32

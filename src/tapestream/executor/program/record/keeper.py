@@ -39,6 +39,11 @@ class Kept:
     generators: TorchGenerators | None = None
     saves: dict[int, Saved] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Its values."""
+        return [entry.tensor for entry in self.entries.values()]
+
     def check(self) -> None:
         """Raise GradientError when a kept tensor was changed in place since."""
         entries = self.entries.values()

@@ -1,32 +1,37 @@
 """`Moves`: restart checkpoints and saved tensors of one call on their way below the device, and back."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import compress
 from typing import TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tapestream.errors import ScheduleError
 from tapestream.executor.program.calls.values import address_of
 from tapestream.executor.program.record.keeper import Entry, Kept
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.record.tape import Saved
 from tapestream.executor.travel.parcel import Parcels
-from tapestream.ir import Action, Free, Kind, Offload, Prefetch, Tier, Value, Wait
+from tapestream.ir import Free, Kind, Offload, Prefetch, Tier, Value, Wait
 
 Reads: TypeAlias = tuple[bool, bool]
 """Whether backward of a stretch reads the state before it, and the one after it, as states of the plan."""
+_FIRST = Value(Kind.STATE, 0)
 _NOTHING = torch.empty(0, device="cpu")
 
 
+class Spoilt(Exception):
+    """Somebody has written into what was on its way: the plan is of no use."""
+
+
 class Moves:
-    """Obeys Offload, Prefetch, Wait and Free. ``cuts``: where stretches begin; ``saved``: see `Tape`; ``reads``: by
+    """See `StageMover`. ``cuts``: where stretches begin; ``saved``: see `Tape`; ``reads``: by
     stretch whose saved tensors move; states that it reads are no part of these. ``kept``: the restart checkpoint before
     a stretch, None where there is none any more.
 
     An operation that says what it writes into waits for the copies of that (see `written`). Where something else
-    has written into what was being copied, the copy is of no use, and the call goes on without its plan (see `obey`).
+    has written into what was being copied, the copy is of no use, and the call goes on without its plan (see `Spoilt`).
     """
 
     def __init__(
@@ -62,34 +67,53 @@ class Moves:
         self._states[stage] = {address_of(t): StorageWeakRef(t.untyped_storage()) for t in shown}  # type: ignore[no-untyped-call]
         self._states.pop(stage - 2, None)
 
-    def obey(self, action: Action) -> bool:
-        """Whether all is well: nothing has written into what was on its way."""
-        if self.spoilt or _stays(action):
-            return not self.spoilt
-        match action:
-            case Offload(value, Tier.DEVICE as source, target):
-                if self._pack(value, target):
-                    self.parcels.start(value, source, target)
-            case Offload(value, source, target) | Prefetch(value, source, target):
-                self.parcels.start(value, source, target)
-            case Wait(value, Tier.DEVICE):
-                self.parcels.wait(value, Tier.DEVICE)
-                self._came(value, self.parcels.unpack(value))
-            case Wait(value, tier) if value in self._waited:
-                self._waited.discard(value)
-            case Wait(value, tier):
-                self._wait(value, tier)
-            case Free(value, Tier.DEVICE):
-                self._leave(value)
-            case Free(value, tier):
-                self.parcels.free(value, tier)
-            case _:
-                raise ScheduleError(f"nothing of a program moves by {action}")
+    def obey(self, action: Offload | Prefetch | Wait | Free) -> bool:
+        """What the first sweep does on its way. Whether all is well: nothing has written into what was on its way."""
+        if not self.spoilt:
+            with suppress(Spoilt):
+                match action:
+                    case Offload(value, source, target) | Prefetch(value, source, target):
+                        self.start(value, source, target)
+                    case Wait(value, tier):
+                        self.wait(value, tier)
+                    case Free(value, tier):
+                        self.free(value, tier)
         return not self.spoilt
 
     def holds(self, value: Value) -> bool:
-        """Whether there is a copy below the device."""
-        return self.parcels.holds(value)
+        """See `StageMover`. The state before the first stretch always stays, for whoever asks in another order."""
+        return value == _FIRST or self.parcels.holds(value)
+
+    def start(self, value: Value, source: Tier, target: Tier) -> None:
+        """Start a copy. Raises Spoilt if the value is not what it was when it was kept."""
+        if value == _FIRST:
+            return
+        if source is Tier.DEVICE and not self._pack(value, target):
+            raise Spoilt
+        self.parcels.start(value, source, target)
+
+    def wait(self, value: Value, tier: Tier) -> None:
+        """Until the copy is there. Raises Spoilt if something was written into while it was copied."""
+        if value == _FIRST:
+            return
+        if tier is Tier.DEVICE:
+            self.parcels.wait(value, tier)
+            self._came(value, self.parcels.unpack(value))
+        elif value in self._waited:
+            self._waited.discard(value)
+        else:
+            self._wait(value, tier)
+        if self.spoilt:
+            raise Spoilt
+
+    def free(self, value: Value, tier: Tier) -> None:
+        """Drop a copy. Saved tensors of which there is no other go when backward has used them."""
+        if value == _FIRST:
+            return
+        if tier is not Tier.DEVICE:
+            self.parcels.free(value, tier)
+        elif self.parcels.holds(value):
+            self._leave(value)
 
     def reversed(self, stage: int) -> None:
         """A stretch is about to be reversed, the last use of what it has saved."""
@@ -191,8 +215,3 @@ class Moves:
         for (operation, place), tensor in zip(self._places.pop(k), tensors, strict=True):
             rest[operation][place] = tensor, tensor._version
         self._saved.update(rest)
-
-
-def _stays(action: Action) -> bool:
-    """The state before the first stretch always does, for whoever asks in another order."""
-    return isinstance(action, (Offload, Prefetch, Wait, Free)) and action.value == Value(Kind.STATE, 0)

@@ -22,6 +22,7 @@ from tapestream.executor.program.record.lessons import Lessons
 from tapestream.executor.program.record.record import Record, look
 from tapestream.executor.program.record.tape import Saved, inside, still
 from tapestream.executor.program.replay.differing import as_before, changed, name_of
+from tapestream.executor.program.replay.moves import Moves
 from tapestream.executor.program.replay.needed import RUN, SAVE, SKIP, Needed
 from tapestream.runner.ambient import TorchGenerators
 from tapestream.runner.graph import root_of_graph
@@ -33,10 +34,11 @@ _TOGETHER = 256
 
 
 class ProgramSteps:
-    """``cuts``: the operations before which stretches begin, and the end. ``saved``: see `Tape`.
+    """See `Segments`; a state is what a restart checkpoint holds. ``cuts``: the operations before which stretches
+    begin, and the end. ``saved``: see `Tape`.
 
     ``stages`` and ``operations`` count those run again; ``draws``: they may draw random numbers. ``lessons`` of earlier
-    calls that have made the same operations.
+    calls that have made the same operations. ``moves``: what moves below the device, if anything does.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class ProgramSteps:
         device: torch.device,
         saved: dict[int, Saved],
         lessons: Lessons | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.program, self.cuts, self.device, self.saved = record, cuts, device, saved
         self.stages = self.operations = 0
-        self._lessons = lessons
+        self._lessons, self.moves = lessons, moves
         self._opaque = sorted(record.hidden)
         self._most = -1  # after so many saved tensors an operation need not go on
         self.of_users = record.of_users()
@@ -58,7 +61,6 @@ class ProgramSteps:
         casts = any(to is not None for ambient in record.ambients for _, to in ambient.casts)
         switches = any(one.function in SWITCHES for one in record.patterns.all)
         self._tells_leaves = self.users_code or casts or switches
-        self._live: Kept | None = None
         self._running: Saved | None = None  # what an operation of users' code has saved so far
         self._own = frozenset[int]()  # what is live in memory that no restart checkpoint holds
         self._root = root_of_graph()
@@ -72,19 +74,32 @@ class ProgramSteps:
     def _showing(self) -> dict[int, list[int]]:
         return self.program.showing_written()
 
-    def forward(self, start: int, stop: int) -> None:
-        """Run stretches, keeping nothing: the state before stretch ``stop`` is live then."""
+    def forward(self, live: list[Kept], start: int, stop: int) -> Kept:
+        """Run stretches, keeping nothing: the state before stretch ``stop``."""
         while start < stop:
             end = start + 1
             while end < stop and self._go_together(start, end + 1):
                 end += 1
-            self._run(start, end, None)
-            start = end
+            state = self._run(live, start, end, None)
+            assert state is not None
+            live, start = [state], end
+            del state
+        return live.pop()
 
-    def record(self, stage: int, *, go_on: bool = True) -> None:
-        """Run a stretch; what it saves is kept. Without ``go_on`` the state after it is not made, and only that is
+    def record(self, live: list[Kept], stage: int, *, output_needed: bool) -> tuple[Kept | None, None]:
+        """Run a stretch; what it saves is kept, in ``saved``. If the state after it is not needed, only that is
         computed which is needed for what it saves (see `Needed`)."""
-        self._run(stage, stage + 1, [], go_on=go_on)
+        moves = self.moves if self.moves is not None and stage in self.moves.reads else None
+        if moves is not None:
+            moves.border(stage, live[0].tensors)
+        state = self._run(live, stage, stage + 1, [], go_on=output_needed)
+        if moves is not None:
+            moves.border(stage + 1, [] if state is None else state.tensors)
+        return state, None
+
+    def backward(self, tape: None, stage: int, cotangent: None) -> None:
+        """The graph of the program's own run does that."""
+        raise ScheduleError(f"autograd itself runs the backward of stage {stage}")
 
     def _go_together(self, start: int, stop: int) -> bool:
         """What enters and leaves a stretch takes longer than a few small operations. Opaque ones may hold tensors in
@@ -97,39 +112,24 @@ class ProgramSteps:
         for operation in range(self.cuts[stage], self.cuts[stage + 1]):
             self.saved.pop(operation, None)
 
-    def keep(self, stage: int) -> Kept:
+    def keep(self, state: Kept, stage: int) -> Kept:
         """The live state as a restart checkpoint."""
-        live = self._live_at(stage)
         self._own = frozenset()
-        return Kept(live.operation, live.entries, self._generators())
+        return Kept(state.operation, state.entries, self._generators())
 
     def _generators(self) -> TorchGenerators:
         if self._first is None or self.program.draws_nbytes:
             self._first = self.program.generators()
         return self._first
 
-    def restore(self, kept: Kept) -> None:
-        """Make a restart checkpoint live."""
-        self._live = None
+    def restore(self, kept: Kept, stage: int, *, last: bool) -> Kept:
+        """The live state of a restart checkpoint."""
         kept.check()
         if self.draws:
             assert kept.generators is not None
             self.program.restore(kept.generators)
-        self._live, self._own = Kept(kept.operation, kept.entries, saves=kept.saves), frozenset()
-
-    def state(self) -> list[torch.Tensor]:
-        """What is live now."""
-        return [] if self._live is None else [entry.tensor for entry in self._live.entries.values()]
-
-    def leave(self, stage: int) -> None:
-        """The state before a stretch is not needed any more."""
-        if self._live is not None and self._live.operation == self.cuts[stage]:
-            self._live = None
-
-    def _live_at(self, stage: int) -> Kept:
-        if self._live is None or self._live.operation != self.cuts[stage]:
-            raise ScheduleError(f"the state before stage {stage} is not live")
-        return self._live
+        self._own = frozenset()
+        return Kept(kept.operation, kept.entries, saves=kept.saves)
 
     def _todo(self, first: int, end: int, live: Kept) -> bytearray:
         """What to do with operations after which the program does not go on."""
@@ -140,10 +140,11 @@ class ProgramSteps:
 
     # -- stretches that are run at once ---------------------------------------------------------------------------
 
-    def _run(self, start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> None:
-        """Without saved tensors where ``into`` is None, without the state afterwards where not ``go_on``."""
+    def _run(self, given: list[Kept], start: int, stop: int, into: Saved | None, *, go_on: bool = True) -> Kept | None:
+        """From the only state in ``given``. Without saved tensors where ``into`` is None, without the state afterwards
+        where not ``go_on``."""
         record, first, end = self.program, self.cuts[start], self.cuts[stop]
-        live = self._live_at(start)
+        live = given.pop()
         todo, self._most = None if go_on else self._todo(first, end, live), -1
 
         def pack(tensor: torch.Tensor) -> int:
@@ -159,17 +160,17 @@ class ProgramSteps:
         values, left = self._entered(live, first, end)
         own = {} if go_on else live.saves
         del live  # what is used up on the way goes on the way
-        self._live = None
         with surroundings(record.ambients) as enter, saved_tensors_hooks(pack, self._unpack):
             self._replay(values, first, end, enter, into, todo, own)
         self.stages += stop - start
-        if go_on:
-            self._own = self._own & left.keys() | values.keys()
-            for number, tensor in values.items():
-                storage = record.storage_of(number)
-                private = not record.storage_external[storage] or storage in record.writes
-                left[number] = Entry.of(tensor, storage, private=private)
-            self._live = Kept(end, left)
+        if not go_on:
+            return None
+        self._own = self._own & left.keys() | values.keys()
+        for number, tensor in values.items():
+            storage = record.storage_of(number)
+            private = not record.storage_external[storage] or storage in record.writes
+            left[number] = Entry.of(tensor, storage, private=private)
+        return Kept(end, left)
 
     def _entered(self, state: Kept, first: int, end: int) -> tuple[dict[int, torch.Tensor], dict[int, Entry]]:
         """What the operations ``first`` .. ``end`` - 1 use of the state, each as a tensor of its own that they may
