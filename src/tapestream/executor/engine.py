@@ -169,9 +169,6 @@ class Engine:
                 if self.index != stage or self.live is None:
                     raise self._not_live(stage)
                 kept[stage] = segments.keep(self.live, stage)
-            elif what == TAKE and self._states is None:
-                self.live = None
-                self.live, self.index = segments.restore(kept.pop(stage), stage, last=True), stage
             elif what <= RESTORE:
                 self.live = None
                 self.live, self.index = segments.restore(kept[stage], stage, last=what == TAKE), stage
@@ -197,11 +194,10 @@ class Engine:
 
     def _free(self, stage: int) -> None:
         """Of a restart checkpoint what is on the device."""
-        value = Value(Kind.STATE, stage)
-        if self._states is None or not self._states.holds(value):
+        if self._states is None or not self._states.holds(Value(Kind.STATE, stage)):
             del self.kept[stage]
         else:
-            self._states.free(value, Tier.DEVICE)
+            self._states.free(Value(Kind.STATE, stage), Tier.DEVICE)
 
     def _move(self, what: int, stage: int, more: Any) -> None:
         """What concerns copies, parameter blocks and what is kept inside."""
