@@ -16,7 +16,9 @@ from tapestream.executor.loop.steps import TensorSteps
 from tapestream.executor.loop.traits import Body
 from tapestream.frontends.loop.call import Task
 from tapestream.frontends.loop.known import Cost
+from tapestream.ir.actions import PhaseKind
 from tapestream.planning.exceeded import Exceeded, limit_of
+from tapestream.planning.plan import Plan
 from tapestream.runner.ambient import HostGenerators, TorchGenerators
 from tapestream.runner.state import storages
 from tapestream.storage.meter import profiling, watch_memory
@@ -29,6 +31,11 @@ _MOST_PLANS = 64
 _UNKNOWN_STEPS = 100
 """Of a run whose length is not known."""
 _SECONDS_OF_A_MEASUREMENT, _SECONDS_OF_A_NODE, _SHARE = 4e-4, 1e-5, 0.002
+
+
+def forward_seconds(plan: Plan) -> float:
+    """Of a call, whose backward may never run."""
+    return plan.simulation.phase_seconds[PhaseKind.FORWARD]
 
 
 @dataclass(slots=True)
@@ -57,8 +64,8 @@ class Growth:
         cls, task: Task, cost: Cost, planned: tuple[StageCost, int, float], limit: int | None, exceeded: Exceeded,
         *, strict: bool,
     ) -> "Growth | None":  # fmt: skip
-        """Of a call for which a stage, bytes and seconds are ``planned``: the first with that cost, and of the others
-        as many as take no time; None for the rest."""
+        """Of a call for which a stage, bytes and seconds of its forward are ``planned``: the first with that cost, and
+        of the others as many as take no time; None for the rest."""
         if limit is None or task.runner is not TensorSteps:
             return None
         stage, nbytes, seconds = planned

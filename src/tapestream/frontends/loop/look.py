@@ -1,7 +1,9 @@
 """Watching the first two steps of a loop: what they write, draw and reach, and whether they need a graph to run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -151,10 +153,15 @@ class _Looking:
         self.snapshot.put_back()
 
     def _watch(self, state: Any, requires: Mask, feed: Feed, number: int) -> Watched:
-        arguments = [*tensors_in([feed.row, *self.form.leaves(state)])]
-        with observed(arguments, self.stage.modules, calls=self.looks) as seen:
+        arguments = tensors_in([feed.row, *self.form.leaves(state)])
+        around = partial(self._observing, arguments)
+        return watch(self.stage.function, state, requires, self.form, feed, self.split, number, around)
+
+    @contextmanager
+    def _observing(self, arguments: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> Iterator[None]:
+        with observed([*arguments, *copies], self.stage.modules, calls=self.looks) as seen:
             self.snapshot.observations.append(seen)
-            return watch(self.stage.function, state, requires, self.form, feed, self.split, number)
+            yield
 
     def _drawn_and_written(self, traits: StepTraits, first_written: Sequence[Slot]) -> StepTraits:
         """With what the steps that were watched have drawn from and written into."""

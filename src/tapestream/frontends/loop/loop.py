@@ -24,7 +24,7 @@ from tapestream.frontends.loop.arguments import check_options, count_of, device_
 from tapestream.frontends.loop.call import Task, TensorCall
 from tapestream.frontends.loop.compiled import Compiler, with_chunks
 from tapestream.frontends.loop.costs import StepCost
-from tapestream.frontends.loop.growth import Before, Growth
+from tapestream.frontends.loop.growth import Before, Growth, forward_seconds
 from tapestream.frontends.loop.inline import run_inline
 from tapestream.frontends.loop.inputs import source_of
 from tapestream.frontends.loop.known import Cost, KnownSteps
@@ -197,7 +197,7 @@ class Loop(nn.Module):
         while True:
             chosen = self._chosen(cost.step, count, task.body, unit)
             self.plan = chosen.plan
-            planned = chosen.plan.profile.stages[0], chosen.plan.peak_nbytes, chosen.plan.seconds
+            planned = chosen.plan.profile.stages[0], chosen.plan.peak_nbytes, forward_seconds(chosen.plan)
             limit = None if self._given is not None else chosen.plan.budget.device_nbytes
             growth = Growth.of(task, cost, planned, limit, self.exceeded, strict=self.verify)
             if growth is None:

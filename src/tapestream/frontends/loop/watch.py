@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,10 +49,11 @@ class Watched:
 
 
 def watch(
-    step: Callable[..., Any], state: Any, requires: Mask, form: Form, feed: Feed, split: Split, number: int
-) -> Watched:
-    """Run step ``number`` on copies of ``state``'s tensors. Raises InputError where it returns another form, or writes
-    into its input."""
+    step: Callable[..., Any], state: Any, requires: Mask, form: Form, feed: Feed, split: Split, number: int,
+    around: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda copies: nullcontext(),
+) -> Watched:  # fmt: skip
+    """Run step ``number`` on copies of ``state``'s tensors, the step alone inside of ``around(copies)``. Raises
+    InputError where it returns another form, or writes into its input."""
     observer = Observer()
     since = next_sequence_number()
     seen = Seen(since)
@@ -63,7 +65,7 @@ def watch(
         seen.inputs = frozenset(map(id, fresh))
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in form.leaves(inside)]
         entering = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else None for leaf in form.leaves(inside)]
-        with seen:
+        with seen, around(fresh):
             found = observer.run(step, inside, partial(_fed, feed, root))
     nodes = next_sequence_number() - since
     result, reached = _found(
